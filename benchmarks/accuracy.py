@@ -1,5 +1,5 @@
-"""How far bfloat16, int8 and fp8, and quantized checkpoints, are from float32, on text that the demo model was not
-trained on.
+"""How far bfloat16, int8 and fp8, of weights and KV cache, and quantized checkpoints are from float32, on text
+that the demo model was not trained on.
 
 In this process, without a server. The text is modules of Python's standard library that were held out when the
 demo model was trained, prepared as for the training, in windows of 512 tokens. Every position's logits are
@@ -46,10 +46,11 @@ _OUTPUT = OutputConfig(return_context_logits=True)
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A dtype, and what computes it."""
+    """A dtype, what computes it, and what keys and values are stored in."""
 
     dtype: str | None  # None: the checkpoint's, and quantized weights as they are
     kernels: str
+    kv_cache_dtype: str = "auto"
 
 
 EXACT = Way("float32", "torch")
@@ -60,6 +61,17 @@ WAYS = (
     Way("int8", "torch"),
     Way("int8", "native"),
     Way("fp8", "torch"),
+    *(
+        Way(dtype, kernels, kv_cache_dtype)
+        for kv_cache_dtype in ("int8", "fp8")
+        for dtype, kernels in (
+            ("float32", "torch"),
+            ("float32", "native"),
+            ("bfloat16", "torch"),
+            ("bfloat16", "native"),
+            ("int8", "native"),
+        )
+    ),
 )
 
 
@@ -100,6 +112,7 @@ def compute_logits(
             max_num_sequences=1,
             kernels=way.kernels,
             max_tokens_in_paged_kv_cache=2 * _WINDOW,
+            kv_cache_dtype=way.kv_cache_dtype,
         )
     )
     loop = Loop(engine, SchedulerConfig(enable_kv_cache_reuse=False))

@@ -27,6 +27,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--model", help="checkpoint folder; random weights of the demo model's sizes without one"
     )
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as the parameter of config.pbtxt")
     parser.add_argument("--device", default=None)
     parser.add_argument("--threads", type=int, default=None, help="of the forward pass")
 
@@ -47,6 +48,7 @@ def load_engine(
                 max_num_tokens=max_num_tokens,
                 max_tokens_in_paged_kv_cache=max_tokens_in_kv_cache,
                 engine_threads=options.threads,
+                kv_cache_dtype=options.kv_cache_dtype,
             )
         )
         try:

@@ -96,6 +96,7 @@ GOOD = [
     ("max_attention_window_size", "512, 1024", (512, 1024)),
     ("sink_token_length", "4", 4),
     ("tokens_per_block", "16", 16),
+    ("kv_cache_dtype", "fp8", "fp8"),
     ("max_tokens_in_paged_kv_cache", "4096", 4096),
     ("kv_cache_free_gpu_mem_fraction", "0.25", 0.25),
     ("kv_cache_free_cpu_mem_fraction", "1", 1.0),

@@ -51,7 +51,7 @@ def test_it_compiles_for_the_dtype_that_will_be_loaded(
         pytest.skip("a GPU computes with torch's operators")
     (tmp_path / "config.json").write_text(config)
     found: list[tuple[str, bool]] = []
-    monkeypatch.setattr(library, "begin_loading", lambda dtype, int8: found.append((dtype, int8)))
+    monkeypatch.setattr(library, "begin_loading", lambda dtype, int8, _: found.append((dtype, int8)))
     _begin_compiling(make_parameters(**given).engine, str(tmp_path))
     assert found == begun
 

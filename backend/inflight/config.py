@@ -198,6 +198,8 @@ class EngineConfig:
         implementation: Whose layers run the model: those of `inflight.engine.torch`, transformers' own code, or
             plans of TensorRT.
         engine_dir: With it, `gpt_model_path` is the checkpoint that the plans were built from.
+        kv_cache_dtype: int8, fp8: keys and values are stored in 8 bits, by a scale for each token and head, and
+            computed with in the data type of activations.
         max_attention_window_size: A token sees itself and those before it; layer i has entry i % n. Where the
             checkpoint has a sliding window too, the smaller one holds. What no token sees any more stays in the
             cache: memory is not saved.
@@ -259,6 +261,11 @@ class EngineConfig:
     )
     sink_token_length: int = parameter(0, integer(0), "first tokens that stay in every window, as part of it")
     tokens_per_block: int = parameter(32, integer(1), "tokens per KV cache block")
+    kv_cache_dtype: str = parameter(
+        "auto",
+        choice("auto", INT8, FP8),
+        "of stored keys and values: int8 and fp8 (e4m3) round them, in half the memory; auto: dtype's",
+    )
     max_tokens_in_paged_kv_cache: int | None = parameter(
         None, integer(1), "size of the KV cache; by fraction without one"
     )

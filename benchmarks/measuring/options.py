@@ -34,6 +34,7 @@ class Options:
         num_threads: Of the forward pass.
         max_num_tokens: Most tokens of an iteration.
         num_rounds: How often everything is measured.
+        more: Other parameters of config.pbtxt, and what they are to be.
     """
 
     model: Path
@@ -45,6 +46,7 @@ class Options:
     num_threads: int
     max_num_tokens: int
     num_rounds: int
+    more: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Options:
@@ -61,6 +63,7 @@ class Options:
             num_threads=arguments.threads or len(os.sched_getaffinity(0)),
             max_num_tokens=arguments.max_num_tokens,
             num_rounds=arguments.rounds,
+            more=tuple(arguments.set),
         )
 
 
@@ -88,6 +91,14 @@ def not_negative(text: str) -> int:
     return value
 
 
+def _key_and_value(text: str) -> tuple[str, str]:
+    """For argparse: KEY=VALUE."""
+    key, is_given, value = text.partition("=")
+    if not (key and is_given):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected KEY=VALUE")
+    return key, value
+
+
 def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
     """What `Options.of` reads; `concurrency` is the default."""
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
@@ -111,6 +122,14 @@ def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
     )
     parser.add_argument("--max-num-tokens", type=positive, default=2048, help="most tokens of an iteration")
     parser.add_argument("--rounds", type=positive, default=1, help="medians of so many")
+    parser.add_argument(
+        "--set",
+        type=_key_and_value,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another parameter of config.pbtxt, for instance kv_cache_dtype=int8",
+    )
 
 
 def kv_cache_tokens(requests: Sequence[BenchRequest], concurrency: int) -> int:
@@ -133,4 +152,4 @@ def engine_settings(options: Options, requests: Sequence[BenchRequest]) -> dict[
         "engine_threads": str(options.num_threads),
     }
     chosen = {"dtype": options.dtype, "kernels": options.kernels}
-    return settings | {key: value for key, value in chosen.items() if value is not None}
+    return settings | {key: value for key, value in chosen.items() if value is not None} | dict(options.more)

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from benchmarks.measuring.options import Options, kv_cache_tokens
 from benchmarks.measuring.workload import BenchRequest
+from inflight.engine.torch.kv_rounding import SCALE_BYTES
 from inflight.models import DecoderConfig
 
 _BYTES = {"int4": 0.5, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -76,9 +77,9 @@ class ModelShape:
         """Of all matrices, each number once, without scales."""
         return int(self.num_weights * _BYTES[dtype])
 
-    def kv_cache_bytes(self, num_tokens: int, value_bytes: int) -> int:
-        """Of the keys and values of so many tokens."""
-        return self.cached * num_tokens * value_bytes
+    def kv_cache_bytes(self, num_tokens: int, value_bytes: int, scale_bytes: int = 0) -> int:
+        """Of the keys and values of so many tokens, each head's with a scale of so many bytes."""
+        return num_tokens * (self.cached * value_bytes + self.cached // self.head_dim * scale_bytes)
 
     def gflop(self, num_rows: float, num_sampled: float) -> float:
         """Multiplications and additions of matrices for tokens computed and tokens chosen, in 1e9."""
@@ -126,6 +127,7 @@ class Setup:
         kernels: What computes the layers.
         kv_cache_tokens: Room in the KV cache.
         kv_cache_bytes: What that takes.
+        kv_cache_dtype: The parameter of config.pbtxt.
         weight_bytes: What the matrices take, each number once; of quantized ones that stay so, all weights, with
             scales, and an embedding that is the output projection too in both its forms.
     """
@@ -147,6 +149,7 @@ class Setup:
     rounds: int
     versions: Versions
     cpu: str
+    kv_cache_dtype: str = "auto"
 
     @classmethod
     def of(
@@ -159,6 +162,9 @@ class Setup:
         """Of a run with these options, model and requests; `kernels` of an engine in this process."""
         shape, dtype = ModelShape.of(config), options.dtype or config.dtype or "float32"
         num_kv_tokens = kv_cache_tokens(requests, options.concurrency)
+        kv_cache_dtype = dict(options.more).get("kv_cache_dtype", "auto")
+        is_rounded = kv_cache_dtype != "auto"
+        bytes_of_a_number = (1, SCALE_BYTES) if is_rounded else (value_bytes(dtype),)
         return cls(
             model=options.model.resolve().name,
             shape=shape,
@@ -172,11 +178,12 @@ class Setup:
             concurrency=options.concurrency,
             max_num_tokens=options.max_num_tokens,
             kv_cache_tokens=num_kv_tokens,
-            kv_cache_bytes=shape.kv_cache_bytes(num_kv_tokens, value_bytes(dtype)),
+            kv_cache_bytes=shape.kv_cache_bytes(num_kv_tokens, *bytes_of_a_number),
             weight_bytes=shape.weight_bytes(dtype),
             rounds=options.num_rounds,
             versions=Versions.here(),
             cpu=cpu_name(),
+            kv_cache_dtype=kv_cache_dtype,
         )
 
 

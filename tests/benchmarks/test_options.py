@@ -45,6 +45,15 @@ def test_the_cache_holds_the_largest_requests_in_whole_blocks_of_any_sides_size(
     assert kv_cache_tokens(requests, 3) == 7 * 128
 
 
+def test_other_parameters_are_given_as_to_a_server(capsys):
+    chosen = options("--set", "kv_cache_dtype=int8", "--set", "tokens_per_block=16")
+    settings = engine_settings(chosen, draw("w", 512, 64))
+    assert (settings["kv_cache_dtype"], settings["tokens_per_block"]) == ("int8", "16")
+    with pytest.raises(SystemExit):
+        options("--set", "kv_cache_dtype")
+    assert "got 'kv_cache_dtype', expected KEY=VALUE" in capsys.readouterr().err
+
+
 def test_the_settings_are_parameters_that_a_server_takes():
     chosen = options("--concurrency", "16", "--dtype", "bfloat16", "--kernels", "torch", "--threads", "3")
     settings = engine_settings(chosen, draw("w", 512, 64))

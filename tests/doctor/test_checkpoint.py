@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,16 @@ def test_a_checkpoint_whose_experts_are_packed(tmp_path: Path):
 def test_settings_count_as_for_a_start():
     room = check(DEMO, max_batch_size="4", max_sequence_length="64")["room"]
     assert f"{2 * 4 * 64} tokens" in room.says
+
+
+def test_a_cache_of_8_bits_has_room_for_more():
+    rooms = [
+        check(DEMO, max_batch_size="16", kv_cache_free_cpu_mem_fraction="0.001", **more)["room"]
+        for more in ({}, {"kv_cache_dtype": "int8"})
+    ]
+    tokens = [int(re.findall(r"KV cache of (\d+) tokens", room.says)[0]) for room in rooms]
+    assert "tokens in int8" in rooms[1].says
+    assert tokens[1] > 1.7 * tokens[0]
     refused = check(DEMO, no_such_parameter="1")["checkpoint"]
     assert refused.level is RED and "no_such_parameter" in refused.says
 

@@ -59,9 +59,16 @@ class FixedRowsAttention:
     ) -> Tensor:
         tables, positions, in_chunk, generates, window = plan
         _, heads, head_dim = queries.shape
+        pages = cache.pages(layer)
+        if cache.rounding is not None:
+            levels = zip(pages, cache.scales(layer) or (), strict=True)
+            pages = [
+                cache.rounding.restore(page, scales.view(page.shape[:3]), cache.dtype)
+                for page, scales in levels
+            ]
         read, written = (
             page[tables].flatten(1, 2).repeat_interleave(heads // page.shape[2], dim=2, output_size=heads)
-            for page in cache.pages(layer)
+            for page in pages
         )
         places = torch.arange(read.shape[1], device=queries.device)
         visible = places <= positions[:, None]

@@ -12,6 +12,7 @@ from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.torch.attention import by_plain_products
 from inflight.engine.torch.attention_check import fixed_rows, pack_rows
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.kv_rounding import KvRounding
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
 
@@ -30,6 +31,7 @@ class Rows:
         seed: int,
         device: torch.device = CPU,
         sequences: int = 3,
+        rounding: KvRounding | None = None,
     ) -> None:
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -38,7 +40,8 @@ class Rows:
 
         blocks = -(-longest // tokens_per_block)
         self.decoder, count = decoder, sequences * blocks
-        self.cache = KvCache(replace(decoder, num_layers=1), count, tokens_per_block, dtype, device)
+        shape = replace(decoder, num_layers=1)
+        self.cache = KvCache(shape, count, tokens_per_block, dtype, device, rounding)
         self.tables = torch.randperm(count, generator=generator, device=device).view(sequences, blocks)
         heads, kv_heads, size = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
         stored = torch.arange(count * tokens_per_block, device=device)

@@ -18,6 +18,7 @@ from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.engine import TorchRunner
 from inflight.engine.torch.iteration_graphs import Capture
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.kv_rounding import KvRounding
 from inflight.engine.torch.layer_operations import LayerOperations
 from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.engine.windows import layer_windows
@@ -43,9 +44,11 @@ def load_paged(
     collectives: Collectives = ALONE,
     operations: LayerOperations | None = None,
     row_kernels: RowKernels | None = None,
+    rounding: KvRounding | None = None,
+    dtype: torch.dtype = torch.float32,
     **windows: Any,
 ) -> TorchEngine:
-    """A float32 engine; `windows` are max_attention_window_size and sink_token_length."""
+    """An engine; `windows` are max_attention_window_size and sink_token_length."""
     model, on = read_model_description(folder), torch.device(device)
     part = part or Part.whole(model.decoder)
     aux = AuxRequest(lse=True) if model.decoder.learned_sinks else None
@@ -53,7 +56,7 @@ def load_paged(
     asked = windows.get("max_attention_window_size", ()), windows.get("sink_token_length", 0)
     decoder = Decoder(
         model.decoder,
-        load_weights(model, torch.float32, on, part),
+        load_weights(model, dtype, on, part),
         layer_windows(model.decoder.sliding_windows, *asked, MAX_SEQUENCE_LENGTH),
         MAX_SEQUENCE_LENGTH,
         part,
@@ -62,7 +65,8 @@ def load_paged(
         operations,
         row_kernels or RowKernels(),
     )
-    cache = KvCache(part.held_config(model.decoder), num_blocks, TOKENS_PER_BLOCK, torch.float32, on)
+    held = part.held_config(model.decoder)
+    cache = KvCache(held, num_blocks, TOKENS_PER_BLOCK, dtype, on, rounding)
     limits = EngineLimits(
         model.decoder.vocab_size,
         MAX_SEQUENCE_LENGTH,

@@ -169,7 +169,7 @@ def find(zoo: Zoo, kernel: Any) -> Attention:
         mock.patch(f"{place}.torch_paged_attention", side_effect=CannotAttend("torch 2.6 has none")),
         mock.patch(f"{place}.triton_attention", side_effect=CannotAttend("no triton")),
         mock.patch(f"{place}.gathering", lambda decoder: GatheringAttention(kernel)),
-        mock.patch(f"{place}.check_attention", lambda *arguments: check_attention(*arguments[:-1], CPU)),
+        mock.patch(f"{place}.check_attention", lambda *arguments: check_attention(*arguments[:5], CPU)),
     ):
         return find_attention(EngineConfig(""), decoder, WINDOWS, torch.float32, torch.device("cuda"))
 

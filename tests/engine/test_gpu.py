@@ -21,6 +21,7 @@ from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING, GatheringAtt
 from inflight.engine.torch.attention_check import CannotAttend, check_attention, pack_rows
 from inflight.engine.torch.cuda import torch_paged_attention, triton_attention
 from inflight.engine.torch.grouped_linear import GroupedLinear, KeepingLevels
+from inflight.engine.torch.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
 from inflight.engine.torch.layer_check import check_peaks_of, find_operations
 from inflight.engine.torch.quantized_linear import (
     QuantizedLinear,
@@ -149,6 +150,27 @@ def test_operations_of_layers(
             decoder, head_dim=head_dim, hidden_size=hidden_size, intermediate_size=3 * hidden_size
         )
         operations = find_operations(shape, dtype, torch.device("cuda"))
+        assert operations.parts == KernelLayerOperations(shape).parts
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("rounding", [INT8_LEVELS, FP8_LEVELS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt-oss", "gemma2"])
+def test_kernels_over_kv_blocks_of_8_bits(
+    zoo: Zoo, case: str, dtype: torch.dtype, rounding: KvRounding, caplog: pytest.LogCaptureFixture
+) -> None:
+    from inflight.engine.torch.kernels.layer_operations import KernelLayerOperations  # imports triton
+
+    decoder, device = read_model_description(zoo[case].folder).decoder, torch.device("cuda")
+    windows = (None, AttentionWindow(5), AttentionWindow(40, 8))
+    for head_dim in (decoder.head_dim, 64, 128):
+        shape = replace(decoder, head_dim=head_dim)
+        for tokens_per_block in (8, 32):
+            check_attention(
+                triton_attention(shape), shape, tokens_per_block, windows, dtype, device, rounding
+            )
+        operations = find_operations(shape, dtype, device, rounding)
         assert operations.parts == KernelLayerOperations(shape).parts
     assert not caplog.records
 

@@ -24,13 +24,15 @@ from tests.models.zoo import Zoo, ZooModel
 OVERFLOWING = {7: float("nan"), 8: float("inf"), 9: -float("inf")}
 """Token ids, and what their embeddings are."""
 WAYS = [
-    *(pytest.param("native", dtype, marks=needs_native) for dtype in ("float32", "bfloat16", "int8")),
-    *(("torch", dtype) for dtype in ("float32", "bfloat16")),
+    *(pytest.param("native", dtype, "auto", marks=needs_native) for dtype in ("float32", "bfloat16", "int8")),
+    *(pytest.param("native", "float32", cache, marks=needs_native) for cache in ("int8", "fp8")),
+    *(("torch", dtype, "auto") for dtype in ("float32", "bfloat16")),
+    *(("torch", "float32", cache) for cache in ("int8", "fp8")),
 ]
 
 SAMPLED = SamplingConfig(top_k=5, random_seed=3)
 
-every_way = pytest.mark.parametrize(("kernels", "dtype"), WAYS)
+every_way = pytest.mark.parametrize(("kernels", "dtype", "cache"), WAYS)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +54,10 @@ def harmless(model: ZooModel, length: int, seed: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("token", OVERFLOWING)
 @pytest.mark.parametrize("place", [0, 10, 20])
 def test_it_is_noticed_wherever_it_is(
-    zoo: Zoo, overflowing: Path, kernels: str, dtype: str, token: int, place: int
+    zoo: Zoo, overflowing: Path, kernels: str, dtype: str, cache: str, token: int, place: int
 ) -> None:
     """At the beginning of the context, in a later chunk, and as the last token."""
-    engine = load_engine(overflowing, kernels=kernels, dtype=dtype)
+    engine = load_engine(overflowing, kernels=kernels, dtype=dtype, kv_cache_dtype=cache)
     prompt = list(harmless(zoo["llama-gqa"], 21, 1))
     prompt[place] = token
     driver = Driver(engine)
@@ -67,7 +69,7 @@ def test_it_is_noticed_wherever_it_is(
 
 @every_way
 def test_requests_beside_it_are_answered_as_without_it(
-    zoo: Zoo, overflowing: Path, kernels: str, dtype: str
+    zoo: Zoo, overflowing: Path, kernels: str, dtype: str, cache: str
 ) -> None:
     model = zoo["llama-gqa"]
     harmful = tuple((token,) for token in OVERFLOWING)
@@ -77,7 +79,7 @@ def test_requests_beside_it_are_answered_as_without_it(
         Request(2, harmless(model, 13, 3), 12, bad_words=harmful, sampling=SAMPLED),
         Request(3, harmless(model, 9, 4), 12, bad_words=harmful, sampling=SamplingConfig(beam_width=2)),
     ]
-    engine = load(overflowing, 40, 6, kernels=kernels, dtype=dtype)
+    engine = load(overflowing, 40, 6, kernels=kernels, dtype=dtype, kv_cache_dtype=cache)
     config = config_of("chunked", max_beam_width=2)
     served = serve_through_faults(engine, config, requests, faulty_id=1)
     expected = serve_through_faults(engine, config, [requests[0], *requests[2:]])
@@ -89,19 +91,23 @@ def test_requests_beside_it_are_answered_as_without_it(
 
 def leave_behind(engine: TorchEngine, value: float) -> None:
     """Fill every block that can be handed out."""
+    cache, count = engine.runner.cache, engine.limits.num_blocks
     with torch.inference_mode():
-        engine.runner.cache._blocks[:, :, : engine.limits.num_blocks] = value
+        cache._blocks[:, :, :count] = value if cache.rounding is None else 127  # as float8 no number either
+        cache._scales[:, :, :count] = value
 
 
 @every_way
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])
 @pytest.mark.parametrize("tokens_per_block", [2, 24])
 def test_what_blocks_held_before_reaches_nobody(
-    zoo: Zoo, case: str, kernels: str, dtype: str, tokens_per_block: int
+    zoo: Zoo, case: str, kernels: str, dtype: str, cache: str, tokens_per_block: int
 ) -> None:
     """Contexts of even and odd lengths, whole and in chunks, beside each other, and then generation."""
     model = zoo[case]
-    engine = load_engine(model.folder, kernels=kernels, dtype=dtype, tokens_per_block=tokens_per_block)
+    engine = load_engine(
+        model.folder, kernels=kernels, dtype=dtype, kv_cache_dtype=cache, tokens_per_block=tokens_per_block
+    )
     runs = []
     for left_behind in (float("nan"), float("inf"), 0.0):
         driver = Driver(engine)
@@ -121,10 +127,12 @@ def test_what_blocks_held_before_reaches_nobody(
 
 
 @every_way
-def test_what_blocks_held_before_is_not_copied_between_beams(zoo: Zoo, kernels: str, dtype: str) -> None:
+def test_what_blocks_held_before_is_not_copied_between_beams(
+    zoo: Zoo, kernels: str, dtype: str, cache: str
+) -> None:
     """Beams part inside a block, whose rest nobody has written."""
     model = zoo["llama-gqa"]
-    engine = load_engine(model.folder, kernels=kernels, dtype=dtype)
+    engine = load_engine(model.folder, kernels=kernels, dtype=dtype, kv_cache_dtype=cache)
     found = []
     for _ in range(2):
         driver = Driver(engine)

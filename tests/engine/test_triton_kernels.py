@@ -75,6 +75,10 @@ MOST_SPILLED = 600
 """Bytes of a thread's numbers that registers have no room for; a tile that is too large has thousands."""
 
 
+STORED = ("", "*i8", "*u8")
+"""Types of keys and values in the cache, by `LEVELS` of the kernels."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """Machine code of a kernel.
@@ -138,15 +142,20 @@ def test_attention_compiles_for_a_gpu(
 
     types = {"scale": "fp32"} | dict.fromkeys(("queries", "keys", "values", "results", "sinks"), f"*{dtype}")
     types |= dict.fromkeys(("tables", "rows", "slots", "positions", "tiles"), "*i64")
-    types |= dict.fromkeys(("parts_read", "parts_best", "parts_total"), "*fp32")
+    floats = ("parts_read", "parts_best", "parts_total", "key_scales", "value_scales")
+    types |= dict.fromkeys(floats, "*fp32")
     constants = {"RECENT": 4096, "SINKS": 4, "HAS_SINKS": True, "SOFT_CAP": 30.0}
     if not has_all:
         constants = {"RECENT": 0, "SINKS": 0, "HAS_SINKS": False, "SOFT_CAP": 0.0}
     constants |= {"HEAD_DIM": head_dim, "WIDTH": head_dim, "NUM_PARTS": 32, "LEAST_PART": 256}
-    for name, rows in (("_attend_generation", 16), ("_attend_chunk", 64)):
+    wanted = [("_attend_generation", 16, 0), ("_attend_chunk", 64, 0)]
+    if dtype == "bf16":
+        wanted += [("_attend_generation", 16, 1), ("_attend_chunk", 64, 2)]
+    for name, rows, levels in wanted:
         tile, num_warps = kernels._tiling(rows, head_dim, DTYPES[dtype])
-        sizes = {"TOKENS_PER_BLOCK": 32, "GROUP": 4, "ROWS": rows, "TILE": tile}
-        made = compiled(getattr(kernels, name), capability, types, constants | sizes, num_warps)
+        sizes = {"TOKENS_PER_BLOCK": 32, "GROUP": 4, "ROWS": rows, "TILE": tile, "LEVELS": levels}
+        of_cache = dict.fromkeys(("keys", "values"), STORED[levels] or f"*{dtype}")
+        made = compiled(getattr(kernels, name), capability, types | of_cache, constants | sizes, num_warps)
         assert made.shared <= shared_kib << 10 and made.spilled <= MOST_SPILLED
         assert "cp.async" in made.ptx
     made = compiled(kernels._add_up, capability, types, constants | {"TILE": 64})
@@ -157,9 +166,10 @@ def test_attention_compiles_for_a_gpu(
 def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int, dtype: str) -> None:
     from inflight.engine.torch.kernels import layers, peaks, quantize
 
+    scales = ("key_scales", "value_scales")
     names = ("x", "computed", "weight", "sums", "normed", "qkv", "turned", "query_weight", "key_weight")
     types = dict.fromkeys((*names, "key_cache", "value_cache", "inner", "results"), f"*{dtype}")
-    types |= dict.fromkeys(("cosines", "sines", "logits", "highest", "block_highest"), "*fp32")
+    types |= dict.fromkeys(("cosines", "sines", "logits", "highest", "block_highest", *scales), "*fp32")
     types |= dict.fromkeys(("positions", "places", "tokens", "block_tokens"), "*i64") | {"eps": "fp32"}
     constants = {
         "HEADS": 32,
@@ -168,6 +178,7 @@ def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int
         "WIDTH": 128,
         "ROTARY_DIM": 96,
         "HAS_NORMS": True,
+        "LEVELS": 0,
     }
     constants |= {"BLOCK": 4096, "BLOCKS": 32}
     for kernel in (
@@ -175,6 +186,10 @@ def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int
     ):  # fmt: skip
         made = compiled(kernel, capability, types, constants)
         assert made.shared <= shared_kib << 10 and made.spilled <= 64
+    for levels in (1, 2):
+        of_cache = types | dict.fromkeys(("key_cache", "value_cache"), STORED[levels])
+        made = compiled(layers._rotate_and_write, capability, of_cache, constants | {"LEVELS": levels})
+        assert made.spilled <= 64
     rounding = {"OF_LARGEST": 1 / 448, "LEAST": 1e-30, "BLOCK": 4096}
     if capability >= 89:  # which have float8
         pointers = {"x": f"*{dtype}", "levels": "*fp8e4nv", "scales": "*fp32"}

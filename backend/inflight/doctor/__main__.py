@@ -44,7 +44,8 @@ def _checks(given: argparse.Namespace) -> list[tuple[str, Callable[[], Iterable[
         ("MPI", programs.check_mpi),
     ]
     if has_gpu:
-        checks.append(("attention", partial(programs.check_attention, model, given.dtype)))
+        of_cache = dict(given.set).get("kv_cache_dtype", "auto")
+        checks.append(("attention", partial(programs.check_attention, model, given.dtype, of_cache)))
     if given.model:
         checks.append(
             (

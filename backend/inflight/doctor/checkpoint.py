@@ -236,6 +236,7 @@ def _check_path(
     import torch
 
     from inflight.config import INT8, QUANTIZED
+    from inflight.engine.torch.kv_rounding import find_rounding
     from inflight.engine.torch.load_decoder import check_native, keeps_levels, kept_by_compiled_layers
     from inflight.engine.torch.native.library import CannotBuild, foresee
     from inflight.models.loader import quantized_kinds
@@ -245,7 +246,9 @@ def _check_path(
     computed = torch.bfloat16 if kinds else dtype
     try:
         check_native(config, description.decoder, computed, device)
-        where = foresee(str(computed).removeprefix("torch."), config.dtype == INT8 or bool(kinds))
+        is_rounded = find_rounding(config.kv_cache_dtype) is not None
+        is_int8 = config.dtype == INT8 or bool(kinds)
+        where = foresee(str(computed).removeprefix("torch."), is_int8, is_rounded)
     except CannotBuild as reason:
         is_kept = keeps_levels(config, description, device)
         kinds = frozenset(quantized_kinds(description)) if is_kept else frozenset()
@@ -283,8 +286,10 @@ def _check_room(
     """
     from inflight.engine.memory import free_memory, plan_kv_cache
     from inflight.engine.torch.kv_cache import block_bytes
+    from inflight.engine.torch.kv_rounding import find_rounding
     from inflight.errors import ConfigError
 
+    rounding = find_rounding(config.kv_cache_dtype)
     free = free_memory(device)
     left = free - num_bytes
     where = "of GPU memory" if device.type == "cuda" else "of memory"
@@ -293,19 +298,21 @@ def _check_room(
         mend = "--tp N over several GPUs or hosts, or a smaller checkpoint"
         yield red("room", says, ", ".join([*_smaller(dtypes[1]), mend]))
         return
-    size = block_bytes(description.decoder, config.tokens_per_block, dtypes[0])
+    size = block_bytes(description.decoder, config.tokens_per_block, dtypes[0], rounding)
     try:
         plan = plan_kv_cache(config, longest, size, left, device.type == "cuda")
     except ConfigError as error:
         yield red("room", str(error), "--set max_batch_size=N with fewer sequences")
         return
     tokens = plan.num_blocks * config.tokens_per_block
+    kind = f" in {rounding.name}" if rounding is not None else ""
     says = (
         f"{_size(free)} {where}: {_size(num_bytes)} for weights, "
-        f"{_size(plan.num_blocks * size)} for a KV cache of {tokens} tokens ({plan.decided_by} decides)"
+        f"{_size(plan.num_blocks * size)} for a KV cache of {tokens} tokens{kind} ({plan.decided_by} decides)"
     )
     if tokens < longest:
-        mend = f"--set max_sequence_length={tokens}, or more memory"
+        smaller = ", --set kv_cache_dtype=int8" if rounding is None else ""
+        mend = f"--set max_sequence_length={tokens}{smaller}, or more memory"
         yield yellow("room", f"{says}, less than one sequence of {longest} tokens", mend)
     else:
         yield green("room", f"{says}, {tokens // longest} sequences of full length at a time")

@@ -55,12 +55,15 @@ def _devices(torch: Any) -> Iterator[Finding]:
             yield green(f"GPU {index}", says)
 
 
-def check_attention(model: Path | None, dtype: str | None = None) -> Iterator[Finding]:
+def check_attention(
+    model: Path | None, dtype: str | None = None, kv_cache_dtype: str = "auto"
+) -> Iterator[Finding]:
     """Which attention kernel a model gets on the device, tried out as a load tries it, and why not a faster one.
 
     Args:
         model: A checkpoint folder; None: the demo model, whose shape stands for others.
         dtype: As the parameter of config.pbtxt.
+        kv_cache_dtype: Likewise.
     """
     import torch
 
@@ -77,7 +80,8 @@ def check_attention(model: Path | None, dtype: str | None = None) -> Iterator[Fi
     except UnknownFamily as error:
         yield green("attention", f"that of {error.family} is tried when it is loaded")
         return
-    config, device = EngineConfig(gpt_model_path=str(folder), dtype=dtype), find_device(None)
+    config = EngineConfig(gpt_model_path=str(folder), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    device = find_device(None)
     if device.type == "cpu":
         yield green("attention", "that of the CPU layers; with torch's operators, over gathered KV blocks")
         return

@@ -16,7 +16,9 @@ from inflight.engine.packing import PackedChunk
 from inflight.engine.torch.attention import by_plain_products
 from inflight.engine.torch.attention_check import CannotAttend, check_attention, pack_rows
 from inflight.engine.torch.kernels import attention as kernels
+from inflight.engine.torch.kernels.layer_operations import KernelLayerOperations
 from inflight.engine.torch.kernels.paged_attention import KernelAttention
+from inflight.engine.torch.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
 from inflight.engine.torch.paged_attention import PagedAttention
 from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
@@ -47,9 +49,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "TILE_ROWS", 16)
 
 
-def cases() -> Iterator[tuple[int, dict[str, Any], int, AttentionWindow | None, torch.dtype]]:
+def cases() -> Iterator[tuple[int, dict[str, Any], int, AttentionWindow | None, torch.dtype, Any]]:
     draw = random.Random(0)
-    for seed in range(24):
+    for seed in range(32):
         kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4, 7, 17])
         changes = {
             "num_heads": kv_heads * group,
@@ -63,16 +65,25 @@ def cases() -> Iterator[tuple[int, dict[str, Any], int, AttentionWindow | None, 
             [None, None, AttentionWindow(1), AttentionWindow(9), AttentionWindow(40), AttentionWindow(30, 5)]
         )
         dtype = draw.choice([torch.float32, torch.float16])
-        yield seed, changes, draw.choice([1, 3, 8, 32, 100]), window, dtype
+        rounding = draw.choice([None, INT8_LEVELS, FP8_LEVELS]) if seed >= 24 else None
+        yield seed, changes, draw.choice([1, 3, 8, 32, 100]), window, dtype, rounding
 
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
-@pytest.mark.parametrize(("seed", "changes", "tokens_per_block", "window", "dtype"), list(cases()))
+@pytest.mark.parametrize(
+    ("seed", "changes", "tokens_per_block", "window", "dtype", "rounding"), list(cases())
+)
 def test_results_are_those_of_plain_products(
-    zoo: Zoo, seed: int, changes: Any, tokens_per_block: int, window: Any, dtype: torch.dtype
+    zoo: Zoo,
+    seed: int,
+    changes: Any,
+    tokens_per_block: int,
+    window: Any,
+    dtype: torch.dtype,
+    rounding: KvRounding | None,
 ) -> None:
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, **changes)
-    rows, draw = Rows(decoder, tokens_per_block, 150, dtype, seed), random.Random(seed)
+    rows, draw = Rows(decoder, tokens_per_block, 150, dtype, seed, rounding=rounding), random.Random(seed)
     for _ in range(3):
         start = draw.choice([0, 5, 64])
         chunk = PackedChunk(0, 0, draw.choice([1, 15, 16, 17, 40]), start)
@@ -97,10 +108,11 @@ def test_edges_of_tiles_and_of_blocks(zoo: Zoo, blocks: int, group: int, dtype: 
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_generation_row_is_the_same_alone_and_among_others(zoo: Zoo) -> None:
+@pytest.mark.parametrize("rounding", [None, INT8_LEVELS])
+def test_a_generation_row_is_the_same_alone_and_among_others(zoo: Zoo, rounding: KvRounding | None) -> None:
     """To the last bit, however many programs share its parts."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
-    rows, attention = Rows(decoder, 8, 150, torch.float32, 0), KernelAttention(decoder)
+    rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
     together = rows.attend(attention, pack_rows((), (0, 1, 2), (150, 77, 16), rows.tables), None)
     for slot, length in enumerate((150, 77, 16)):
         alone_ = rows.attend(attention, pack_rows((), (slot,), (length,), rows.tables), None)
@@ -125,16 +137,19 @@ def test_a_chunk_is_the_same_however_it_is_cut(zoo: Zoo, window: AttentionWindow
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_what_lies_behind_a_row_may_be_anything(zoo: Zoo) -> None:
+@pytest.mark.parametrize("rounding", [None, FP8_LEVELS])
+def test_what_lies_behind_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | None) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
-    rows, attention = Rows(decoder, 8, 150, torch.float32, 0), KernelAttention(decoder)
+    rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
     packed = pack_rows((PackedChunk(0, 0, 5, 30),), (1,), (50,), rows.tables)
     before = rows.attend(attention, packed, None)
     for slot, length in ((0, 35), (1, 50)):
         for position in range(length, 150):
             block = rows.tables[slot, position // 8]
-            for page in rows.cache.pages(0):
+            for page in rows.cache.pages(0) if rounding is None else ():
                 page[block, position % 8] = torch.nan
+            for scales in rows.cache.scales(0) or ():
+                scales[block * 8 + position % 8] = torch.nan
     assert torch.equal(rows.attend(attention, packed, None), before)
 
 
@@ -209,3 +224,21 @@ def test_heads_that_are_too_wide_are_refused(zoo: Zoo) -> None:
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=264)
     with pytest.raises(CannotAttend, match="heads of 256, and the model's are of 264"):
         KernelAttention(decoder)
+
+
+@pytest.mark.usefixtures("small_parts", "small_tiles")
+def test_over_8_bits_tokens_are_those_of_gathered_blocks(zoo: Zoo) -> None:
+    """In two chunks, the second beside a generation row."""
+    model = zoo["llama-gqa"]
+    decoder = read_model_description(model.folder).decoder
+    by_kernels = {"attention": KernelAttention(decoder), "operations": KernelLayerOperations(decoder)}
+    found = []
+    for changes in ({"attention": by_plain_products(decoder)}, by_kernels):
+        engine = load_paged(model.folder, 20, 2, rounding=FP8_LEVELS, max_num_tokens=24, **changes)
+        driver = Driver(engine)
+        first, second = driver.start(model.prompt(11)), driver.start(model.prompt(30, 1))
+        driver.step({first: 11, second: 13})
+        driver.step({second: 17}, [first])
+        driver.step(generation=[first, second])
+        found.append((first.generated, second.generated))
+    assert found[0] == found[1]

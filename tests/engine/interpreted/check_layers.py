@@ -20,11 +20,13 @@ from inflight.engine.packing import pack
 from inflight.engine.torch import layer_check, load_decoder, quantized_linear
 from inflight.engine.torch.attention import by_plain_products
 from inflight.engine.torch.kernels import attention, layer_operations, layers, peaks, product
-from inflight.engine.torch.kernels import quantize as rounding
+from inflight.engine.torch.kernels import quantize as float8_kernel
 from inflight.engine.torch.kernels.launching import launch
 from inflight.engine.torch.kernels.layer_operations import ACTIVATION, ADD_NORM, HEADS, KernelLayerOperations
 from inflight.engine.torch.kernels.paged_attention import KernelAttention
 from inflight.engine.torch.kernels.peaks import KernelRowKernels
+from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
 from inflight.engine.torch.layer_check import (
     IsOff,
     check_operations,
@@ -46,8 +48,8 @@ CPU = torch.device("cpu")
 BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-2}
 
 
-def shapes() -> Iterator[tuple[dict[str, Any], torch.dtype]]:
-    draw = random.Random(0)
+def shapes() -> Iterator[tuple[dict[str, Any], torch.dtype, KvRounding | None]]:
+    draw, changes = random.Random(0), {}
     for _ in range(14):
         kv_heads, head_dim = draw.choice([1, 2, 3]), draw.choice([8, 24, 64, 80])
         changes = {
@@ -60,23 +62,53 @@ def shapes() -> Iterator[tuple[dict[str, Any], torch.dtype]]:
             "activation": draw.choice(["silu", "gelu", "gelu_tanh", "relu"]),
             "qk_norm": draw.choice([None, "heads"]),
         }
-        yield changes, draw.choice([torch.float32, torch.float16])
+        yield changes, draw.choice([torch.float32, torch.float16]), None
+    for rounding in (INT8_LEVELS, FP8_LEVELS):
+        yield changes, torch.float32, rounding
 
 
 def decoder_of(zoo: Zoo, case: str = "llama-gqa", **changes: Any) -> DecoderConfig:
     return replace(read_model_description(zoo[case].folder).decoder, **changes)
 
 
-@pytest.mark.parametrize(("changes", "dtype"), list(shapes()))
+@pytest.mark.parametrize(("changes", "dtype", "rounding"), list(shapes()))
 def test_results_are_those_of_torchs_operators(
-    zoo: Zoo, changes: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo,
+    changes: Any,
+    dtype: torch.dtype,
+    rounding: KvRounding | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("inflight.engine.torch.layer_check._ROWS", (1, 9))
     monkeypatch.setattr("inflight.engine.torch.layer_check._TOLERANCE", BOUNDS[dtype])
     decoder = decoder_of(zoo, **changes)
     operations = KernelLayerOperations(decoder)
     assert operations.parts == {ADD_NORM, HEADS, ACTIVATION}
-    check_operations(operations, LayerOperations(decoder), dtype, CPU)
+    check_operations(operations, LayerOperations(decoder), dtype, CPU, rounding)
+
+
+@pytest.mark.parametrize("rounding", [INT8_LEVELS, FP8_LEVELS])
+@pytest.mark.parametrize("spread", [1e-3, 3.0, 30.0])
+def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvRounding, spread: float) -> None:
+    """Bit by bit: of numbers of all sizes, of zeros, and of what is none."""
+    decoder = replace(decoder_of(zoo, head_dim=24), num_layers=1)
+    kv_heads, rows = decoder.num_kv_heads, 40
+    draw = torch.Generator().manual_seed(3)
+    sizes = torch.exp(spread * torch.randn((rows, 2 * kv_heads, 24), generator=draw).clamp(-0.3, 0.3))
+    numbers = torch.randn(sizes.shape, generator=draw) * sizes
+    numbers[1], numbers[2, 0, 3], numbers[3, 1, 4] = 0, torch.nan, -torch.inf
+    keys, values = numbers.split(kv_heads, dim=1)
+    queries = torch.zeros(rows, decoder.num_heads, 24)
+    places = torch.randperm(rows, generator=draw)
+    caches = [KvCache(decoder, 5, 8, torch.float32, CPU, rounding) for _ in range(2)]
+    caches[0].write(0, places, keys, values)
+    given = torch.cat((queries, keys, values), dim=1), decoder.num_heads, None, 1e-5, None, places
+    layers.rotate_and_write(*given, caches[1].tokens(0), caches[1].scales(0))
+    for expected, found in zip(caches[0].tokens(0), caches[1].tokens(0), strict=True):
+        assert torch.equal(expected, found) and expected.count_nonzero() > rows
+    for expected, found in zip(caches[0].scales(0) or (), caches[1].scales(0) or (), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert caches[1].gather(0, torch.arange(5))[0][places[2], 0].isnan().all()
 
 
 def off(function: Any) -> Any:
@@ -112,12 +144,14 @@ def test_what_a_kernel_stores_in_the_cache_is_looked_at(zoo: Zoo, monkeypatch: p
     decoder = decoder_of(zoo)
 
     def misplace(*arguments: Any) -> Any:
-        *others, places, caches = arguments
-        return layers.rotate_and_write(*others, (places + 1) % 3, caches)
+        *others, places, caches, scales = arguments
+        return layers.rotate_and_write(*others, (places + 1) % 3, caches, scales)
 
     monkeypatch.setattr(layer_operations, "rotate_and_write", misplace)
-    with pytest.raises(IsOff, match=r"keys in the cache, .* of 3 rows"):
-        check_operations(KernelLayerOperations(decoder), LayerOperations(decoder), torch.float32, CPU)
+    for rounding in (None, INT8_LEVELS, FP8_LEVELS):
+        given = KernelLayerOperations(decoder), LayerOperations(decoder), torch.float32, CPU, rounding
+        with pytest.raises(IsOff, match=r"keys in the cache, .* of 3 rows"):
+            check_operations(*given)
 
 
 def test_one_that_is_off_is_left_out_alone_and_the_log_says_why(
@@ -127,7 +161,10 @@ def test_one_that_is_off_is_left_out_alone_and_the_log_says_why(
     decoder, gpu = decoder_of(zoo), torch.device("cuda")
     monkeypatch.setattr(layer_check, "_ROWS", (3,))
     for name in ("check_operations", "check_peaks_of"):
-        on_the_cpu = partial(lambda check, *given: check(*given[:-1], CPU), getattr(layer_check, name))
+        on_the_cpu = partial(
+            lambda check, *given: check(*(CPU if each == gpu else each for each in given)),
+            getattr(layer_check, name),
+        )
         monkeypatch.setattr(layer_check, name, on_the_cpu)
     found = find_operations(decoder, torch.float32, gpu)
     assert isinstance(found, KernelLayerOperations) and found.parts == {ADD_NORM, HEADS, ACTIVATION}
@@ -259,7 +296,7 @@ def test_rows_rounded_to_float8(size: int, dtype: torch.dtype) -> None:
     """The interpreter (triton 3.7) halves some of what is rounded up to a power of two, and more."""
     x = torch.randn((9, size), generator=torch.Generator().manual_seed(size)).to(dtype)
     x[3], x[4] = 0, x[4] / 1000
-    levels, scales = rounding.quantize_float8(x, 1e-30)
+    levels, scales = float8_kernel.quantize_float8(x, 1e-30)
     expected, expected_scales = quantize_float8(x)
     assert torch.equal(scales, expected_scales)
     assert (levels.float() == expected.float()).float().mean() > 0.9
@@ -271,7 +308,7 @@ def test_a_rounding_to_other_levels_is_left_out(caplog: pytest.LogCaptureFixture
 
 
 def test_a_rounding_to_the_same_levels_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "quantize_float8", lambda x, least_scale: quantize_float8(x))
+    monkeypatch.setattr(float8_kernel, "quantize_float8", lambda x, least_scale: quantize_float8(x))
     found = find_float8_rounding(CPU, torch.float32)
     assert found is not quantize_float8 and torch.equal(found(torch.ones(2, 3))[1], torch.full((2,), 1 / 448))
 

@@ -89,6 +89,7 @@ def test_a_plan_that_is_none(copied: Path) -> None:
         ({"max_sequence_length": 129}, "max_sequence_length is 129, but the plans' slots have room for 128"),
         ({"dtype": "bfloat16"}, "dtype is bfloat16, but the plans of .* are of float32"),
         ({"kernels": "native"}, "kernels is native"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is int8, expected auto with the engine tensorrt"),
         ({"max_attention_window_size": (16,)}, "cannot change the windows of plans"),
         ({"sink_token_length": 2, "max_attention_window_size": (16,)}, "cannot change the windows of plans"),
         (

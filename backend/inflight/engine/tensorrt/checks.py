@@ -68,6 +68,11 @@ def check_settings(config: EngineConfig, sidecar: Sidecar, mapping: Mapping, fol
         )
     if config.kernels == "native":
         raise ConfigError("kernels is native, expected torch or nothing with the engine tensorrt")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype}, expected auto with the engine tensorrt, whose caches are "
+            "of the dtype of activations"
+        )
     for output in config.additional_model_outputs:
         name = output.name
         is_between = name.startswith("hidden_states_") and name not in built.additional_outputs

@@ -93,7 +93,8 @@ class ChunkPlan:
     Attributes:
         begin: First row.
         end: Row after the last.
-        block_ids: Blocks whose keys are attended to, in order; None: its own rows are all the keys.
+        block_ids: Blocks whose keys are attended to, in order; None: its own rows are all the keys, and the cache
+            has them as they are.
         num_keys: Keys attended to, from the first block's first.
         mask: [rows, num_keys], 0 where a row sees a key and -inf elsewhere; None: causal.
     """
@@ -347,6 +348,8 @@ class _Planner:
     def __init__(self, packed: PackedBatch, cache: KvCache, window: AttentionWindow | None) -> None:
         self._packed, self._block_tables, self._window = packed, packed.block_tables, window
         self._tokens_per_block, self._dtype = cache.tokens_per_block, cache.dtype
+        # Rounded keys and values are read from the cache by all rows, however the context is cut into chunks.
+        self._reads_own_rows = cache.rounding is None
 
     def plan(self) -> AttentionPlan:
         """The plan of all rows."""
@@ -367,11 +370,13 @@ class _Planner:
     def _plan_chunk(self, chunk: PackedChunk) -> ChunkPlan:
         block_tables, tokens_per_block, window = self._block_tables, self._tokens_per_block, self._window
         num_rows = chunk.end - chunk.begin
-        if chunk.start == 0 and (window is None or num_rows <= window.size):
-            return ChunkPlan(chunk.begin, chunk.end, None, num_rows, None)
         length, device = chunk.start + num_rows, block_tables.device
         num_blocks = -(-length // tokens_per_block)
         num_sink_blocks, first_block, block_ids = 0, 0, None
+        if not self._reads_own_rows:
+            block_ids = block_tables[chunk.slot, :num_blocks]
+        if chunk.start == 0 and (window is None or num_rows <= window.size):
+            return ChunkPlan(chunk.begin, chunk.end, block_ids, num_rows, None)
         if chunk.start > 0:
             if window is not None:
                 num_sink_blocks = min(_sink_blocks(window, tokens_per_block), num_blocks)

@@ -17,6 +17,7 @@ from torch import Tensor
 from inflight.engine.packing import FixedRows, PackedBatch, PackedChunk, cut_into_tiles
 from inflight.engine.torch.attention import Attention, by_plain_products
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.kv_rounding import KvRounding
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
 
@@ -37,6 +38,7 @@ def check_attention(
     windows: Sequence[AttentionWindow | None],
     dtype: torch.dtype,
     device: torch.device,
+    rounding: KvRounding | None = None,
 ) -> None:
     """Compare `attention` with plain matrix products, on generation rows, alone and beside chunks.
 
@@ -49,6 +51,7 @@ def check_attention(
         windows: Of the layers.
         dtype: Of queries, keys and values.
         device: Where they are.
+        rounding: How keys and values are stored.
 
     Raises:
         CannotAttend: It raises, or computes something else.
@@ -56,7 +59,8 @@ def check_attention(
     windows = tuple(dict.fromkeys(windows))
     longest = max(_prefix(tokens_per_block) + max(_CHUNK_ROWS), *_LONG)
     num_blocks = max(3, -(-longest // tokens_per_block))  # of each sequence
-    cache = KvCache(replace(decoder, num_layers=1), _SEQUENCES * num_blocks, tokens_per_block, dtype, device)
+    shape = replace(decoder, num_layers=1)
+    cache = KvCache(shape, _SEQUENCES * num_blocks, tokens_per_block, dtype, device, rounding)
     tables = torch.arange(cache.num_blocks, device=device).view(_SEQUENCES, num_blocks).flip(1)
     heads, kv_heads = decoder.num_heads, decoder.num_kv_heads
     stored = torch.arange(cache.num_blocks * tokens_per_block, device=device)

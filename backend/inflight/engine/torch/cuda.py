@@ -16,6 +16,7 @@ import torch
 
 from inflight.engine.torch.attention import Attention
 from inflight.engine.torch.attention_check import CannotAttend
+from inflight.engine.torch.kv_rounding import KvRounding
 from inflight.engine.torch.paged_attention import PagedAttention, VarlenAttention
 from inflight.models import DecoderConfig
 
@@ -23,12 +24,16 @@ _log = logging.getLogger(__name__)
 _HOPPER = 9  # the one generation that FlashAttention 3 is for
 
 
-def torch_paged_attention(device: torch.device, decoder: DecoderConfig) -> PagedAttention:
+def torch_paged_attention(
+    device: torch.device, decoder: DecoderConfig, rounding: KvRounding | None = None
+) -> PagedAttention:
     """torch's own, by FlashAttention 2, or by 3 where that is installed and the processor is one for it.
 
     Raises:
-        CannotAttend: This torch has none, or none that computes this model's scores.
+        CannotAttend: This torch has none, or none that computes this model's scores or reads such a KV cache.
     """
+    if rounding is not None:
+        raise CannotAttend(f"it does not read KV blocks in {rounding.name}")
     if decoder.attention_soft_cap is not None:
         raise CannotAttend("it has no cap on scores")
     try:

@@ -46,6 +46,7 @@ from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.interfaces import BlockCache, RecordedDecoder, RunnerDecoder
 from inflight.engine.torch.iteration_graphs import Capture, IterationGraphs, RecordedKinds
 from inflight.engine.torch.kv_cache import KvCache, block_bytes
+from inflight.engine.torch.kv_rounding import find_rounding
 from inflight.engine.torch.load_decoder import computed_dtype, find_model, kept_kinds, load_decoder
 from inflight.engine.torch.room import (
     count_adapter_pages,
@@ -407,9 +408,10 @@ def _load_runner(
         )
         reserved = kinds.num_bytes
     num_blocks = count_blocks(config, held, max_sequence_length, decoder.dtype, device, reserved, agree)
-    cache_bytes = (num_blocks + 1) * block_bytes(held, config.tokens_per_block, decoder.dtype)
+    rounding, size = find_rounding(config.kv_cache_dtype), config.tokens_per_block
+    cache_bytes = (num_blocks + 1) * block_bytes(held, size, decoder.dtype, rounding)
     with allocating("the KV cache", lambda: cache_bytes, device, _LESS_CACHE):
-        cache = KvCache(held, num_blocks, config.tokens_per_block, decoder.dtype, device)
+        cache = KvCache(held, num_blocks, size, decoder.dtype, device, rounding)
     limits = make_limits(
         config, model.decoder, max_sequence_length, num_blocks, num_adapter_pages, device, mapping
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from inflight.decoding.nan_check import find_peaks
 from inflight.decoding.row_kernels import RowKernels
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.kv_rounding import KvRounding
 from inflight.engine.torch.layer_operations import LayerOperations
 from inflight.models import DecoderConfig, Norm
 
@@ -32,23 +33,27 @@ class IsOff(Exception):
     """Why a kernel cannot be used."""
 
 
-def find_operations(decoder: DecoderConfig, dtype: torch.dtype, device: torch.device) -> LayerOperations:
+def find_operations(
+    decoder: DecoderConfig, dtype: torch.dtype, device: torch.device, rounding: KvRounding | None = None
+) -> LayerOperations:
     """Those of the model as a rank computes it, by kernels where these are right.
 
     Args:
         decoder: As this rank computes it.
         dtype: Of activations.
         device: Where they are.
+        rounding: How keys and values are stored.
     """
     torchs = LayerOperations(decoder)
     if device.type != "cuda" or not _has_triton():
         return torchs
     from inflight.engine.torch.kernels.layer_operations import KernelLayerOperations  # imports triton
 
+    given = dtype, device, rounding
     right = [
         part
         for part in sorted(KernelLayerOperations(decoder).parts)
-        if _is_right(part, lambda part=part: KernelLayerOperations(decoder, {part}), torchs, dtype, device)
+        if _is_right(part, lambda part=part: KernelLayerOperations(decoder, {part}), torchs, *given)
     ]
     return KernelLayerOperations(decoder, frozenset(right)) if right else torchs
 
@@ -77,9 +82,10 @@ def _is_right(
     torchs: LayerOperations,
     dtype: torch.dtype,
     device: torch.device,
+    rounding: KvRounding | None,
 ) -> bool:
     try:
-        check_operations(make(), torchs, dtype, device)
+        check_operations(make(), torchs, dtype, device, rounding)
     except IsOff as reason:
         _say(part, reason)
         return False
@@ -95,6 +101,7 @@ def check_operations(
     torchs: LayerOperations,
     dtype: torch.dtype,
     device: torch.device,
+    rounding: KvRounding | None = None,
 ) -> None:
     """Compare all operations with torch's. IsOff where one raises or gives something else."""
     for num_rows in _ROWS:
@@ -102,7 +109,7 @@ def check_operations(
         for operations in (tried, torchs):
             draw = torch.Generator(device).manual_seed(num_rows)
             try:
-                found = dict(_results(operations, torchs.decoder, num_rows, dtype, device, draw))
+                found = dict(_results(operations, torchs.decoder, num_rows, dtype, device, draw, rounding))
             except Exception as error:  # a kernel that cannot do it may raise anything
                 raise IsOff(str(error).split("\n")[0]) from error
             results.append(found)
@@ -119,6 +126,7 @@ def _results(
     dtype: torch.dtype,
     device: torch.device,
     draw: torch.Generator,
+    rounding: KvRounding | None,
 ) -> Iterator[tuple[str, Tensor]]:
     def random(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=draw, device=device).to(of)
@@ -130,7 +138,7 @@ def _results(
         yield f"a sum (weights of {weight_dtype})", total
         yield f"its norm (weights of {weight_dtype})", normed
     if decoder.latent is None:
-        yield from _heads(operations, decoder, num_rows, dtype, device, random)
+        yield from _heads(operations, decoder, num_rows, dtype, device, random, rounding)
     inner = random(num_rows, decoder.intermediate_size * (2 if decoder.gated_mlp else 1))
     yield "an activation", operations.activate(inner)
 
@@ -142,9 +150,10 @@ def _heads(
     dtype: torch.dtype,
     device: torch.device,
     random: Callable[..., Tensor],
+    rounding: KvRounding | None,
 ) -> Iterator[tuple[str, Tensor]]:
     num_blocks = -(-num_rows // _TOKENS_PER_BLOCK)
-    cache = KvCache(replace(decoder, num_layers=1), num_blocks, _TOKENS_PER_BLOCK, dtype, device)
+    cache = KvCache(replace(decoder, num_layers=1), num_blocks, _TOKENS_PER_BLOCK, dtype, device, rounding)
     places = torch.arange(num_rows, device=device).flip(0)
     positions = torch.arange(num_rows, device=device) % _POSITIONS
     norms = None
@@ -163,8 +172,14 @@ def _heads(
         yield f"queries, {kind},", queries
         yield f"keys, {kind},", keys
         yield "values", values
-        for what, stored in zip(("keys", "values"), cache.tokens(0)):
-            yield f"{what} in the cache, {kind},", stored[: num_blocks * _TOKENS_PER_BLOCK]
+        read = cache.gather(0, torch.arange(num_blocks, device=device))
+        for what, rows, stored in zip(("keys", "values"), (keys, values), read, strict=True):
+            stored = stored.clone()  # it is read again for the next rotation
+            if (
+                rounding is not None
+            ):  # a key that is right but for its last bit may have come to another level
+                stored[places] -= rounding.restore(*rounding.round(rows), dtype)
+            yield f"{what} in the cache, {kind},", stored
 
 
 def check_peaks_of(tried: RowKernels, vocab_size: int, device: torch.device) -> None:

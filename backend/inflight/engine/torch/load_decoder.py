@@ -26,6 +26,7 @@ from inflight.engine.torch.cuda import torch_paged_attention, triton_attention
 from inflight.engine.torch.decoder import Decoder
 from inflight.engine.torch.grouped_linear import KeepingLevels
 from inflight.engine.torch.host_memory import zeros
+from inflight.engine.torch.kv_rounding import find_rounding
 from inflight.engine.torch.layer_check import find_operations, find_row_kernels
 from inflight.engine.torch.native import packing
 from inflight.engine.torch.native.decoder import NativeDecoder
@@ -180,7 +181,7 @@ def load_decoder(
             weights = load_weights(model, dtype, device, part)
         held = part.held_config(model.decoder)
         attention = find_attention(config, held, windows, dtype, device)
-        operations = find_operations(held, dtype, device)
+        operations = find_operations(held, dtype, device, find_rounding(config.kv_cache_dtype))
         row_kernels = find_row_kernels(model.decoder.vocab_size, device)
         parts = part, collectives, attention, operations, row_kernels
         return Decoder(model.decoder, weights, windows, max_sequence_length, *parts)
@@ -199,6 +200,7 @@ def load_decoder(
         config.tokens_per_block,
         part,
         collectives,
+        find_rounding(config.kv_cache_dtype),
     )
 
 
@@ -231,8 +233,11 @@ def find_attention(
     gathered = gathering(held)
     if device.type != "cuda":
         return gathered
-    tried = held, config.tokens_per_block, windows, dtype, device
+    rounding = find_rounding(config.kv_cache_dtype)
+    tried = held, config.tokens_per_block, windows, dtype, device, rounding
     of_blocks = f"{str(dtype).removeprefix('torch.')} over blocks of {config.tokens_per_block} tokens"
+    if rounding is not None:
+        of_blocks += f" in {rounding.name}"
     reasons: list[str] = []
 
     def find(make: Callable[[], _Found]) -> _Found | None:
@@ -244,7 +249,7 @@ def find_attention(
             reasons.append(str(reason))
             return None
 
-    torchs = find(lambda: torch_paged_attention(device, held))
+    torchs = find(lambda: torch_paged_attention(device, held, rounding))
     if (kernels := find(lambda: triton_attention(held, torchs))) is not None:
         _log.info("attention of %s is by %s", of_blocks, kernels.name)
         return kernels
@@ -345,7 +350,8 @@ def _find_library(
 ) -> ctypes.CDLL:
     """The compiled code; CannotBuild where torch's operators are asked for or have to do."""
     check_native(config, decoder, dtype, device, shard)
-    return load_library(str(dtype).removeprefix("torch."), int8)
+    is_rounded = find_rounding(config.kv_cache_dtype) is not None
+    return load_library(str(dtype).removeprefix("torch."), int8, is_rounded)
 
 
 def check_native(

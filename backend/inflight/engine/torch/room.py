@@ -24,7 +24,8 @@ from inflight.engine.memory import (
     plan_kv_cache,
 )
 from inflight.engine.torch.adapters import page_bytes
-from inflight.engine.torch.kv_cache import block_bytes
+from inflight.engine.torch.kv_cache import block_bytes, describe_rounding
+from inflight.engine.torch.kv_rounding import find_rounding
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig
 from inflight.models.decoder_config import DynamicScaling
@@ -128,15 +129,17 @@ def count_blocks(
 ) -> int:
     """How many blocks the cache gets; `reserved` bytes are left for what the device is asked for after it."""
     on_gpu = device.type == "cuda"
-    size = block_bytes(decoder, config.tokens_per_block, dtype)
+    rounding = find_rounding(config.kv_cache_dtype)
+    size = block_bytes(decoder, config.tokens_per_block, dtype, rounding)
     free_bytes = max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host)
     plan = plan_kv_cache(config, max_sequence_length, size, free_bytes, on_gpu)
     num_blocks = agree(plan.num_blocks)
     _logger.info(
-        "KV cache: %d blocks of %d tokens, %.0f MiB; %s decides",
+        "KV cache: %d blocks of %d tokens, %.0f MiB%s; %s decides",
         num_blocks,
         config.tokens_per_block,
         num_blocks * size / 2**20,
+        "" if rounding is None else f", {describe_rounding(decoder, rounding)}",
         plan.decided_by if num_blocks == plan.num_blocks else "another rank",
     )
     return num_blocks

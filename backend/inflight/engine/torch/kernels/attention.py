@@ -4,8 +4,9 @@ A generation row's keys are cut into parts by its own length alone, so that sums
 whatever else is in the batch; how many programs share the parts depends on the number of rows, and changes no
 result. A chunk's rows see keys in tiles that begin at the same positions however the context is cut into chunks.
 
-Scores and sums are float32; products take the dtype of the cache, and float32 is not rounded to TF32. Keys behind
-the last row of a sequence are never read, so that blocks may hold anything there.
+Scores and sums are float32; products take the dtype of the queries, and float32 is not rounded to TF32. Keys and
+values of 8 bits become numbers of that dtype as they are read. Keys behind the last row of a sequence are never
+read, so that blocks may hold anything there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.engine.packing import TILE_ROWS
+from inflight.engine.torch.kernels.kv_levels import levels_of, load_tokens, or_any
 from inflight.engine.torch.kernels.launching import PER_BATCH, launch, power_of_two
 from inflight.engine.windows import AttentionWindow
 
@@ -43,9 +45,10 @@ def num_parts(num_kv_heads: int, longest: int) -> int:
 
 @triton.jit
 def _see(
-    best, total, read, queries, key_page, value_page, table, places, is_read,
-    visible, scale, key_block, key_token, value_block, value_token,
+    best, total, read, queries, key_page, value_page, key_scales, value_scales, table, places, is_read,
+    visible, scale, key_block, key_token, value_block, value_token, scale_token,
     SOFT_CAP: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to rows' running softmaxes.
 
@@ -58,7 +61,8 @@ def _see(
     offsets = places % TOKENS_PER_BLOCK
     inside = is_read[:, None] & (columns < HEAD_DIM)[None, :]
     key_rows = blocks * key_block + offsets * key_token
-    keys = tl.load(key_page + key_rows[:, None] + columns[None, :], mask=inside, other=0.0)
+    tokens = (blocks * TOKENS_PER_BLOCK + offsets) * scale_token
+    keys = load_tokens(key_page, key_rows, columns, inside, key_scales, tokens, is_read, queries, LEVELS)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     if SOFT_CAP > 0:
         scores = (2 * tl.sigmoid(2 * scores / SOFT_CAP) - 1) * SOFT_CAP  # cap * tanh(score / cap)
@@ -68,7 +72,9 @@ def _see(
     weights = tl.exp(scores - reference[:, None])
     kept = tl.exp(best - reference)
     value_rows = blocks * value_block + offsets * value_token
-    values = tl.load(value_page + value_rows[:, None] + columns[None, :], mask=inside, other=0.0)
+    values = load_tokens(
+        value_page, value_rows, columns, inside, value_scales, tokens, is_read, queries, LEVELS
+    )
     added = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return now_best, total * kept + tl.sum(weights, axis=1), read * kept[:, None] + added
 
@@ -77,6 +83,7 @@ def _see(
 def _attend_generation(
     queries, keys, values, tables, rows, slots, positions, parts_read, parts_best, parts_total, scale,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
+    key_scales, value_scales, scale_token, LEVELS: tl.constexpr,
     RECENT: tl.constexpr, SINKS: tl.constexpr, SOFT_CAP: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     NUM_PARTS: tl.constexpr, LEAST_PART: tl.constexpr, TILE: tl.constexpr,
@@ -109,6 +116,8 @@ def _attend_generation(
     )  # fmt: skip
     key_page = keys + kv_head * key_head
     value_page = values + kv_head * value_head
+    key_scales += kv_head
+    value_scales += kv_head
     for part in range(tl.program_id(2), tl.cdiv(span, part_size), tl.num_programs(2)):
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -120,9 +129,9 @@ def _attend_generation(
                     places = begin + tl.arange(0, TILE)
                     is_read = places < end_of_sinks
                     best, total, read = _see(
-                        best, total, read, query, key_page, value_page, table, places, is_read,
-                        is_read[None, :], scale, key_block, key_token, value_block, value_token,
-                        SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
+                        best, total, read, query, key_page, value_page, key_scales, value_scales, table, places,
+                        is_read, is_read[None, :], scale, key_block, key_token, value_block, value_token,
+                        scale_token, SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS,
                     )  # fmt: skip
         begin_of_part = first + part * part_size
         end_of_part = tl.minimum(begin_of_part + part_size, position + 1)
@@ -130,9 +139,9 @@ def _attend_generation(
             places = begin + tl.arange(0, TILE)
             is_read = places < end_of_part
             best, total, read = _see(
-                best, total, read, query, key_page, value_page, table, places, is_read,
-                is_read[None, :], scale, key_block, key_token, value_block, value_token,
-                        SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
+                best, total, read, query, key_page, value_page, key_scales, value_scales, table, places,
+                is_read, is_read[None, :], scale, key_block, key_token, value_block, value_token, scale_token,
+                SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS,
             )  # fmt: skip
         place = (index.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * NUM_PARTS + part
         tl.store(parts_best + place, best, mask=is_head)
@@ -179,6 +188,7 @@ def _add_up(
 def _attend_chunk(
     results, queries, keys, values, tables, tiles, sinks, scale,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
+    key_scales, value_scales, scale_token, LEVELS: tl.constexpr,
     RECENT: tl.constexpr, SINKS: tl.constexpr, HAS_SINKS: tl.constexpr, SOFT_CAP: tl.constexpr,
     TOKENS_PER_BLOCK: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, TILE: tl.constexpr,
@@ -204,6 +214,8 @@ def _attend_chunk(
     )  # fmt: skip
     key_page = keys + (head // GROUP) * key_head
     value_page = values + (head // GROUP) * value_head
+    key_scales += head // GROUP
+    value_scales += head // GROUP
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     read = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -216,9 +228,9 @@ def _attend_chunk(
             places = begin + tl.arange(0, TILE)
             is_read = places < end_of_sinks
             best, total, read = _see(
-                best, total, read, query, key_page, value_page, table, places, is_read,
-                is_read[None, :], scale, key_block, key_token, value_block, value_token,
-                        SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
+                best, total, read, query, key_page, value_page, key_scales, value_scales, table, places,
+                is_read, is_read[None, :], scale, key_block, key_token, value_block, value_token, scale_token,
+                SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS,
             )  # fmt: skip
     for begin in range(first, start + num_rows, TILE):
         places = begin + tl.arange(0, TILE)
@@ -229,9 +241,9 @@ def _attend_chunk(
             is_near = places[None, :] > positions[:, None] - RECENT
             visible = visible & (is_near | (places < SINKS)[None, :])
         best, total, read = _see(
-            best, total, read, query, key_page, value_page, table, places, is_read,
-            visible, scale, key_block, key_token, value_block, value_token,
-                        SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH,
+            best, total, read, query, key_page, value_page, key_scales, value_scales, table, places,
+            is_read, visible, scale, key_block, key_token, value_block, value_token, scale_token,
+            SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS,
         )  # fmt: skip
     if HAS_SINKS:
         total += tl.exp(tl.load(sinks + head).to(tl.float32) - best)
@@ -252,13 +264,15 @@ def attend_generation(
     scale: float,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Generation rows' attention. Nothing is asked of the host, and the grid follows from the shapes.
 
     Args:
         results: [all rows, heads, head_dim], contiguous; is written where `rows` says.
         queries: [all rows, heads, head_dim], the last dimension contiguous; float32, bfloat16 or float16.
-        pages: Keys and values, [blocks, tokens_per_block, kv_heads, head_dim], the last dimension contiguous.
+        pages: Keys and values as they are stored, [blocks, tokens_per_block, kv_heads, head_dim], the last
+            dimension contiguous.
         tables: [slots, blocks] int64, contiguous: which blocks a slot's sequence has.
         rows: [generation rows] int64, contiguous: which rows they are; -1: none.
         slots: [all rows] int64, contiguous.
@@ -267,6 +281,7 @@ def attend_generation(
         scale: Multiplies scores.
         soft_cap: Scores become cap * tanh(score / cap); None: they stay.
         sinks: [heads], each head's learned score.
+        scales: Of keys and values in 8 bits, [blocks * tokens_per_block, kv_heads] float32, contiguous.
     """
     num_rows, (_, num_heads, head_dim) = len(rows), queries.shape
     keys, values = pages
@@ -287,6 +302,7 @@ def attend_generation(
         _attend_generation, (num_rows, num_kv_heads, sharing),
         queries, keys, values, tables, rows, slots, positions, parts_read, parts_best, parts_total, scale,
         *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
+        *or_any(scales, pages), keys.shape[2], LEVELS=levels_of(keys.dtype),
         RECENT=recent, SINKS=num_sinks, SOFT_CAP=soft_cap or 0.0, TOKENS_PER_BLOCK=keys.shape[1],
         GROUP=group, HEAD_DIM=head_dim, ROWS=group_rows, WIDTH=width, num_warps=num_warps, **split,
     )  # fmt: skip
@@ -307,6 +323,7 @@ def attend_chunks(
     scale: float,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """The attention of context chunks' rows; arguments as for `attend_generation`.
 
@@ -320,6 +337,7 @@ def attend_chunks(
         scale: As there.
         soft_cap: As there.
         sinks: As there.
+        scales: As there.
     """
     _, num_heads, head_dim = queries.shape
     keys, values = pages
@@ -330,6 +348,7 @@ def attend_chunks(
         _attend_chunk, (len(tiles), num_heads),
         results, queries, keys, values, tables, tiles, _or_nothing(sinks, results), scale,
         *queries.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
+        *or_any(scales, pages), keys.shape[2], LEVELS=levels_of(keys.dtype),
         RECENT=recent, SINKS=num_sinks, HAS_SINKS=sinks is not None, SOFT_CAP=soft_cap or 0.0,
         TOKENS_PER_BLOCK=keys.shape[1], GROUP=num_heads // keys.shape[2], HEAD_DIM=head_dim, ROWS=TILE_ROWS,
         WIDTH=width, TILE=keys_at_once, num_warps=num_warps,

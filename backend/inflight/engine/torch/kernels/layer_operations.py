@@ -72,6 +72,7 @@ class KernelLayerOperations(LayerOperations):
             rotation,
             places,
             cache.tokens(layer),
+            cache.scales(layer),
         )
         return queries, keys, qkv[:, heads + kv_heads :]
 

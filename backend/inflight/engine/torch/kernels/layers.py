@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inflight.engine.torch.kernels.kv_levels import levels_of, or_any, store_head
 from inflight.engine.torch.kernels.launching import PER_BATCH, launch, power_of_two
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -42,9 +43,9 @@ def _add_norm(
 @triton.jit(do_not_specialize_on_alignment=PER_BATCH)
 def _rotate_and_write(
     qkv, turned, query_weight, key_weight, cosines, sines, positions, places, key_cache, value_cache,
-    qkv_row, cache_token, eps,
+    key_scales, value_scales, qkv_row, cache_token, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, HAS_NORMS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, HAS_NORMS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """One head of a row: a query, which is turned; a key, which is turned and stored; a value, which is stored.
 
@@ -56,9 +57,12 @@ def _rotate_and_write(
     inside = columns < HEAD_DIM
     source = qkv + row * qkv_row + head * HEAD_DIM
     numbers = tl.load(source + columns, mask=inside, other=0.0)
-    target = tl.load(places + row) * cache_token + columns
+    place = tl.load(places + row)
+    target = place * cache_token + columns
     if head >= HEADS + KV_HEADS:
-        tl.store(value_cache + target + (head - HEADS - KV_HEADS) * HEAD_DIM, numbers, mask=inside)
+        kv_head = head - HEADS - KV_HEADS
+        target += kv_head * HEAD_DIM
+        store_head(value_cache, target, value_scales, place * KV_HEADS + kv_head, numbers, inside, LEVELS)
     else:
         half: tl.constexpr = ROTARY_DIM // 2
         is_turned = columns < ROTARY_DIM
@@ -84,7 +88,9 @@ def _rotate_and_write(
         rounded = result.to(numbers.dtype)
         tl.store(turned + (row * (HEADS + KV_HEADS) + head) * HEAD_DIM + columns, rounded, mask=inside)
         if head >= HEADS:
-            tl.store(key_cache + target + (head - HEADS) * HEAD_DIM, rounded, mask=inside)
+            kv_head = head - HEADS
+            target += kv_head * HEAD_DIM
+            store_head(key_cache, target, key_scales, place * KV_HEADS + kv_head, rounded, inside, LEVELS)
 
 
 @triton.jit
@@ -138,6 +144,7 @@ def rotate_and_write(
     rotation: tuple[Tensor, Tensor, Tensor] | None,
     places: Tensor,
     caches: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries [rows, num_heads, head_dim] and keys [rows, kv_heads, head_dim]; stores keys and values.
 
@@ -149,7 +156,8 @@ def rotate_and_write(
         rotation: Cosines and sines, [positions, rotary_dim / 2] float32, contiguous, and the rows' positions,
             [rows] int64; None: nothing is turned.
         places: [rows] int64, as `KvCache.write` takes them.
-        caches: Keys and values, [tokens, kv_heads, head_dim], contiguous.
+        caches: Keys and values as they are stored, [tokens, kv_heads, head_dim], contiguous.
+        scales: Of caches in 8 bits, [tokens, kv_heads] float32, contiguous.
     """
     num_rows, all_heads, head_dim = qkv.shape
     kv_heads = (all_heads - num_heads) // 2
@@ -159,10 +167,11 @@ def rotate_and_write(
     width = power_of_two(head_dim)
     launch(
         _rotate_and_write, (num_rows, all_heads),
-        qkv, turned, query_weight, key_weight, cosines, sines, positions, places, *caches,
+        qkv, turned, query_weight, key_weight, cosines, sines, positions, places, *caches, *or_any(scales, caches),
         qkv.stride(0), caches[0].stride(0), eps,
         HEADS=num_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, WIDTH=width,
         ROTARY_DIM=0 if rotation is None else 2 * cosines.shape[1], HAS_NORMS=norms is not None,
+        LEVELS=levels_of(caches[0].dtype),
         num_warps=1 if width <= 128 else 2,
     )  # fmt: skip
     return turned[:, :num_heads], turned[:, num_heads:]

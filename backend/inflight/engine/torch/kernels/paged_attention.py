@@ -92,7 +92,7 @@ class KernelAttention:
         """As `Attention.attend`; what rows that are neither a chunk's nor generate have is not written."""
         pages, rows = cache.pages(layer), plan.rows
         read = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        scores = plan.window, self._scale, self._soft_cap, sinks
+        scores = plan.window, self._scale, self._soft_cap, sinks, cache.scales(layer)
         if self._for_chunks is not None and plan.chunks is not None:
             end = plan.generation_begin
             given = queries[:end], keys[:end], values[:end]

@@ -21,6 +21,7 @@ from inflight.engine.torch.collectives import ALONE, Collectives
 from inflight.engine.torch.decoder import embed, join_logits
 from inflight.engine.torch.host_memory import Recycled
 from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine.torch.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
 from inflight.engine.torch.layer_operations import apply_norm
 from inflight.engine.torch.native.adapters import Adapters
 from inflight.engine.torch.native.packing import Contribution, PackedLayer, PackedLinear, Packer
@@ -40,6 +41,7 @@ from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_CACHE_KINDS = {None: 0, INT8_LEVELS: 1, FP8_LEVELS: 2}
 _ATTENTION, _MLP = 0, 1  # halves of a layer
 
 
@@ -55,13 +57,14 @@ class NativeDecoder:
         tokens_per_block: Of the cache that will come with every call.
         part: As for `Decoder`.
         collectives: As for `Decoder`.
+        rounding: Of the cache that will come with every call.
 
     Raises:
         ConfigError: Its threads cannot be started.
 
     Attributes:
         config: Of the whole model.
-        dtype: Of activations and KV cache.
+        dtype: Of activations, and of the KV cache unless that is rounded.
         kernels: As for `Decoder`.
         has_fixed_shapes: As for `Decoder`.
         needs_cleared_blocks: As for `Decoder`.
@@ -84,6 +87,7 @@ class NativeDecoder:
         tokens_per_block: int,
         part: Part,
         collectives: Collectives = ALONE,
+        rounding: KvRounding | None = None,
     ) -> None:
         self.config = config
         self.dtype = packer.dtype
@@ -114,6 +118,7 @@ class NativeDecoder:
         self._adapters = Adapters(packer.library, config, part, self.dtype)
         self._logits_memory = Recycled()
         self._cache: KvCache | None = None
+        self._rounding = rounding
         self._shape = self._describe(part.held_config(config), tokens_per_block)
         self._handle = Handle(self._library, self._shape, self._layers)
         if not self._handle.exists:
@@ -270,6 +275,7 @@ class NativeDecoder:
             experts.intermediate_size,
             experts.shared_intermediate_size,
             experts.is_normalized,
+            _CACHE_KINDS[self._rounding],
             held.norm_eps,
             held.score_scale,
             held.attention_soft_cap or 0.0,
@@ -282,9 +288,12 @@ class NativeDecoder:
         """Point into the cache, which is the same one for good."""
         if cache is self._cache:
             return
+        assert cache.rounding == self._rounding, "the cache is the one that was described"
         self._cache = cache
         for layer, (keys, values) in zip(self._layers, cache.layers):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        for layer, (keys, values) in zip(self._layers, cache.layer_scales):
+            layer.key_scales, layer.value_scales = keys.data_ptr(), values.data_ptr()
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._embedding is not None:

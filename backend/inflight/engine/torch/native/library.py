@@ -58,12 +58,18 @@ class CannotBuild(Exception):
     """Why there is no compiled code on this machine."""
 
 
-def load_library(dtype: str, int8: bool = False) -> ctypes.CDLL:
-    """The code for models of this dtype; CannotBuild, with the reason, where this machine has none."""
-    return _load(_check_processor(dtype, int8), dtype, int8)
+def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) -> ctypes.CDLL:
+    """The code for models of this dtype; CannotBuild, with the reason, where this machine has none.
+
+    Args:
+        dtype: Of activations.
+        int8: Whether weights are.
+        rounded_cache: Whether the KV cache may be one of 8 bits.
+    """
+    return _load(_check_processor(dtype, int8), dtype, int8, rounded_cache)
 
 
-def foresee(dtype: str, int8: bool = False) -> str:
+def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
     """Where `load_library` will take the code from, in words, without loading or compiling it.
 
     Raises CannotBuild, with the reason, where it is known already that there will be none.
@@ -71,7 +77,7 @@ def foresee(dtype: str, int8: bool = False) -> str:
     flags = _check_processor(dtype, int8)
     if _is_whole(_prebuilt_path(dtype, int8)):
         return "which came with the package"
-    compiler = _compiler_command(dtype, int8)
+    compiler = _compiler_command(dtype, int8, rounded_cache=rounded_cache)
     folder = _cache_folder()
     if folder is None:
         return f"{compiler[0]} compiles them at every start, as there is no folder to keep them in"
@@ -96,37 +102,39 @@ def instruction_sets(dtype: str, int8: bool = False) -> frozenset[str]:
     return _NEEDED | _OF_DTYPE[dtype] | (_INT8 if int8 else frozenset())
 
 
-def begin_loading(dtype: str, int8: bool = False) -> None:
+def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -> None:
     """Begin, on a thread, what `load_library` would wait for. That will raise what goes wrong here."""
 
     def load() -> None:
         with contextlib.suppress(CannotBuild):
-            load_library(dtype, int8)
+            load_library(dtype, int8, rounded_cache)
 
     if _cache_folder() is not None:  # without one, nobody would find what has been built
         threading.Thread(target=load, name="inflight-compile", daemon=True).start()
 
 
 def prebuild(dtype: str, int8: bool = False) -> Path:
-    """Compile into the package, for every processor that has the instructions; CannotBuild if that fails."""
+    """Compile into the package, for every processor that has the instructions and for KV caches of every kind;
+    CannotBuild if that fails.
+    """
     path = _prebuilt_path(dtype, int8)
     sets = sorted(instruction_sets(dtype, int8) & _COMPILER_FLAGS.keys())
     target = ("-march=x86-64-v4", *(_COMPILER_FLAGS[each] for each in sets))
     try:
         path.parent.mkdir(exist_ok=True)
-        _build(_compiler_command(dtype, int8, target), path)
+        _build(_compiler_command(dtype, int8, target, rounded_cache=True), path)
     except OSError as error:
         raise CannotBuild(f"{path} cannot be written: {error}") from error
     return path
 
 
 @functools.cache
-def _load(flags: frozenset[str], dtype: str, int8: bool) -> ctypes.CDLL:
+def _load(flags: frozenset[str], dtype: str, int8: bool, rounded_cache: bool = False) -> ctypes.CDLL:
     prebuilt = _prebuilt_path(dtype, int8)
     if _is_whole(prebuilt):
         with contextlib.suppress(OSError):
             return _load_file(prebuilt)
-    compiler = _compiler_command(dtype, int8, _THIS_PROCESSOR)
+    compiler = _compiler_command(dtype, int8, _THIS_PROCESSOR, rounded_cache)
     name = f"decoder-{_key(compiler, flags)}.so"
     folder = _cache_folder()
     try:
@@ -267,10 +275,13 @@ def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-def _compiler_command(dtype: str, int8: bool, target: tuple[str, ...] = _THIS_PROCESSOR) -> list[str]:
+def _compiler_command(
+    dtype: str, int8: bool, target: tuple[str, ...] = _THIS_PROCESSOR, rounded_cache: bool = False
+) -> list[str]:
     """For a processor; without source and result."""
     command = [_find_compiler(), *_FLAGS, *target, f"-DINFLIGHT_ELEMENT={_ELEMENTS[dtype]}"]
-    return [*command, "-DINFLIGHT_INT8"] if int8 else command
+    wanted = {"-DINFLIGHT_INT8": int8, "-DINFLIGHT_ROUNDED_CACHE": rounded_cache}
+    return [*command, *(flag for flag, is_wanted in wanted.items() if is_wanted)]
 
 
 def _find_compiler() -> str:

@@ -52,6 +52,8 @@ class LayerStruct(Structure):
         ("sin", c_void_p),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
         ("recent", c_int32),
         ("sinks", c_int32),
     )
@@ -77,6 +79,7 @@ class ShapeStruct(Structure):
         ("expert_inner", c_int32),
         ("shared_inner", c_int32),
         ("normalizes_chances", c_int32),
+        ("cache_kind", c_int32),
         ("eps", c_float),
         ("attention_scale", c_float),
         ("attention_soft_cap", c_float),

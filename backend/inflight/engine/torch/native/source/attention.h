@@ -7,6 +7,10 @@
 //
 //     keys    [blocks][kv_heads][head_dim / pair][tokens_per_block][pair]
 //     values  [blocks][kv_heads][ceil(tokens_per_block / pair)][head_dim][pair]
+//
+// A cache of levels has the same order, and beside it a scale for each token's key and value:
+//
+//     scales  [blocks][kv_heads][tokens_per_block]
 #pragma once
 
 #include <algorithm>
@@ -15,6 +19,7 @@
 #include <type_traits>
 
 #include "element.h"
+#include "kv_levels.h"
 #include "vector_math.h"
 
 namespace inflight {
@@ -45,6 +50,40 @@ struct AttentionShape {
   int groups_per_block() const { return (tokens_per_block + kLanes - 1) / kLanes; }
 };
 
+// A layer's keys and values, and their scales if the cache has them.
+template <class C>
+struct LayerCache {
+  const typename C::Stored *keys, *values;
+  const float *key_scales, *value_scales;
+};
+
+// A layer's part of a cache of levels, to be written.
+struct LevelsOfLayer {
+  uint8_t *keys, *values;
+  float *key_scales, *value_scales;
+};
+
+// A row's keys and the values behind them, [2][kv_heads][head_dim], rounded head by head; block, offset: where they go.
+template <class E, class Levels>
+void store_levels(const AttentionShape& shape, const LevelsOfLayer& layer, int64_t block, int64_t offset,
+                  const typename E::Stored* keys) {
+  const int head_dim = shape.head_dim, size = shape.tokens_per_block;
+  const typename E::Stored* values = keys + static_cast<int64_t>(shape.kv_heads) * head_dim;
+  alignas(kLine) uint8_t levels[kMaxHeadDim];
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    const int64_t at = block * shape.block_elements() + head * shape.head_elements();
+    const int64_t scale = (block * shape.kv_heads + head) * size + offset;
+    layer.key_scales[scale] = round_head<E, Levels>(keys + static_cast<int64_t>(head) * head_dim, head_dim, levels);
+    uint8_t* key = layer.keys + at + offset * E::kPair;
+    for (int d = 0; d < head_dim; d += E::kPair)
+      std::memcpy(key + static_cast<int64_t>(d) * size, levels + d, E::kPair);
+    layer.value_scales[scale] = round_head<E, Levels>(values + static_cast<int64_t>(head) * head_dim, head_dim, levels);
+    // The other token of a pair is another row's, and maybe another thread's: a byte is written by itself.
+    uint8_t* value = layer.values + at + offset / E::kPair * head_dim * E::kPair + offset % E::kPair;
+    for (int d = 0; d < head_dim; ++d) value[d * E::kPair] = levels[d];
+  }
+}
+
 // One key head's tile while it is worked on; a thread has one.
 template <class E>
 struct TileState {
@@ -57,9 +96,10 @@ struct TileState {
 };
 
 // Up to 16 groups of 16 keys side by side, which are scored, and whose values are summed up, together.
-template <class E>
+template <class C>
 struct KeyGroups {
-  const typename E::Stored *keys[kGroupsAtOnce], *values[kGroupsAtOnce];
+  const typename C::Stored *keys[kGroupsAtOnce], *values[kGroupsAtOnce];
+  const float *key_scales[kGroupsAtOnce], *value_scales[kGroupsAtOnce];  // where the cache has them
   int64_t first_keys[kGroupsAtOnce];
   int num_keys[kGroupsAtOnce], num_pairs[kGroupsAtOnce];
   int count = 0;
@@ -67,21 +107,18 @@ struct KeyGroups {
 
 // What a tile reads of a layer's cache, part after part. What is summed up together is the same for every row and
 // batch.
-template <class E>
+template <class C>
 class CacheReader {
  public:
-  using Stored = typename E::Stored;
-
-  CacheReader(const AttentionShape& shape, const Tile& tile, const Stored* keys, const Stored* values,
-              const int64_t* block_table)
-      : shape_(shape), keys_(keys), values_(values), block_table_(block_table), kv_head_(tile.kv_head) {
+  CacheReader(const AttentionShape& shape, const Tile& tile, const LayerCache<C>& cache, const int64_t* block_table)
+      : shape_(shape), cache_(cache), block_table_(block_table), kv_head_(tile.kv_head) {
     const int64_t first_position = tile.span.start + (tile.begin - tile.span.begin);
     last_position_ = first_position + (tile.end - tile.begin) - 1;
     oldest_ = shape.recent ? std::max<int64_t>(0, first_position - shape.recent + 1) : 0;
     sink_blocks_ = shape.recent ? (shape.sinks + shape.tokens_per_block - 1) / shape.tokens_per_block : 0;
   }
 
-  bool next(KeyGroups<E>& groups) {
+  bool next(KeyGroups<C>& groups) {
     const int size = shape_.tokens_per_block;
     groups.count = 0;
     int64_t part = -1;
@@ -104,19 +141,25 @@ class CacheReader {
   }
 
  private:
-  void add(KeyGroups<E>& groups, int64_t first_key) {
+  void add(KeyGroups<C>& groups, int64_t first_key) {
     const int64_t at = block_table_[block_] * shape_.block_elements() + kv_head_ * shape_.head_elements();
     const int index = groups.count++;
-    groups.keys[index] = keys_ + at + offset_ * E::kPair;
-    groups.values[index] = values_ + at + offset_ * shape_.head_dim;
+    groups.keys[index] = cache_.keys + at + offset_ * C::kPair;
+    groups.values[index] = cache_.values + at + offset_ * shape_.head_dim;
+    if constexpr (C::kHasScales) {
+      const int64_t scale =
+          (block_table_[block_] * shape_.kv_heads + kv_head_) * shape_.tokens_per_block + offset_;
+      groups.key_scales[index] = cache_.key_scales + scale;
+      groups.value_scales[index] = cache_.value_scales + scale;
+    }
     groups.first_keys[index] = first_key;
     groups.num_keys[index] = static_cast<int>(std::min<int64_t>(kLanes, shape_.tokens_per_block - offset_));
     const int64_t used = std::min<int64_t>(groups.num_keys[index], last_position_ - first_key + 1);
-    groups.num_pairs[index] = static_cast<int>((used + E::kPair - 1) / E::kPair);
+    groups.num_pairs[index] = static_cast<int>((used + C::kPair - 1) / C::kPair);
   }
 
   const AttentionShape& shape_;
-  const Stored *keys_, *values_;
+  const LayerCache<C> cache_;
   const int64_t* block_table_;
   const int kv_head_;
   int64_t last_position_, oldest_, sink_blocks_;
@@ -125,9 +168,10 @@ class CacheReader {
 
 // scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. Meanwhile memory
 // brings the same tokens' values.
-template <class E, int kRows, int kGroups>
+template <class E, class C, int kRows, int kGroups>
 inline void score(const TileState<E>& state, float (*scores)[kGroupsAtOnce * kLanes], int first_row, int first_group,
-                  const KeyGroups<E>& groups, int head_dim, int64_t pair_stride, float scale) {
+                  const KeyGroups<C>& groups, int head_dim, int64_t pair_stride, float scale) {
+  constexpr int kPairsOfLine = kLine / (kLanes * C::kPair * sizeof(typename C::Stored));  // of a group's values
   __m512 sums[kRows][kGroups];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
@@ -137,8 +181,10 @@ inline void score(const TileState<E>& state, float (*scores)[kGroupsAtOnce * kLa
     __m512 k[kGroups];
 #pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g) {
-      k[g] = E::load_pairs(groups.keys[first_group + g] + p * pair_stride);
-      _mm_prefetch(reinterpret_cast<const char*>(groups.values[first_group + g]) + p * kLine, _MM_HINT_T1);
+      k[g] = C::load_pairs(groups.keys[first_group + g] + p * pair_stride);
+      if (p % kPairsOfLine == 0)
+        _mm_prefetch(reinterpret_cast<const char*>(groups.values[first_group + g]) + p / kPairsOfLine * kLine,
+                     _MM_HINT_T1);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
@@ -147,23 +193,31 @@ inline void score(const TileState<E>& state, float (*scores)[kGroupsAtOnce * kLa
       for (int g = 0; g < kGroups; ++g) sums[m][g] = E::multiply_add(sums[m][g], q, k[g]);
     }
   }
-  const __m512 factor = _mm512_set1_ps(scale);
+  __m512 factors[kGroups];
+#pragma GCC unroll 16
+  for (int g = 0; g < kGroups; ++g) {
+    factors[g] = _mm512_set1_ps(scale);
+    if constexpr (C::kHasScales) {
+      const __mmask16 is_key = first_lanes(groups.num_keys[first_group + g]);
+      factors[g] = _mm512_mul_ps(factors[g], _mm512_maskz_loadu_ps(is_key, groups.key_scales[first_group + g]));
+    }
+  }
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g)
-      _mm512_store_ps(&scores[first_row + m][(first_group + g) * kLanes], _mm512_mul_ps(sums[m][g], factor));
+      _mm512_store_ps(&scores[first_row + m][(first_group + g) * kLanes], _mm512_mul_ps(sums[m][g], factors[g]));
 }
 
-template <class E, int kRows>
-inline void score_rows(TileState<E>& state, int first_row, const KeyGroups<E>& groups, int head_dim,
+template <class E, class C, int kRows>
+inline void score_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups, int head_dim,
                        int64_t pair_stride, float scale) {
   constexpr int kAtOnce = kRows <= 4 ? 4 : 2;
   int g = 0;
   for (; g + kAtOnce <= groups.count; g += kAtOnce)
-    score<E, kRows, kAtOnce>(state, state.scores, first_row, g, groups, head_dim, pair_stride, scale);
+    score<E, C, kRows, kAtOnce>(state, state.scores, first_row, g, groups, head_dim, pair_stride, scale);
   for (; g < groups.count; ++g)
-    score<E, kRows, 1>(state, state.scores, first_row, g, groups, head_dim, pair_stride, scale);
+    score<E, C, kRows, 1>(state, state.scores, first_row, g, groups, head_dim, pair_stride, scale);
 }
 
 // Asks memory for `num_lines` lines, each so many elements behind the one before.
@@ -175,9 +229,9 @@ inline void fetch_lines(const Stored* first, int num_lines, int64_t stride) {
 
 // sums[m][d] += weights[m][key] * values[key][d] for 64 (or fewer) d from `first_d` on. Meanwhile memory brings the
 // same d of the keys that come next.
-template <class E, int kRows, int kParts>
-inline void add_values(TileState<E>& state, int first_row, int first_d, const KeyGroups<E>& groups,
-                       const KeyGroups<E>& ahead, int head_dim, int64_t pair_stride, __mmask16 last_mask) {
+template <class E, class C, int kRows, int kParts>
+inline void add_values(TileState<E>& state, int first_row, int first_d, const KeyGroups<C>& groups,
+                       const KeyGroups<C>& ahead, int head_dim, int64_t pair_stride, __mmask16 last_mask) {
   __m512 sums[kRows][kParts];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
@@ -185,14 +239,15 @@ inline void add_values(TileState<E>& state, int first_row, int first_d, const Ke
     for (int i = 0; i < kParts; ++i) sums[m][i] = _mm512_load_ps(&state.sums[first_row + m][first_d + i * kLanes]);
   for (int g = 0; g < groups.count; ++g) {
     for (int i = ahead.count * g / groups.count; i < ahead.count * (g + 1) / groups.count; ++i)
-      fetch_lines(ahead.keys[i] + first_d / E::kPair * pair_stride, kParts * kLanes / E::kPair, pair_stride);
-    const typename E::Stored* v = groups.values[g] + static_cast<int64_t>(first_d) * E::kPair;
+      if (!C::kHasScales || reinterpret_cast<uintptr_t>(ahead.keys[i]) % kLine == 0)  // of levels two groups share a line
+        fetch_lines(ahead.keys[i] + first_d / E::kPair * pair_stride, kParts * kLanes / E::kPair, pair_stride);
+    const typename C::Stored* v = groups.values[g] + static_cast<int64_t>(first_d) * E::kPair;
     for (int pair = 0; pair < groups.num_pairs[g]; ++pair, v += static_cast<int64_t>(head_dim) * E::kPair) {
       __m512 part[kParts];
 #pragma GCC unroll 16
       for (int i = 0; i < kParts; ++i)
-        part[i] = i + 1 < kParts ? E::load_pairs(v + i * kLanes * E::kPair)
-                                 : E::load_pairs(v + i * kLanes * E::kPair, last_mask);
+        part[i] = i + 1 < kParts ? C::load_pairs(v + i * kLanes * E::kPair)
+                                 : C::load_pairs(v + i * kLanes * E::kPair, last_mask);
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) {
         const __m512 w = E::broadcast_pair(&state.weights[first_row + m][g * kLanes + pair * E::kPair]);
@@ -207,18 +262,18 @@ inline void add_values(TileState<E>& state, int first_row, int first_d, const Ke
     for (int i = 0; i < kParts; ++i) _mm512_store_ps(&state.sums[first_row + m][first_d + i * kLanes], sums[m][i]);
 }
 
-template <class E, int kRows>
-inline void add_values_of_rows(TileState<E>& state, int first_row, const KeyGroups<E>& groups,
-                               const KeyGroups<E>& ahead, int head_dim, int64_t stride) {
+template <class E, class C, int kRows>
+inline void add_values_of_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups,
+                               const KeyGroups<C>& ahead, int head_dim, int64_t stride) {
   for (int d = 0; d < head_dim; d += 4 * kLanes) {
     const int left = head_dim - d;
     const int parts = std::min(4, (left + kLanes - 1) / kLanes);
     const __mmask16 last = first_lanes(left - (parts - 1) * kLanes);
     switch (parts) {
-      case 4: add_values<E, kRows, 4>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
-      case 3: add_values<E, kRows, 3>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
-      case 2: add_values<E, kRows, 2>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
-      default: add_values<E, kRows, 1>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
+      case 4: add_values<E, C, kRows, 4>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
+      case 3: add_values<E, C, kRows, 3>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
+      case 2: add_values<E, C, kRows, 2>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
+      default: add_values<E, C, kRows, 1>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
     }
   }
 }
@@ -254,8 +309,8 @@ inline void in_blocks(int count, const F& f) {
 }
 
 // Turns scores into weights and scales what was summed up before to the largest score so far.
-template <class E>
-inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<E>& groups,
+template <class E, class C>
+inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<C>& groups,
                    const AttentionShape& shape) {
   const __m512 hidden_score = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -284,7 +339,13 @@ inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<E>& gro
     for (int g = 0; g < groups.count; ++g) {
       const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_load_ps(&state.scores[m][g * kLanes]), shift));
       total = _mm512_add_ps(total, weight);
-      E::store(&state.weights[m][g * kLanes], weight);
+      if constexpr (C::kHasScales) {  // what is not seen may have a scale that is no number
+        const __mmask16 counts = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+        E::store(&state.weights[m][g * kLanes],
+                 _mm512_maskz_mul_ps(counts, weight, _mm512_maskz_loadu_ps(counts, groups.value_scales[g])));
+      } else {
+        E::store(&state.weights[m][g * kLanes], weight);
+      }
     }
     const float fade = before == now || !sees_any ? 1.0f : std::exp(before - now);
     state.largest[m] = now;
@@ -300,9 +361,9 @@ inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<E>& gro
 // Reads what `reader` gives, and meanwhile asks memory for what `next`, where there is one, will give first.
 //
 //   queries, out   [rows, ...] with row strides in elements; the head's part is found by its index
-template <class E>
-void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& tile, CacheReader<E>& reader,
-                 CacheReader<E>* next, const typename E::Stored* queries, int64_t query_stride,
+template <class E, class C>
+void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& tile, CacheReader<C>& reader,
+                 CacheReader<C>* next, const typename E::Stored* queries, int64_t query_stride,
                  typename E::Stored* out, int64_t out_stride) {
   using Stored = typename E::Stored;
   const int group = shape.group(), head_dim = shape.head_dim;
@@ -319,17 +380,17 @@ void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& t
     std::memset(state.sums[m], 0, padded * sizeof(float));
   }
   const int64_t pair_stride = static_cast<int64_t>(shape.tokens_per_block) * E::kPair;
-  KeyGroups<E> two[2];
-  KeyGroups<E>*groups = &two[0], *ahead = &two[1];
+  KeyGroups<C> two[2];
+  KeyGroups<C>*groups = &two[0], *ahead = &two[1];
   for (bool is_more = reader.next(*groups); is_more; std::swap(groups, ahead)) {
     is_more = reader.next(*ahead);
     if (!is_more && next) next->next(*ahead);
     in_blocks<kTile>(num_vectors, [&](auto rows, int row) {
-      score_rows<E, decltype(rows)::value>(state, row, *groups, head_dim, pair_stride, shape.scale);
+      score_rows<E, C, decltype(rows)::value>(state, row, *groups, head_dim, pair_stride, shape.scale);
     });
     soften(state, num_vectors, *groups, shape);
     in_blocks<6>(num_vectors, [&](auto rows, int row) {
-      add_values_of_rows<E, decltype(rows)::value>(state, row, *groups, *ahead, head_dim, pair_stride);
+      add_values_of_rows<E, C, decltype(rows)::value>(state, row, *groups, *ahead, head_dim, pair_stride);
     });
   }
   for (int m = 0; m < num_vectors; ++m) {

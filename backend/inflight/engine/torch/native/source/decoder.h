@@ -33,6 +33,11 @@ constexpr bool kHasInt8 = true;
 #else
 constexpr bool kHasInt8 = false;  // half as much to compile
 #endif
+#ifdef INFLIGHT_ROUNDED_CACHE
+constexpr bool kHasLevels = true;
+#else
+constexpr bool kHasLevels = false;  // likewise
+#endif
 
 template <class E>
 class Decoder {
@@ -470,6 +475,14 @@ class Decoder {
     const int size = shape_.tokens_per_block;
     const int64_t block = batch.block_tables[batch.slots[row] * batch.table_width + position / size];
     const Stored* keys = qkv + static_cast<int64_t>(shape_.heads) * head_dim;
+    if constexpr (kHasLevels) {
+      const LevelsOfLayer levels{static_cast<uint8_t*>(layer.keys), static_cast<uint8_t*>(layer.values),
+                                 layer.key_scales, layer.value_scales};
+      if (shape_.cache_kind == kInt8Levels)
+        return store_levels<E, Int8Levels>(attention_, levels, block, position % size, keys);
+      if (shape_.cache_kind == kFp8Levels)
+        return store_levels<E, Fp8Levels>(attention_, levels, block, position % size, keys);
+    }
     store_keys(static_cast<Stored*>(layer.keys) + block * attention_.block_elements(), position % size, keys);
     store_values(static_cast<Stored*>(layer.values) + block * attention_.block_elements(), position % size, batch, row,
                  keys + static_cast<int64_t>(shape_.kv_heads) * head_dim);
@@ -503,16 +516,29 @@ class Decoder {
 
   void read_cache(const Layer& layer, const Batch& batch, const AttentionShape& shape, const Stored* qkv, Stored* read,
                   int thread) {
+    if constexpr (kHasLevels) {
+      if (shape_.cache_kind == kInt8Levels)
+        return read_cache_of<Rounded<E, Int8Levels>>(layer, batch, shape, qkv, read, thread);
+      if (shape_.cache_kind == kFp8Levels)
+        return read_cache_of<Rounded<E, Fp8Levels>>(layer, batch, shape, qkv, read, thread);
+    }
+    read_cache_of<AsComputed<E>>(layer, batch, shape, qkv, read, thread);
+  }
+
+  template <class C>
+  void read_cache_of(const Layer& layer, const Batch& batch, const AttentionShape& shape, const Stored* qkv,
+                     Stored* read, int thread) {
+    const LayerCache<C> cache{static_cast<const typename C::Stored*>(layer.keys),
+                              static_cast<const typename C::Stored*>(layer.values), layer.key_scales,
+                              layer.value_scales};
     const auto reader_of = [&](const Tile& tile) {
-      return CacheReader<E>(shape, tile, static_cast<const Stored*>(layer.keys),
-                            static_cast<const Stored*>(layer.values),
-                            batch.block_tables + tile.span.slot * batch.table_width);
+      return CacheReader<C>(shape, tile, cache, batch.block_tables + tile.span.slot * batch.table_width);
     };
     const auto num_tiles = static_cast<int64_t>(tiles_.size());
     team_.share(thread, [&](int64_t index) {
       const int64_t following = std::min(index + 1, num_tiles - 1);
-      CacheReader<E> reader = reader_of(tiles_[index]), next = reader_of(tiles_[following]);
-      attend_tile<E>(*states_[thread], shape, tiles_[index], reader, following == index ? nullptr : &next, qkv,
+      CacheReader<C> reader = reader_of(tiles_[index]), next = reader_of(tiles_[following]);
+      attend_tile<E, C>(*states_[thread], shape, tiles_[index], reader, following == index ? nullptr : &next, qkv,
                      qkv_width(), read, read_width());
     });
   }

@@ -64,6 +64,7 @@ struct Layer {
   const float *query_norm, *key_norm;  // [head_dim], or of all heads; or none
   const float *cos, *sin;              // [positions, rotary_dim / 2], or none
   void *keys, *values;
+  float *key_scales, *value_scales;  // of a cache of levels
   int32_t recent, sinks;
 };
 
@@ -74,6 +75,7 @@ struct Shape {
   int32_t norms_heads_together;  // query_norm is over all query heads, key_norm over all key heads
   int32_t experts, experts_per_row, expert_inner, shared_inner;  // of layers with experts; 0: there are none
   int32_t normalizes_chances;    // of a row's experts: they are divided by their sum
+  int32_t cache_kind;            // what keys and values are in the cache: a CacheKind
   float eps, attention_scale, attention_soft_cap, residual_scale, logits_scale, logits_soft_cap;  // cap 0: none
 };
 
