@@ -60,6 +60,7 @@ def test_of_a_gpu_only_what_runs_there_is_compared(monkeypatch, capsys):
     monkeypatch.setattr(accuracy, "held_out_tokens", lambda: [0, 1])
     accuracy.main(["--device", "cuda", "--formats"])
     ways = [EXACT, *(Way(dtype, "torch") for dtype in ("bfloat16", "int8", "fp8"))]
+    ways += [Way(dtype, "torch", kv) for kv in ("int8", "fp8") for dtype in ("float32", "bfloat16")]
     assert asked == [(way, "cuda") for way in ways]
     assert '"device": "cuda"' in capsys.readouterr().out
 
