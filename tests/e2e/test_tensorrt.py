@@ -13,19 +13,23 @@ from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
 from inflight.server.repository import Wanted
 from tests.engine.tensorrt import engines
+from tests.engine.tensorrt.runtime_stand_in import NAME
 
 from .clients import Stream, completion, generate
 from .conftest import DEMO_MODEL, REPOSITORY
 
 ENGINE = "tensorrt_llm"
 NUM_TOKENS = 20
-MODEL = f"""
+SETTINGS = {"max_tokens_in_paged_kv_cache": "1024", "enable_chunked_context": "true"}
+TENSORRT = f"""
 import sys
 
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.engine.tensorrt.runtime_stand_in import install
 
 install()
+"""
+MODEL = f"""{TENSORRT}
 from inflight.triton.models.engine import TritonPythonModel
 """
 
@@ -41,8 +45,7 @@ def server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> TritonS
     ignored = shutil.ignore_patterns("demo_model", "__pycache__")
     repository = shutil.copytree(REPOSITORY, folder / "models", ignore=ignored)
     (repository / ENGINE / "1" / "model.py").write_text(MODEL)
-    settings = {"max_tokens_in_paged_kv_cache": "1024", "enable_chunked_context": "true"}
-    wanted = Wanted(engine_dir=plans, settings=settings)
+    wanted = Wanted(engine_dir=plans, settings=SETTINGS)
     options = ServerOptions(model_repository=repository, wanted=wanted, ports=Ports(openai=0))
     with serve(options=options) as running:
         yield running
@@ -88,3 +91,19 @@ def test_the_log_says_what_runs(server: TritonServer) -> None:
     log = server.log_text()
     assert "nothing but a stand-in for TensorRT has run it" in log
     assert "rows of the KV cache: 6 slots of 128 tokens" in log
+
+
+def test_two_ranks_that_the_model_starts(
+    elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oracle, tokenizer
+) -> None:
+    """Every rank is a process of its own with its own plans; they find the stand-in by TensorRT's name."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / f"{NAME}.py").write_text(TENSORRT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    plans = engines.build(DEMO_MODEL, tmp_path / "plans", max_num_tokens=64, tensor_parallel_size=2)
+    wanted = Wanted(engine_dir=plans, settings=SETTINGS)
+    options = ServerOptions(wanted=wanted, ports=Ports(openai=0), tp=2, mode="orchestrator")
+    prompt = tuple(tokenizer.encode("def area(self):\n    return"))
+    with serve(options=options) as running:
+        answer = completion(running.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, end_id=-1)
+    assert answer.beams == [oracle.greedy(prompt, NUM_TOKENS)]

@@ -246,7 +246,7 @@ def test_nothing_is_wider_than_the_screen(open_page, width: int) -> None:
     page.click("#open-settings")
     setting(page, max_tokens="2")
     page.click("#open-settings")
-    complete(page, "x" * 300)
+    complete(page, "x" * 300 + " " * 300)
     assert page.evaluate(TOO_WIDE) == []
     page.click("#open-settings")
     expect(page.locator("#setting-temperature")).to_be_in_viewport()
