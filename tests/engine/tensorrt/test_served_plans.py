@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
+from inflight.engine.tensorrt.sidecar import Sidecar
 from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.serving import WAYS, config_of, serve
 from tests.engine.tensorrt.conftest import Plans
-from tests.engine.tensorrt.engines import load
+from tests.engine.tensorrt.engines import build, load
+from tests.models.quantized import FORMATS, write
 from tests.models.zoo import Zoo
 
 FAMILIES = ["llama-gqa", "qwen3", "gpt2", "mistral-window", "gemma3", "mixtral"]
@@ -32,6 +35,17 @@ def test_families_in_flight(zoo: Zoo, plans: Plans, case: str) -> None:
     model = zoo[case]
     requests = [request for request in some_of_everything(model) if not request.sampling.uses_beams]
     served = serve(load(plans(model), num_blocks=26), config_of("utilization-chunked-no-reuse"), requests)
+    assert_as_transformers(model, served, requests)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order"])
+def test_matrices_in_4_bits_in_flight(zoo: Zoo, tmp_path: Path, name: str) -> None:
+    """Served in float32, the tokens are those of transformers with what the levels stand for."""
+    model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
+    folder = build(model.folder, tmp_path / "plans", dtype=None)
+    assert Sidecar.read(folder / "rank0.json").settings.weight_dtype == "int4"
+    requests = some_of_everything(model)
+    served = serve(load(folder, num_blocks=18), config_of("utilization", max_beam_width=3), requests, 4)
     assert_as_transformers(model, served, requests)
 
 
