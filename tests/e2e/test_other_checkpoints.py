@@ -1,4 +1,4 @@
-"""Behind a real tritonserver: a mixture of experts over ranks, and models that transformers' own code runs."""
+"""Behind a real tritonserver: experts over ranks, transformers' own code, and a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from inflight.config import EngineConfig, SchedulerConfig
+from inflight.core.request.request import Request
+from inflight.engine.torch import TorchEngine
 from inflight.server.launch import ServerOptions, serve
 from inflight.server.repository import Wanted
+from inflight.testing.quantize import quantize_checkpoint
+from tests.engine.serving import serve as serve_in_process
 from tests.models.zoo import make_model
 
 from .clients import Stream, ask, completion, generate
@@ -69,3 +74,17 @@ def test_a_family_of_the_table_by_transformers_own_code(elsewhere, oracle, token
     expected = oracle.greedy(prompt, NUM_TOKENS)
     assert answer.ids == expected
     assert body["text_output"] == text + tokenizer.decode(expected)
+
+
+def test_a_checkpoint_of_4_bits_over_a_kv_cache_of_8(elsewhere, engine_alone, tmp_path, tokenizer):
+    """The tokens are those of the same engine in this process, which other tests compare with transformers."""
+    folder = quantize_checkpoint(DEMO_MODEL, tmp_path / "gptq", "gptq")
+    prompt = tuple(tokenizer.encode("def area(self):\n    return"))
+    config = EngineConfig(str(folder), kv_cache_dtype="int8", max_tokens_in_paged_kv_cache=2048)
+    request = Request(0, prompt, NUM_TOKENS)
+    expected = serve_in_process(TorchEngine.load(config), SchedulerConfig(), [request]).tokens(request)
+    with serve(engine_alone, folder, settings=SETTINGS | {"kv_cache_dtype": "int8"}) as server:
+        answer = completion(server.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, end_id=-1)
+        log = server.log_text()
+    assert answer.ids == expected
+    assert "int8" in next(line for line in log.splitlines() if "KV cache:" in line)
