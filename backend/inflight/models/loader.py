@@ -8,7 +8,6 @@ may be replaced afterwards. A long load says how far it is (`inflight.progress`)
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
@@ -29,12 +28,12 @@ from inflight.models.decoder_weights import (
     LatentWeights,
     Layer,
     LayerT,
-    LayerWeights,
     Linear,
     LinearT,
     Norm,
     PlainWeights,
 )
+from inflight.models.finisher import AsRead, Finisher, NotRead
 from inflight.models.levels import GroupedMatrix, Kind, stack_rows
 from inflight.models.quantized_tensors import unpack_quantized
 from inflight.models.registry import DTYPES, ModelDescription
@@ -46,102 +45,11 @@ _UNTIED = "%s: tie_word_embeddings is true, but %s and %s differ: the output pro
 _logger = logging.getLogger(__name__)
 
 
-class Finisher(ABC, Generic[LayerT, LinearT]):
-    """Says what is kept of a model's projections and layers once they are read.
-
-    Attributes:
-        keeps_tied_embedding: Whether an embedding is kept that is the output projection's matrix too.
-        keeps_levels: Whether what is quantized in the checkpoint is offered as it is, to `keep_levels`.
-    """
-
-    keeps_tied_embedding = True
-    keeps_levels = False
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a tensor of a layer, not initialized."""
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    @abstractmethod
-    def linear(self, linear: Linear, is_gated: bool = False) -> LinearT:
-        """What is kept instead of a layer's projection or the output projection; asked before the next is read.
-
-        `is_gated`: it is gate above up of a gated MLP.
-        """
-
-    @abstractmethod
-    def stack(
-        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> LinearT:
-        """What is kept of a layer's experts' matrices, each of which is read when it is asked for.
-
-        Args:
-            matrices: [outputs, inputs] of one expert after the other.
-            shape: [experts, outputs, inputs].
-            bias: [experts, outputs], or None.
-            is_gated: They are gate above up.
-        """
-
-    def head(self, linear: Linear) -> LinearT:
-        """What is kept instead of the output projection."""
-        return self.linear(linear)
-
-    def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
-        """Why a quantized matrix is read like any other; empty: it is kept by `keep_levels`, or with its stack.
-
-        `is_stack`: it is that of an expert.
-        """
-        return "it is not kept as it is"
-
-    def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> LinearT:
-        """What is kept of a projection that the checkpoint has quantized. Asked only where `keeps_levels`."""
-        raise NotImplementedError
-
-    def keep_stacked_levels(
-        self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> LinearT:
-        """Likewise of a layer's experts, as `stack`. The iterator may end the call with an exception."""
-        raise NotImplementedError
-
-    def note_unpacked(self, name: str, reason: str) -> None:
-        """A quantized projection, its first matrix being `name`, is read like any other, for this reason."""
-
-    @abstractmethod
-    def layer(self, layer: Layer[LinearT]) -> LayerT:
-        """What is kept instead of a layer, whose projections are what `linear` has made of them."""
-
-
-class _AsRead(Finisher[LayerWeights, Linear]):
-    def linear(self, linear: Linear, is_gated: bool = False) -> Linear:
-        return linear
-
-    def stack(
-        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> Linear:
-        first = next(matrices)
-        stacked = first.new_empty(shape)
-        for target, matrix in zip(stacked, chain((first,), matrices), strict=True):
-            target.copy_(matrix)
-        return Linear(stacked, bias)
-
-    def layer(self, layer: LayerWeights) -> LayerWeights:
-        return layer
-
-
 class _NotKept(Exception):
     """One of a layer's experts is not quantized as the first one is."""
 
 
-class _NotRead(_AsRead):
-    """For a walk over a model's tensors that reads none."""
-
-    def stack(
-        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> Linear:
-        *_, last = matrices
-        return Linear(last, bias)
-
-
-_AS_READ = _AsRead()
+_AS_READ = AsRead()
 _Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 _Make = Callable[["_TensorSpec"], Tensor]
 _MakeLevels = Callable[["_TensorSpec"], GroupedMatrix | None]
@@ -385,7 +293,7 @@ def _specs(model: ModelDescription, part: Part) -> list[_TensorSpec]:
         specs.append(spec)
         return torch.empty(0)
 
-    _Builder(model, part, note, note, lambda _: None, lambda _: None, _NotRead()).build()
+    _Builder(model, part, note, note, lambda _: None, lambda _: None, NotRead()).build()
     return specs
 
 

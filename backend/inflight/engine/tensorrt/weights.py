@@ -19,8 +19,9 @@ from inflight.engine.torch.native.packing import quantize
 from inflight.engine.torch.quantized_linear import quantize_float8
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, Layer, Linear, ModelDescription
+from inflight.models.finisher import Finisher
 from inflight.models.levels import GroupedMatrix
-from inflight.models.loader import Finisher, load_finished_weights
+from inflight.models.loader import load_finished_weights
 from inflight.models.sharding import Part
 
 INT4 = "int4"

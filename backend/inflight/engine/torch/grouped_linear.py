@@ -25,8 +25,8 @@ from inflight.config import FP8
 from inflight.engine.torch.quantized_linear import QuantizedLinear, Quantizing
 from inflight.errors import ConfigError
 from inflight.models import LayerWeights, Linear
+from inflight.models.finisher import Finisher
 from inflight.models.levels import GroupedMatrix, Kind, Levels
-from inflight.models.loader import Finisher
 
 _log = logging.getLogger(__name__)
 _LEAST_GROUP = 16  # of what divides the size of groups, a tile's least side

@@ -37,8 +37,9 @@ from inflight.engine.torch.transformers_decoder import TransformersDecoder, Tran
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, Layer, Linear, load_weights
+from inflight.models.finisher import Finisher
 from inflight.models.levels import GroupedMatrix, Kind
-from inflight.models.loader import Finisher, load_finished_weights, quantized_kinds, stored_dtype
+from inflight.models.loader import load_finished_weights, quantized_kinds, stored_dtype
 from inflight.models.registry import ModelDescription, UnknownFamily, read_model_description
 from inflight.models.sharding import WHOLE, Part, Shard
 

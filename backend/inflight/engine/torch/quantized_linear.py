@@ -25,7 +25,7 @@ from inflight.config import FP8
 from inflight.engine.torch.native.packing import quantize
 from inflight.errors import ConfigError
 from inflight.models import LayerWeights, Linear
-from inflight.models.loader import Finisher
+from inflight.models.finisher import Finisher
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of x [rows, in], levels [out, in] and scales [out] float32: [rows, out] in x's dtype."""

@@ -1,0 +1,110 @@
+"""What becomes of a model's projections as they are read: they stay as they are, or are packed or quantized.
+
+A load (`loader.py`) hands each over before the next one is read, so that a model never takes the memory of both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import chain
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from inflight.models.decoder_weights import Layer, LayerT, LayerWeights, Linear, LinearT
+from inflight.models.levels import GroupedMatrix
+
+
+class Finisher(ABC, Generic[LayerT, LinearT]):
+    """Says what is kept of a model's projections and layers once they are read.
+
+    Attributes:
+        keeps_tied_embedding: Whether an embedding is kept that is the output projection's matrix too.
+        keeps_levels: Whether what is quantized in the checkpoint is offered as it is, to `keep_levels`.
+    """
+
+    keeps_tied_embedding = True
+    keeps_levels = False
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a tensor of a layer, not initialized."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    @abstractmethod
+    def linear(self, linear: Linear, is_gated: bool = False) -> LinearT:
+        """What is kept instead of a layer's projection or the output projection; asked before the next is read.
+
+        `is_gated`: it is gate above up of a gated MLP.
+        """
+
+    @abstractmethod
+    def stack(
+        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> LinearT:
+        """What is kept of a layer's experts' matrices, each of which is read when it is asked for.
+
+        Args:
+            matrices: [outputs, inputs] of one expert after the other.
+            shape: [experts, outputs, inputs].
+            bias: [experts, outputs], or None.
+            is_gated: They are gate above up.
+        """
+
+    def head(self, linear: Linear) -> LinearT:
+        """What is kept instead of the output projection."""
+        return self.linear(linear)
+
+    def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
+        """Why a quantized matrix is read like any other; empty: it is kept by `keep_levels`, or with its stack.
+
+        `is_stack`: it is that of an expert.
+        """
+        return "it is not kept as it is"
+
+    def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> LinearT:
+        """What is kept of a projection that the checkpoint has quantized. Asked only where `keeps_levels`."""
+        raise NotImplementedError
+
+    def keep_stacked_levels(
+        self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> LinearT:
+        """Likewise of a layer's experts, as `stack`. The iterator may end the call with an exception."""
+        raise NotImplementedError
+
+    def note_unpacked(self, name: str, reason: str) -> None:
+        """A quantized projection, its first matrix being `name`, is read like any other, for this reason."""
+
+    @abstractmethod
+    def layer(self, layer: Layer[LinearT]) -> LayerT:
+        """What is kept instead of a layer, whose projections are what `linear` has made of them."""
+
+
+class AsRead(Finisher[LayerWeights, Linear]):
+    """Keeps what is read."""
+
+    def linear(self, linear: Linear, is_gated: bool = False) -> Linear:
+        return linear
+
+    def stack(
+        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> Linear:
+        first = next(matrices)
+        stacked = first.new_empty(shape)
+        for target, matrix in zip(stacked, chain((first,), matrices), strict=True):
+            target.copy_(matrix)
+        return Linear(stacked, bias)
+
+    def layer(self, layer: LayerWeights) -> LayerWeights:
+        return layer
+
+
+class NotRead(AsRead):
+    """For a walk over a model's tensors that reads none."""
+
+    def stack(
+        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> Linear:
+        *_, last = matrices
+        return Linear(last, bias)
