@@ -129,9 +129,10 @@ def build_engine(
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(sidecar_name("*")):
         old.unlink()  # until the last plan is there, there is no engine
-    _copy_beside(model.folder, folder)
     builder = _Builder(module, model, settings, processors, digest, folder, serialize, monitor)
-    return [builder.build(rank) for rank in range(settings.tensor_parallel_size)]
+    sidecars = [builder.build(rank) for rank in range(settings.tensor_parallel_size)]
+    _copy_beside(model.folder, folder)
+    return sidecars
 
 
 def settle(options: BuildOptions, model: ModelDescription, module: str) -> Settings:
@@ -254,8 +255,9 @@ class _Builder:
                 theirs.set_shape(each.name, each.min, each.opt, each.max)
             config.add_optimization_profile(theirs)
         path = self._folder / name
+        plan = self._serialize(Definition(graph, config, profiles))
         with path.open("wb") as file:
-            file.write(self._serialize(Definition(graph, config, profiles)))
+            file.write(plan)
         made = tuple(graph.inputs), tuple(graph.outputs)
         return Plan(File(name, file_digest(path)), *made, profiles, tuple(graph.aliases))
 
