@@ -43,13 +43,28 @@ class FixedRows:
     A recorded forward pass reads it from the same memory at every replay. Rows that are in neither fill it up.
 
     Attributes:
-        tiles: [tiles, 4] int64 on the device, of at most TILE_ROWS rows of a chunk each: first row, row after the
-            last, slot, the first row's position; zeros: none.
+        tiles: [tiles, 4] int64 on the device, of at most `tile_rows` rows of a chunk each: first row, row after
+            the last, slot, the first row's position; zeros: none.
         generation_rows: [sequences] int64 on the device: generation rows; -1: none.
+        tile_rows: Rows of a tile.
     """
 
     tiles: Tensor
     generation_rows: Tensor
+    tile_rows: int = TILE_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class TileLimits:
+    """What a recorded batch has for context chunks.
+
+    Attributes:
+        count: Most tiles.
+        rows: Most rows of a tile.
+    """
+
+    count: int
+    rows: int = TILE_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +186,12 @@ def generation_rows(batch: ScheduledBatch, table: SlotTable) -> NDArray[np.int64
     return np.array([batch.generation_slots, positions], dtype=np.int64)
 
 
-def cut_into_tiles(chunks: Iterable[PackedChunk]) -> list[list[int]]:
+def cut_into_tiles(chunks: Iterable[PackedChunk], tile_rows: int = TILE_ROWS) -> list[list[int]]:
     """The chunks' rows as `FixedRows.tiles` has them."""
     return [
-        [first, min(first + TILE_ROWS, chunk.end), chunk.slot, chunk.start + first - chunk.begin]
+        [first, min(first + tile_rows, chunk.end), chunk.slot, chunk.start + first - chunk.begin]
         for chunk in chunks
-        for first in range(chunk.begin, chunk.end, TILE_ROWS)
+        for first in range(chunk.begin, chunk.end, tile_rows)
     ]
 
 

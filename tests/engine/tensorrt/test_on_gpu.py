@@ -85,12 +85,13 @@ def test_other_forms_of_plans(zoo: Zoo, tmp_path: Path, options: dict[str, str])
     assert_as_transformers(model, serve(engine, config_of("chunked", max_beam_width=3), requests), requests)
 
 
-def test_recorded_generation_gives_the_same_tokens(zoo: Zoo, tmp_path: Path) -> None:
+def test_recorded_batches_give_the_same_tokens(zoo: Zoo, tmp_path: Path) -> None:
     model = zoo["llama-gqa"]
     changes = {"max_num_sequences": 11, "max_tokens_in_paged_kv_cache": 8 * 200}
     folder = tmp_path / "plans"
     recorded = load(model, folder, changes, max_batch_size=12)
     assert recorded.recorded.generation_sizes == (1, 2, 4, 8, 11)
+    assert recorded.recorded.mixed_sizes[0] == 16, "with chunks, too"
     tokens = replay_everything(recorded, model.prompt)
     recorded.close()
     eager = load(model, folder, changes | {"cuda_graph_mode": False}, max_batch_size=12)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
-from inflight.engine.tensorrt.decoder import TensorRtDecoder
 from inflight.engine.tensorrt.load import load_runner
-from inflight.engine.torch.iteration_graphs import IterationGraphs
+from inflight.engine.torch.iteration_graphs import Capture, IterationGraphs
 from inflight.errors import InflightError
 from tests.engine import test_additional_outputs as additional
 from tests.engine import test_after_failure as failures
@@ -113,50 +113,108 @@ def test_additional_outputs(zoo: Zoo, plans: Plans, way: str) -> None:
 # ---------------------------------------------------------------------- recordings
 
 
-def record(engine, tape: Tape) -> None:
-    """Let generation be recorded, as on a GPU."""
+def record(engine, capture: Capture, max_num_tokens: int = 64) -> None:
+    """Let batches of so many rows be recorded, as on a GPU."""
     runner = engine.runner
     with torch.inference_mode():
-        runner._graphs = IterationGraphs(runner.decoder, runner.slots, runner.cache, tape, 512)
+        runner._graphs = IterationGraphs(runner.decoder, runner.slots, runner.cache, capture, max_num_tokens)
     runner.recorded = runner._graphs.kinds
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window"])
-def test_recorded_generation_gives_the_same_tokens(
-    zoo: Zoo, plans: Plans, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What fills a batch up is written to idle slots, and reaches nobody."""
-    model, recordings = zoo[case], []
-    run = TensorRtDecoder._run
+class Replays:
+    """A `Capture` that runs the operations again, with Python and all.
 
-    def note(self: TensorRtDecoder, packed, rows, part, cache, active, recording):
-        recordings.append(recording)
-        return run(self, packed, rows, part, cache, active, recording)
+    Attributes:
+        ran: The recordings that were replayed, by their order.
+    """
 
-    def capture(operations):
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+        self._count = 0
+
+    def __call__(self, operations: Callable[[], None]) -> Callable[[], None]:
         operations()
-        return operations
+        number = self._count
+        self._count += 1
 
-    monkeypatch.setattr(TensorRtDecoder, "_run", note)
-    engine = load(plans(model, max_batch_size=12), 200, max_num_sequences=11)
-    record(engine, capture)
+        def replay() -> None:
+            self.ran.append(number)
+            operations()
+
+        return replay
+
+
+@pytest.mark.parametrize(("case", "max_chunks"), [("llama-gqa", 8), ("mistral-window", 1)])
+def test_recorded_batches_give_the_same_tokens(zoo: Zoo, plans: Plans, case: str, max_chunks: int) -> None:
+    """What fills a batch up is written behind its sequences, and reaches nobody."""
+    model, replays = zoo[case], Replays()
+    engine = load(plans(model, max_batch_size=12, max_context_chunks=max_chunks), 200, max_num_sequences=11)
+    record(engine, replays)
     replayed = replay_everything(engine, model.prompt)
     eager = load_engine(model.folder, max_num_sequences=11, kernels="torch", max_sequence_length=96)
     assert replayed == replay_everything(eager, model.prompt)
-    assert engine.runner.recorded.generation_sizes == (1, 2, 4, 8, 11)
-    assert {key for key in recordings if key} == {(size, False) for size in (1, 2, 4, 8, 11)}
+    kinds = engine.runner.recorded
+    assert kinds.generation_sizes == (1, 2, 4, 8, 11)
+    assert kinds.mixed_sizes == (16, 24, 32, 40, 48, 56, 64)
+    assert len(replays.ran) == 11 * 3 + 6 + 2 * 3, "every iteration"
+    contexts = [key for key in engine.runner.decoder._layers._contexts if key[1] is not None]
+    num_tiles = {(profile, tiles) for profile, (_, tiles, _) in contexts}
+    assert len(contexts) == 12 and num_tiles == {(0, 0), (1, max_chunks)}, (
+        "a context for each, of its profile"
+    )
+    sizes = sorted(kinds.generation_sizes + kinds.mixed_sizes, reverse=True)
+    assert {sizes[number] for number in replays.ran} == set(sizes) - {56, 64}
+
+
+@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+def test_recordings_serve_some_of_everything(zoo: Zoo, plans: Plans, way: str) -> None:
+    """Reused prefixes, pauses, searches, drafts: of batches that are recorded, and others in between."""
+    model, replays = zoo["llama-gqa"], Replays()
+    engine = load(plans(model, max_context_chunks=3), 60)
+    record(engine, replays)
+    requests = some_of_everything(model)
+    served = serve(engine, config_of(way, max_beam_width=3), requests)
+    assert_as_transformers(model, served, requests)
+    num_mixed = len(engine.runner.recorded.mixed_sizes)
+    assert min(replays.ran) < num_mixed <= max(replays.ran), "of both profiles"
+
+
+def test_what_plans_have_no_room_for_is_not_recorded(zoo: Zoo, plans: Plans) -> None:
+    """Rows that the plan does not take at once, more chunks than it takes, and no room behind sequences."""
+    model, replays = zoo["llama-gqa"], Replays()
+    engine = load(plans(model, max_num_tokens=40, max_seq_len=32, max_context_chunks=2), 60)
+    record(engine, replays)
+    assert engine.runner.recorded.mixed_sizes == (16, 24, 32, 40)
+    driver = Driver(engine)
+    rows = [driver.start(model.prompt(length, length)) for length in (4, 5, 6)]
+    driver.step({row: row.prompt_length for row in rows})
+    assert not replays.ran, "three chunks, in two tiles"
+    for row in rows[1:]:
+        driver.release(row)
+    (row,) = rows[:1]
+    for _ in range(20):
+        driver.step(generation=[row])
+    assert len(replays.ran) == 20
+    late = driver.start(model.prompt(29, 9))
+    driver.step({late: 28})
+    assert len(replays.ran) == 21, "28 rows and 4 more, for which there is room"
+    driver.step({late: 1}, [row])
+    assert len(replays.ran) == 21, "2 rows and 14 more: there is room for 3 and 7"
+    for each in (row, late):
+        assert each.generated == model.greedy(each.tokens[: each.prompt_length], len(each.generated))
 
 
 def test_recorded_adapters(zoo: Zoo, plans: Plans) -> None:
-    model = zoo["llama-gqa"]
+    model, replays = zoo["llama-gqa"], Replays()
     requests = without_magnitudes(adapters.requests_of(model))[:14]
     engine = load(plans(model, max_lora_rank=LORA_RANKS), 60, max_num_sequences=6)
-    record(engine, lambda operations: operations() or operations)
+    record(engine, replays)
     assert engine.runner._graphs.adapter_ranks == LORA_RANKS
     served = adapters.serve(engine, config_of("no-evict"), requests, model)
     expected = adapters.alone(model, "torch")
     for request_id, index in served.responses:
         assert served.tokens(request_id, index) == expected[request_id].tokens(request_id, index)
+    assert min(replays.ran) < 2 * len(engine.runner.recorded.mixed_sizes) <= max(replays.ran)
 
 
 def test_everything_but_the_plan_can_be_recorded(
@@ -165,11 +223,12 @@ def test_everything_but_the_plan_can_be_recorded(
     """No operation around a plan asks the host for a value: a tape replays them without Python."""
     model = zoo["llama-gqa"]
     engine = load(plans(model), 60)
-    hidden, seen = torch.randn(9, 64), []
+    hidden, seen = torch.randn(64, 64), []
 
     def run(inputs, recording=None):
         seen.append(inputs)
-        return {"hidden": hidden[: len(inputs["input_ids"])] + inputs["gen_kv_lengths"].sum()}
+        rows = hidden[: len(inputs["input_ids"])]
+        return {"hidden": rows + inputs["gen_kv_lengths"].sum() + inputs["ctx_q_gather"].sum()}
 
     monkeypatch.setattr(engine.runner.decoder._layers, "run", run)
     tape = Tape()
@@ -177,11 +236,12 @@ def test_everything_but_the_plan_can_be_recorded(
     num_recorded = len(seen)
     driver = Driver(engine)
     row = driver.start(model.prompt(9))
-    driver.step({row: 9})
     del seen[:]
+    driver.step({row: 9})
     for _ in range(3):
         driver.step(generation=[row])
-    assert num_recorded == 6 and not seen and len(tape.replayed) == 3
+    driver.step({driver.start(model.prompt(20)): 20}, [row])
+    assert num_recorded == 2 * (3 + 7) and not seen and len(tape.replayed) == 5
 
 
 # ---------------------------------------------------------------------- failures, ranks

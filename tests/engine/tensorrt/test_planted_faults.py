@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.engine.packing import FixedRows
 from inflight.engine.tensorrt import decoder as decoder_module
-from inflight.engine.tensorrt.plan_rows import BatchPart, PlanRows
+from inflight.engine.tensorrt.plan_rows import BatchPart, PlacedRows, PlanRows
 from inflight.engine.tensorrt.row_cache import RowCache
 from inflight.engine.tensorrt.row_residency import RowResidency
 from inflight.engine.tensorrt.runtime import LoadedPlan
@@ -19,7 +20,7 @@ from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.serving import config_of, serve
 from tests.engine.tensorrt.conftest import Plans
 from tests.engine.tensorrt.engines import load
-from tests.engine.tensorrt.test_plan_features import record
+from tests.engine.tensorrt.test_plan_features import Replays, record
 from tests.models.zoo import Zoo
 
 Patch = pytest.MonkeyPatch
@@ -157,28 +158,54 @@ def test_a_fault_is_noticed(zoo: Zoo, plans: Plans, name: str, monkeypatch: pyte
         assert_as_transformers(model, served, requests)
 
 
-def fillers_at_the_beginning(patch: Patch) -> None:
-    place = decoder_module.place_filled_rows
+def fillers_in_resting_slots(patch: Patch) -> None:
+    """They are written over the sequences that are not in the batch."""
+    fill_up = decoder_module.fill_up
 
-    def first(slots: torch.Tensor, positions: torch.Tensor, null: int, num_slots: int, last: int) -> Any:
-        return place(slots, positions, null, num_slots, 0)
-
-    patch.setattr(decoder_module, "place_filled_rows", first)
-
-
-def fillers_in_busy_slots(patch: Patch) -> None:
-    place = decoder_module.place_filled_rows
-
-    def busy(slots: torch.Tensor, positions: torch.Tensor, null: int, num_slots: int, last: int) -> Any:
-        found = place(slots, positions, null, num_slots, last)
+    def idle(slots: torch.Tensor, positions: torch.Tensor, *others: Any) -> PlacedRows:
+        found, null_slot, num_slots = fill_up(slots, positions, *others), others[1], others[2]
+        is_filler = slots == null_slot
+        own = slots[~is_filler].tolist()
+        resting = next((slot for slot in range(num_slots) if slot not in own), 0)
+        number = is_filler.cumsum(0) - 1
         return replace(
-            found, slots=torch.where(slots == null, slots[0].clamp(max=num_slots - 1), found.slots)
+            found,
+            slots=torch.where(is_filler, resting, slots),
+            positions=torch.where(is_filler, number, positions),
         )
 
-    patch.setattr(decoder_module, "place_filled_rows", busy)
+    patch.setattr(decoder_module, "fill_up", idle)
 
 
-@pytest.mark.parametrize("plant", [fillers_at_the_beginning, fillers_in_busy_slots])
+def fillers_that_generate(patch: Patch) -> None:
+    """They count as generation rows of the slots that they are written to."""
+    fill_up = decoder_module.fill_up
+
+    def generate(slots: torch.Tensor, positions: torch.Tensor, fixed: FixedRows, *others: Any) -> PlacedRows:
+        found = fill_up(slots, positions, fixed, *others)
+        rows = torch.arange(len(slots))[slots == others[0]]
+        together = torch.cat([found.fixed.generation_rows, rows])
+        return replace(found, fixed=replace(found.fixed, generation_rows=together))
+
+    patch.setattr(decoder_module, "fill_up", generate)
+
+
+def empty_tiles_that_are_read(patch: Patch) -> None:
+    """A tile that nobody uses counts as one of the first row."""
+    fill_up = decoder_module.fill_up
+
+    def one_row(slots: torch.Tensor, positions: torch.Tensor, fixed: FixedRows, *others: Any) -> PlacedRows:
+        tiles = fixed.tiles.clone()
+        tiles[:, 1] = torch.where(tiles[:, 1] == 0, 1, tiles[:, 1])
+        return fill_up(slots, positions, replace(fixed, tiles=tiles), *others)
+
+    patch.setattr(decoder_module, "fill_up", one_row)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [fillers_in_resting_slots, fillers_that_generate, empty_tiles_that_are_read],
+)
 def test_a_fault_in_recordings_is_noticed(
     zoo: Zoo, plans: Plans, plant: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +215,7 @@ def test_a_fault_in_recordings_is_noticed(
     plant(monkeypatch)
     engine = load(plans(model), 60, max_num_sequences=6)
     try:
-        record(engine, lambda operations: operations() or operations)
+        record(engine, Replays())
         found = replay_resting(engine, model)
     except (RuntimeError, ValueError, IndexError):
         return
@@ -196,17 +223,23 @@ def test_a_fault_in_recordings_is_noticed(
 
 
 def replay_resting(engine: Any, model: Any) -> list[list[int]]:
-    """Five sequences, of which three generate while two rest, in turn."""
+    """Five sequences, of which three generate while two rest, in turn; some end, and others join in chunks."""
     driver = Driver(engine)
-    rows = [driver.start(model.prompt(6 + number, number)) for number in range(5)]
+    rows, ended = [driver.start(model.prompt(6 + number, number)) for number in range(5)], []
     driver.step({row: len(row.tokens) for row in rows})
     for number in range(10):
         driver.step(generation=[rows[(number + other) % 5] for other in range(3)])
-    return [row.generated for row in rows]
+        if number % 3 == 0:
+            ended.append(rows.pop())
+            driver.release(ended[-1])
+            rows.insert(0, driver.start(model.prompt(7 + number, 20 + number)))
+            driver.step({rows[0]: 4}, rows[2:4])
+            driver.step({rows[0]: 3 + number}, rows[2:3])
+    return [row.generated for row in ended + rows]
 
 
 def test_sequences_that_rest_are_left_alone_by_recordings(zoo: Zoo, plans: Plans) -> None:
     model = zoo["llama-gqa"]
     engine = load(plans(model), 60, max_num_sequences=6)
-    record(engine, lambda operations: operations() or operations)
+    record(engine, Replays())
     assert replay_resting(engine, model) == replay_resting(load(plans(model), 60, max_num_sequences=6), model)

@@ -1,7 +1,7 @@
 """A decoder whose layers and logits are plans of TensorRT; it stands where `engine.torch.decoder.Decoder` does.
 
 The layers read and write the rows of a `RowCache`; what they have written goes from there to the blocks. Around
-the plans are tensors only, so a generation batch can be recorded with all of it. Called by the loop thread.
+the plans are tensors only, so a batch can be recorded with all of it. Called by the loop thread.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from inflight.adapters.lora_modules import Module
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.decoding.row_kernels import RowKernels
 from inflight.engine.additional_outputs import HiddenStates
-from inflight.engine.packing import PackedBatch
+from inflight.engine.packing import PackedBatch, TileLimits
 from inflight.engine.tensorrt.plan_rows import (
     BatchPart,
     PartLimits,
     PlacedRows,
     PlanRows,
     cut_batch,
+    fill_up,
     lay_out_for_plan,
-    place_filled_rows,
     place_rows,
+    tile_limits,
 )
 from inflight.engine.tensorrt.row_cache import RowCache
 from inflight.engine.tensorrt.runtime import LoadedPlan
@@ -59,14 +60,14 @@ class TensorRtDecoder:
         adapters: Where LoRA adapters are; None: it takes none.
         kernels: Who computes.
         has_fixed_shapes: Whether its batches of generation can be recorded.
-        takes_fixed_rows: Whether others can.
+        takes_fixed_rows: Whether those with context chunks can.
         needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
         row_kernels: As given.
     """
 
     kernels = "tensorrt"
     has_fixed_shapes = True
-    takes_fixed_rows = False
+    takes_fixed_rows = True
     needs_cleared_blocks = False
 
     def __init__(
@@ -94,6 +95,14 @@ class TensorRtDecoder:
             keys, values = cache.layer(index)
             layers.bind({f"k_cache_{index}": keys, f"v_cache_{index}": values})
 
+    def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits | None:
+        """As `plan_rows.tile_limits`; None for more rows than the plan, or all of its slots, have room for."""
+        settings = self._settings
+        if num_rows > min(settings.max_num_tokens, settings.max_batch_size * settings.max_seq_len):
+            return None
+        longest = min(settings.max_num_tokens, settings.max_seq_len)
+        return tile_limits(num_rows, settings.max_context_chunks, longest)
+
     def forward(
         self,
         packed: PackedBatch,
@@ -108,10 +117,10 @@ class TensorRtDecoder:
             return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self._device)
         if packed.fixed is not None:
             null_slot = len(packed.block_tables) - 1
-            rows = place_filled_rows(
-                packed.slots, packed.positions, null_slot, cache.num_slots, cache.last_position
+            rows = fill_up(
+                packed.slots, packed.positions, packed.fixed, null_slot, cache.num_slots, cache.length
             )
-            recording = count, active is not None
+            recording = count, len(packed.fixed.tiles), active is not None
             return self._run(packed, rows, BatchPart(0, count, ()), cache, active, recording)["hidden"]
         found = [self._run_part(packed, part, cache) for part in self._cut(packed)]
         if between is not None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.decoding.transfer import upload
-from inflight.engine.packing import PackedChunk
+from inflight.engine.packing import FixedRows, PackedChunk, TileLimits, cut_into_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,48 +25,59 @@ class PlacedRows:
     """Where the rows of a batch, or of a part of one, are in the caches.
 
     Attributes:
-        slots: [rows] int64 on the device; no slot of generation rows is there twice.
+        slots: [rows] int64 on the device; rows of a slot are in the order of their positions.
         positions: [rows] int64 on the device.
-        num_read: [rows] int64 on the device: how many positions a generation row reads.
-        chunks: Of these rows; they come first.
+        fixed: Which of them are chunks', and which generate; no slot is there twice among those that generate.
     """
 
     slots: Tensor
     positions: Tensor
-    num_read: Tensor
-    chunks: Sequence[PackedChunk]
+    fixed: FixedRows
 
 
 def place_rows(slots: Tensor, positions: Tensor, chunks: Sequence[PackedChunk]) -> PlacedRows:
-    """Rows that are all some sequence's."""
-    return PlacedRows(slots, positions, positions + 1, chunks)
+    """Rows that are all some sequence's: those of chunks, which come first, and behind them generation rows."""
+    count = len(slots)
+    long = [chunk for chunk in chunks if chunk.end - chunk.begin > 1]
+    widest = max((chunk.end - chunk.begin for chunk in long), default=1)
+    generating = [chunk.begin for chunk in chunks if chunk.end - chunk.begin == 1]
+    generating += range(chunks[-1].end if chunks else 0, count)
+    tiles = np.array(cut_into_tiles(long, widest), dtype=np.int64).reshape(-1)
+    numbers = upload(np.concatenate([tiles, np.array(generating, dtype=np.int64)]), slots.device)
+    of_tiles, generation_rows = numbers.split([len(tiles), len(generating)])
+    return PlacedRows(slots, positions, FixedRows(of_tiles.view(-1, 4), generation_rows, widest))
 
 
-def place_filled_rows(
-    slots: Tensor, positions: Tensor, null_slot: int, num_slots: int, last_position: int
+def fill_up(
+    slots: Tensor, positions: Tensor, fixed: FixedRows, null_slot: int, num_slots: int, length: int
 ) -> PlacedRows:
-    """Generation rows, of which some only fill the batch up.
+    """Rows of which some only fill the batch up.
 
-    A plan has no row to spare for these. Each is written to the last position of a slot that is idle in this
-    batch, which nobody reads.
+    A plan has no row to spare for these. They are written behind the sequences of the batch, to the first that
+    have room: what is there is written again before it is read. Of a batch that has nothing but these, any slot
+    will do.
 
     Args:
-        slots: [rows] int64; there are at most `num_slots` rows.
+        slots: [rows] int64.
         positions: [rows] int64.
+        fixed: Which rows are what.
         null_slot: The slot of those that fill it up.
         num_slots: Of the plan.
-        last_position: Of a slot's cache.
+        length: Positions of a slot's cache; `RowCache.has_room_beside` says whether they suffice.
     """
     is_filler = slots == null_slot
-    is_busy = torch.zeros(num_slots + 1, dtype=torch.int64, device=slots.device)
-    is_busy.index_fill_(0, torch.where(is_filler, num_slots, slots), 1)
-    idle_first = is_busy[:num_slots].argsort(stable=True)
-    number = (is_filler.cumsum(0) - 1).clamp(min=0)
+    own = torch.where(is_filler, num_slots, slots)
+    lengths = torch.zeros(num_slots + 1, dtype=torch.int64, device=slots.device)
+    lengths = lengths.scatter_reduce(0, own, positions + 1, "amax")[:num_slots]
+    room = torch.where((lengths > 0) | is_filler.all(), length - lengths, 0).cumsum(0)
+    number = is_filler.cumsum(0) - 1
+    behind = torch.searchsorted(room, number, right=True).clamp(max=num_slots - 1)
+    generating = fixed.generation_rows
+    generating = torch.where(is_filler[generating.clamp(min=0)], -1, generating)
     return PlacedRows(
-        torch.where(is_filler, idle_first[number], slots),
-        torch.where(is_filler, last_position, positions),
-        torch.where(is_filler, 1, positions + 1),
-        (),
+        torch.where(is_filler, behind, slots),
+        torch.where(is_filler, length - room[behind] + number, positions),
+        FixedRows(fixed.tiles, generating, fixed.tile_rows),
     )
 
 
@@ -85,7 +96,7 @@ class PlanRows:
         gen_q_gather: [slots] the plan's row of a slot that generates; 0 of another.
         gen_kv_lengths: [slots] how many positions that row reads; 1 of another.
         o_gather: [rows] for each of the plan's rows, where its attention is: slots' first, then the chunks', row
-            by row.
+            by row; any of a row that only fills the batch up.
     """
 
     slot_order: Tensor
@@ -102,7 +113,7 @@ class PlanRows:
 
 def lay_out_for_plan(rows: PlacedRows, num_slots: int) -> PlanRows:
     """Of at least one row. `num_slots` are the plan's."""
-    slots, positions = rows.slots, rows.positions
+    slots, positions, tiles = rows.slots, rows.positions, rows.fixed.tiles
     count, device = len(slots), slots.device
     order = slots.argsort(stable=True)
     plan_row = torch.empty_like(order).index_copy_(0, order, torch.arange(count, device=device))
@@ -111,20 +122,17 @@ def lay_out_for_plan(rows: PlacedRows, num_slots: int) -> PlanRows:
     lengths = torch.cat([num_rows.new_zeros(1), num_rows.cumsum(0)])
     firsts = positions[order][lengths[:-1].clamp(max=count - 1)] * (num_rows > 0)
 
-    long = [chunk for chunk in rows.chunks if chunk.end - chunk.begin > 1]
-    short = [chunk.begin for chunk in rows.chunks if chunk.end - chunk.begin == 1]
-    generation_begin = rows.chunks[-1].end if rows.chunks else 0
-    generating = torch.arange(generation_begin, count, device=device)
-    widest = max((chunk.end - chunk.begin for chunk in long), default=1)
-    numbers = [np.array(short, dtype=np.int64), _padded(long, widest), *_places(long, widest, num_slots)]
-    numbers.append(np.array([chunk.slot for chunk in long], dtype=np.int64))
-    parts = upload(np.concatenate(numbers), device).split([len(each) for each in numbers])
-    of_short, padded, chunk_rows, chunk_places, chunk_slots = parts
-    if short:
-        generating = torch.cat([of_short, generating])
-    of_slots = slots[generating]
-    places = torch.zeros_like(slots).index_copy_(0, chunk_rows, chunk_places)
-    places.index_copy_(0, generating, of_slots)
+    # What is no row, or no slot, goes to one behind the last, which is then left out.
+    first, end = tiles[:, :1], tiles[:, 1:2]
+    of_tiles = first + torch.arange(rows.fixed.tile_rows, device=device)
+    tile_places = num_slots + torch.arange(of_tiles.numel(), device=device)
+    generates = rows.fixed.generation_rows >= 0
+    generating = rows.fixed.generation_rows.clamp(min=0)
+    of_slots = torch.where(generates, slots[generating], num_slots)
+    places = torch.zeros(count + 1, dtype=torch.int64, device=device)
+    places.index_copy_(0, torch.where(of_tiles < end, of_tiles, count).flatten(), tile_places)
+    places.index_copy_(0, torch.where(generates, generating, count), of_slots)
+    nothing, one = (torch.full((num_slots + 1,), value, dtype=torch.int64, device=device) for value in (0, 1))
     return PlanRows(
         *(
             each.int()
@@ -134,33 +142,27 @@ def lay_out_for_plan(rows: PlacedRows, num_slots: int) -> PlanRows:
                 firsts,
                 lengths,
                 firsts + num_rows,
-                chunk_slots,
-                plan_row[padded].view(len(long), widest),
-                torch.zeros_like(num_rows).index_copy_(0, of_slots, plan_row[generating]),
-                torch.ones_like(num_rows).index_copy_(0, of_slots, rows.num_read[generating]),
+                tiles[:, 2].contiguous(),
+                plan_row[torch.minimum(of_tiles, end - 1).clamp(min=0)],
+                nothing.index_copy_(0, of_slots, plan_row[generating])[:-1],
+                one.index_copy_(0, of_slots, positions[generating] + 1)[:-1],
                 places[order],
             )
         )
     )
 
 
-def _padded(chunks: Sequence[PackedChunk], widest: int) -> NDArray[np.int64]:
-    """[chunks * widest], the batch's rows of each."""
-    rows = [np.minimum(np.arange(widest) + chunk.begin, chunk.end - 1) for chunk in chunks]
-    return np.concatenate([*rows, np.empty(0, dtype=np.int64)])
+def tile_limits(num_rows: int, max_chunks: int, longest: int) -> TileLimits:
+    """Of a recorded batch, whose tiles a plan computes like chunks: it is padded to at most twice its rows.
 
+    Half as many chunks as tiles fit in any case, and a single one.
 
-def _places(
-    chunks: Sequence[PackedChunk], widest: int, num_slots: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The batch's rows of all chunks, and where the attention of each is."""
-    nothing = np.empty(0, dtype=np.int64)
-    rows = [np.arange(chunk.begin, chunk.end) for chunk in chunks]
-    places = [
-        num_slots + number * widest + np.arange(chunk.end - chunk.begin)
-        for number, chunk in enumerate(chunks)
-    ]
-    return np.concatenate([nothing, *rows]), np.concatenate([nothing, *places])
+    Args:
+        num_rows: Of the batch.
+        max_chunks: Of the plan.
+        longest: Rows of the plan's longest chunk.
+    """
+    return TileLimits(max_chunks, min(num_rows, longest, -(-2 * num_rows // max_chunks)))
 
 
 @dataclass(frozen=True, slots=True)

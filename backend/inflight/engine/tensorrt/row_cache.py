@@ -21,6 +21,7 @@ from inflight.core.schedule.batch import ScheduledBatch
 from inflight.decoding.transfer import upload
 from inflight.engine.tensorrt.row_residency import RowChange, RowResidency
 from inflight.engine.torch.host_memory import zeros
+from inflight.engine.torch.interfaces import Numbers
 from inflight.engine.torch.kv_cache import KvCache
 from inflight.models import DecoderConfig
 
@@ -50,7 +51,7 @@ class RowCache:
         num_blocks: As given.
         tokens_per_block: As given.
         num_slots: As given.
-        last_position: The last of a row. The last token of the longest sequence is never fed, so nobody reads it.
+        length: Positions of a row.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RowCache:
         self.null_block = self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         self.num_slots = num_slots
-        self.last_position = max_seq_len - 1
+        self.length = max_seq_len
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +99,13 @@ class RowCache:
     def clear(self, block_ids: Tensor) -> None:
         """As `KvCache.clear`."""
         self._known_blocks().clear(block_ids)
+
+    def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:
+        """As `BlockCache`: behind the sequences of these slots, where `fill_up` places what fills a batch up."""
+        lengths = np.full(self.num_slots, self.length, dtype=np.int64)
+        lengths[slots] = 0
+        np.maximum.at(lengths, slots, np.asarray(positions) + 1)
+        return int((self.length - lengths).sum()) >= num_rows
 
     def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:
         """Let rows hold what the batch's rows read, behind its block copies.

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.decoding.row_kernels import RowKernels
 from inflight.engine.additional_outputs import HiddenStates
-from inflight.engine.packing import PackedBatch
+from inflight.engine.packing import PackedBatch, TileLimits
 from inflight.engine.torch.adapters import ActiveAdapters, AdapterPool
 from inflight.models import DecoderConfig
+
+Numbers = NDArray[np.int64] | list[int]
 
 
 class RunnerDecoder(Protocol):
@@ -77,6 +81,10 @@ class RecordedDecoder(RunnerDecoder, Protocol):
         """Whether batches with chunks can be recorded, too."""
         ...
 
+    def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits | None:
+        """Of a recorded batch of so many rows, and about so many chunks; None: it takes no such batch."""
+        ...
+
     def forward(
         self,
         packed: PackedBatch,
@@ -105,4 +113,8 @@ class BlockCache(Protocol):
 
     def clear(self, block_ids: Tensor) -> None:
         """Zero blocks."""
+        ...
+
+    def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:
+        """Whether `num_rows` of the null slot can be written in one batch with these slots' rows."""
         ...

@@ -15,7 +15,7 @@ batches in which some row has an adapter. A batch whose adapters have more pages
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,9 +26,9 @@ from torch import Tensor
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.decoding.transfer import staged, upload
 from inflight.engine.packing import (
-    TILE_ROWS,
     FixedRows,
     PackedBatch,
+    TileLimits,
     adapters_of,
     cut_into_tiles,
     generation_rows,
@@ -36,7 +36,7 @@ from inflight.engine.packing import (
 )
 from inflight.engine.slots import SlotTable
 from inflight.engine.torch.adapters import ActiveAdapters, AdapterPool
-from inflight.engine.torch.interfaces import BlockCache, RecordedDecoder
+from inflight.engine.torch.interfaces import BlockCache, Numbers, RecordedDecoder
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs operations and records them; what it returns runs them again, on what is in the same memory by then."""
@@ -134,11 +134,15 @@ class IterationGraphs:
     ) -> None:
         self._decoder, self._table, self._cache = decoder, table, cache
         self._pool = pool = decoder.adapters
-        self.kinds = kinds = RecordedKinds.of(
-            decoder.takes_fixed_rows, table.null_slot, max_num_tokens, pool is not None
-        )
+        kinds = RecordedKinds.of(decoder.takes_fixed_rows, table.null_slot, max_num_tokens, pool is not None)
+        self._tile_limits = {
+            size: limits for size in kinds.mixed_sizes if (limits := self._limits_of(size)) is not None
+        }
+        self.kinds = kinds = replace(kinds, mixed_sizes=tuple(self._tile_limits))
         device, most = cache.device, max(*kinds.generation_sizes, *kinds.mixed_sizes)
-        self._numbers = torch.zeros(sum(self._parts(most, True)), dtype=torch.int64, device=device)
+        num_numbers = [sum(self._parts(size, False)) for size in kinds.generation_sizes]
+        num_numbers += [sum(self._parts(size, True)) for size in kinds.mixed_sizes]
+        self._numbers = torch.zeros(max(num_numbers), dtype=torch.int64, device=device)
         self._bounds = torch.arange(most + 1, device=device)
         shape = (most, decoder.config.hidden_size)
         self._hidden = torch.zeros(shape, dtype=decoder.dtype, device=device)
@@ -179,7 +183,8 @@ class IterationGraphs:
         Returns:
             [rows, hidden_size] in the engine's dtype, laid out as `pack` does if there are chunks, else in the
             order of `batch.generation_slots`, valid until the next call; and [n] int64, which of its rows choose
-            tokens. None, and nothing is done, if there is no recording for it: too many rows, chunks or adapters.
+            tokens. None, and nothing is done, if there is no recording for it: too many rows, chunks or adapters,
+            or no room in the cache for what fills it up.
 
         Raises:
             ValueError: As `pack`.
@@ -189,7 +194,8 @@ class IterationGraphs:
     def _forward_generation(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor] | None:
         rows = generation_rows(batch, self._table)
         count = rows.shape[1]
-        replay = self._find(count, False, rows[0])
+        sizes = (size for size in self.kinds.generation_sizes if size >= count)
+        replay = self._find(sizes, False, *rows)
         if replay is None:
             return None
         recording, run = replay
@@ -206,11 +212,16 @@ class IterationGraphs:
             return None
         rows = lay_out(batch, self._table)
         count, begin = len(rows.slots), rows.generation_begin
-        tiles = cut_into_tiles(rows.chunks)
-        replay = self._find(count, True, rows.slots, len(tiles))
+        fitting = (
+            size
+            for size, limits in self._tile_limits.items()
+            if size >= count and len(cut_into_tiles(rows.chunks, limits.rows)) <= limits.count
+        )
+        replay = self._find(fitting, True, rows.slots, rows.positions)
         if replay is None:
             return None
         recording, run = replay
+        tiles = cut_into_tiles(rows.chunks, self._tile_limits[recording.size].rows)
         parts = self._parts(recording.size, True)
         filled = np.zeros(sum(parts), dtype=np.int64)
         slots, positions, token_ids, generating, tile_rows = np.split(filled, np.cumsum(parts)[:-1])
@@ -224,18 +235,21 @@ class IterationGraphs:
         return self._hidden[:count], upload(np.array(rows.sampled, dtype=np.int64), self._hidden.device)
 
     def _find(
-        self, num_rows: int, has_chunks: bool, slots: NDArray[np.int64] | list[int], num_tiles: int = 0
+        self,
+        sizes: Iterator[int],
+        has_chunks: bool,
+        slots: Numbers,
+        positions: Numbers,
     ) -> tuple[_Recording, Callable[[], None]] | None:
-        """The smallest recording that has room for a batch, which is told of its adapters; None without one."""
+        """The recording of the first of these sizes, which is told of the rows' adapters; None without one."""
+        size = next(sizes, None)
+        if size is None or not self._cache.has_room_beside(slots, positions, size - len(slots)):
+            return None
         adapters = adapters_of(slots, self._table)
-        sizes = self.kinds.mixed_sizes if has_chunks else self.kinds.generation_sizes
-        for size in sizes:
-            if size >= num_rows and num_tiles <= self._most_tiles(size):
-                if adapters is not None and not self._set_adapters(adapters, size):
-                    return None
-                recording = _Recording(size, has_chunks, adapters is not None)
-                return recording, self._replays[recording]
-        return None
+        if adapters is not None and not self._set_adapters(adapters, size):
+            return None
+        recording = _Recording(size, has_chunks, adapters is not None)
+        return recording, self._replays[recording]
 
     def _parts(self, size: int, has_chunks: bool) -> list[int]:
         """How many numbers a recording of `size` rows reads: slots, positions; with chunks token ids (-1 where the
@@ -243,10 +257,10 @@ class IterationGraphs:
         """
         if not has_chunks:
             return [size, size]
-        return [size, size, size, min(size, self._table.null_slot), 4 * self._most_tiles(size)]
+        return [size, size, size, min(size, self._table.null_slot), 4 * self._tile_limits[size].count]
 
-    def _most_tiles(self, size: int) -> int:
-        return size // TILE_ROWS + min(size, self._table.null_slot, _MOST_CHUNKS)
+    def _limits_of(self, size: int) -> TileLimits | None:
+        return self._decoder.tile_limits(size, min(size, self._table.null_slot, _MOST_CHUNKS))
 
     def _send(self, numbers: NDArray[np.int64]) -> None:
         self._numbers[: len(numbers)].copy_(staged(numbers, self._numbers.device), non_blocking=True)
@@ -278,9 +292,9 @@ class IterationGraphs:
         if recording.has_chunks:
             known_ids, generating, tiles = others
             token_ids = torch.where(known_ids < 0, token_ids, known_ids)
-            fixed = FixedRows(tiles.view(-1, 4), generating)
+            fixed = FixedRows(tiles.view(-1, 4), generating, self._tile_limits[size].rows)
         else:
-            fixed = FixedRows(slots.new_empty((0, 4)), self._bounds[:size])
+            fixed = FixedRows(slots.new_empty((0, 4)), self._bounds[:size], tile_rows=1)
         packed = PackedBatch(
             token_ids=token_ids,
             positions=positions,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.torch.host_memory import zeros
+from inflight.engine.torch.interfaces import Numbers
 from inflight.engine.torch.kv_rounding import KvRounding, head_bytes
 from inflight.models import DecoderConfig
 
@@ -131,6 +132,10 @@ class KvCache:
         """
         for memory in self._memories():
             memory.index_fill_(2, block_ids, 0)
+
+    def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:
+        """As `BlockCache`: always, as rows of the null slot all go to the null block."""
+        return True
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values, [rows, kv_heads, head_dim] each.
