@@ -82,6 +82,20 @@ def test_products_are_those_of_the_dequantized_weights(
     assert 0 < error < 0.02 * exact.square().mean().sqrt(), "what rounding activations costs"
 
 
+@pytest.mark.parametrize("others", [(), (3,), (40,)], ids=["all", "but one", "but one behind"])
+def test_symmetric_zero_points(others: tuple[int, ...]) -> None:
+    """Where all zero points of a panel are 8, what they take away is a shift; where one differs, a product."""
+    matrix, packer = draw(64, 256, 128), make_packer()
+    zeros = torch.full_like(matrix.zeros, 8)
+    for column in others:
+        zeros[column, 1] = 11
+    matrix = replace(matrix, zeros=zeros)
+    x = torch.randn(13, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = multiply(packer, packer.levels(matrix, None), x)
+    expected = rounded(x, 128) @ matrix.dequantized().double().T
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+
+
 def test_a_row_depends_on_no_other() -> None:
     matrix, packer = draw(64, 256, 64), make_packer()
     packed = packer.levels(matrix, None)
