@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from inflight.core.request.request import Request
 from inflight.errors import ConfigError
@@ -18,7 +19,7 @@ from tests.engine.driver import alone, load_engine
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve
 from tests.models.quantized import FORMATS, write
-from tests.models.zoo import Zoo
+from tests.models.zoo import Zoo, ZooModel
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -52,6 +53,24 @@ def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
     """Experts, latent attention, fused projections, biases; a router is not quantized."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",))
     row = alone(load_engine(tmp_path, dtype="float32"), model.prompt(12), 6)
+    assert row.generated == model.greedy(model.prompt(12), 6)
+    exact = model.logits(row.tokens)[11:-1]
+    torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
+
+
+def test_blocks_at_the_edges_of_a_matrix_are_smaller(tmp_path: Path) -> None:
+    """Of 128 x 128, in matrices of 160 and 272."""
+    config = LlamaConfig(
+        vocab_size=211, hidden_size=160, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
+        intermediate_size=272, max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    oracle = LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+    oracle.save_pretrained(tmp_path / "whole")
+    model = write(ZooModel(tmp_path / "whole", oracle), tmp_path / "blocks", FORMATS["modelopt-block"])
+    scales = load_file(model.folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight_scale"]
+    assert scales.shape == (2, 1, 3, 1)
+    row = alone(load_engine(model.folder, dtype="float32"), model.prompt(12), 6)
     assert row.generated == model.greedy(model.prompt(12), 6)
     exact = model.logits(row.tokens)[11:-1]
     torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)

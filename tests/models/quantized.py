@@ -128,13 +128,15 @@ def compressed(format: str, compressor: Any, **weights: Any) -> Format:
     return Format(config, quantize)
 
 
-def scaled(config: dict[str, Any], kind: str, shape: str, file: str | None = None) -> Format:
-    """float8 with one scale, one of each row, or one of each block of 48 x 40."""
+def scaled(
+    config: dict[str, Any], kind: str, shape: str, file: str | None = None, block: tuple[int, int] = (48, 40)
+) -> Format:
+    """float8 with one scale, one of each row, or one of each block; a "4d block" is how ModelOpt writes that."""
 
     def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
         rows, columns = weight.shape
         scales = torch.empty(weight.shape)
-        step = {"tensor": (rows, columns), "row": (1, columns), "block": (48, 40)}[shape]
+        step = {"tensor": (rows, columns), "row": (1, columns)}.get(shape, block)
         stored = torch.empty(-(-rows // step[0]), -(-columns // step[1]))
         for row in range(0, rows, step[0]):
             for column in range(0, columns, step[1]):
@@ -143,6 +145,8 @@ def scaled(config: dict[str, Any], kind: str, shape: str, file: str | None = Non
                 scales[own] = stored[row // step[0], column // step[1]] = scale
         levels = (weight / scales).to(FLOAT8)
         parts = {"weight": levels, kind: stored[0, 0] if shape == "tensor" else stored}
+        if shape == "4d block":
+            parts[kind] = stored[:, None, :, None]
         if shape == "tensor":
             parts["input_scale"] = torch.tensor(0.5)
         return parts, levels.float() * scales
@@ -268,6 +272,9 @@ FORMATS = {
         {"quant_method": "modelopt"} | MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
         "weight_scale",
         "row",
+    ),
+    "modelopt-block": scaled(
+        MODELOPT | {"quant_algo": "FP8_PB_WO"}, "weight_scale", "4d block", "hf_quant_config.json", (128, 128)
     ),
     "modelopt-file": scaled(MODELOPT, "weight_scale", "tensor", "hf_quant_config.json"),
     "ct-float-tensor": compressed("float-quantized", _FLOAT, num_bits=8, type="float", strategy="tensor"),

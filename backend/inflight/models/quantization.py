@@ -16,6 +16,7 @@ from inflight.models.config_file import ConfigFile, refuse_unread
 
 _KEY = "quantization_config"
 _MODELOPT_FILE = "hf_quant_config.json"
+_MODELOPT_BLOCKS, _MODELOPT_BLOCK = "FP8_PB_WO", (128, 128)  # the file does not say how large blocks are
 _INSTEAD = (
     "take the unquantized checkpoint (--dtype int8 or fp8 quantizes it here), or one in FP8, AWQ, GPTQ or "
 )
@@ -102,13 +103,14 @@ def _read_fp8(section: ConfigFile) -> Quantization:
 
 
 def _read_modelopt(section: ConfigFile) -> Quantization:
-    _expect(section, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+    _expect(section, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", _MODELOPT_BLOCKS))
+    is_in_blocks = section.value("quant_algo") == _MODELOPT_BLOCKS
     _pass_over(
         section, "quant_method", "kv_cache_quant_algo", "exclude_modules", "ignore", "config_groups", "producer",
         "kv_cache_scheme", "group_size",
     )  # fmt: skip
     refuse_unread(section)
-    return Quantization("modelopt")
+    return Quantization("modelopt", _MODELOPT_BLOCK if is_in_blocks else None)
 
 
 def _read_compressed(section: ConfigFile) -> Quantization:

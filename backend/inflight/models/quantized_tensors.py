@@ -207,11 +207,12 @@ def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> N
     outputs, inputs = parts.infos["weight"].shape
     parts.take(kind, _SCALE_DTYPES)
     shape = parts.infos[kind].shape
-    blocks = None if block is None else (-(-outputs // block[0]), -(-inputs // block[1]))
+    blocks = [] if block is None else [-(-outputs // block[0]), -(-inputs // block[1])]
     is_grouped = len(shape) == 2 and shape[0] == outputs and shape[1] > 0 and inputs % shape[1] == 0
-    is_block = blocks is not None and shape == blocks
+    # ModelOpt has [rows of blocks, 1, columns of blocks, 1].
+    is_block = block is not None and list(shape) in (blocks, [blocks[0], 1, blocks[1], 1])
     if not (is_block or is_grouped or shape in ((), (1,), (1, 1), (outputs,))):
-        wanted = [[], [outputs, 1], *([] if blocks is None else [list(blocks)])]
+        wanted = [[], [outputs, 1], *([blocks] if blocks else [])]
         raise parts.refuse(kind, f"{' or '.join(map(str, wanted))} for a matrix of {[outputs, inputs]}")
     parts.take_if_there("weight_zero_point", ("I8", "I32", FLOAT8), shape)
 
@@ -219,6 +220,7 @@ def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> N
         levels, scales = parts.read("weight"), parts.read(kind)
         zeros = parts.read_if_there("weight_zero_point")
         of_blocks = block if is_block else None
+        scales = scales.view(blocks) if is_block else scales
         return scaled_levels(levels, scales, of_blocks, None if zeros is None else zeros.float())
 
     is_by_row = not is_block and shape in ((), (1,), (1, 1), (outputs,), (outputs, 1))
