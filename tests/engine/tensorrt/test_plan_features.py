@@ -77,7 +77,8 @@ def test_plans_without_room_for_adapters_take_none(zoo: Zoo, plans: Plans) -> No
 def test_prompt_tables_and_logits(zoo: Zoo, plans: Plans, way: str) -> None:
     model = zoo["llama-gqa"]
     requests, rows = tables.mixed_requests(model, output=tables.LOGITS)
-    engine = load(plans(model, max_context_chunks=2), 200, max_num_sequences=6)
+    folder = plans(model, max_context_chunks=2, max_num_tokens=10)  # fewer than a prompt has rows of a table
+    engine = load(folder, 200, max_num_sequences=6)
     served = serve(engine, config_of(way), requests, per_iteration=8)
     tables.assert_as_transformers(model, requests, rows, served)
     for request, table in zip(requests, rows, strict=True):
