@@ -23,6 +23,7 @@ from tests.engine.lora import make_adapter
 from tests.engine.ranks import assert_same, ranks
 from tests.engine.serving import config_of, serve, to_torch
 from tests.engine.tape import Tape
+from tests.engine.test_adapters import assert_contained
 from tests.engine.tensorrt.conftest import Plans
 from tests.engine.tensorrt.engines import load, standing_in
 from tests.engine.test_iteration_graphs import replay_everything
@@ -64,6 +65,14 @@ def test_an_adapter_with_magnitudes_ends_its_request_alone(zoo: Zoo, plans: Plan
     (error,) = served.errors.values()
     assert isinstance(error, InflightError) and "has magnitudes (DoRA)" in str(error)
     assert len(served.responses) == 5 and served.errors.keys() == {3}
+
+
+@pytest.mark.parametrize("where", ["A", "B"])
+def test_numbers_of_an_adapter_that_are_not_finite_reach_no_other_row(
+    zoo: Zoo, plans: Plans, where: str
+) -> None:
+    engine = load(plans(zoo["llama-gqa"], max_lora_rank=LORA_RANKS), 60)
+    assert_contained(engine, zoo["llama-gqa"], where)
 
 
 def test_plans_without_room_for_adapters_take_none(zoo: Zoo, plans: Plans) -> None:
