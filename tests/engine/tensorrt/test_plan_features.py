@@ -23,9 +23,9 @@ from tests.engine.lora import make_adapter
 from tests.engine.ranks import assert_same, ranks
 from tests.engine.serving import config_of, serve, to_torch
 from tests.engine.tape import Tape
-from tests.engine.test_adapters import assert_contained
 from tests.engine.tensorrt.conftest import Plans
 from tests.engine.tensorrt.engines import load, standing_in
+from tests.engine.test_adapters import assert_contained
 from tests.engine.test_iteration_graphs import replay_everything
 from tests.models.zoo import Zoo
 

@@ -2,8 +2,8 @@
 
     y += B (A x where mask, else 0)     A [ranks, in], B [out, ranks], mask [rows, ranks]
 
-`ranks` are those of all adapters together, maybe none. The mask is 1 where a rank is of the row's own adapter. What
-others' ranks give is replaced, not multiplied by 0: it may be infinite.
+`ranks` are those of all adapters together, maybe none. The mask is 1 where a rank is of the row's own adapter.
+What others' ranks give is replaced, not multiplied by 0: it may be infinite.
 """
 
 from __future__ import annotations
