@@ -17,6 +17,7 @@ from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.models import DecoderConfig
+from inflight.models.decoder_config import LongRopeScaling
 from inflight.ranks.topology import Mapping
 
 _HOPPER = 90
@@ -45,6 +46,22 @@ def plan_rank(mapping: Mapping) -> int:
             f"moe_expert_parallel_size is {mapping.moe_ep_size}, expected 1: plans have a slice of every expert"
         )
     return mapping.tp_rank
+
+
+def read_sidecar(folder: Path, rank: int) -> Sidecar:
+    """What describes a rank's plans. ConfigError if it is of another rank, or of another build than rank 0's."""
+    path, first = folder / sidecar_name(rank), Sidecar.read(folder / sidecar_name(0))
+    if rank >= first.settings.tensor_parallel_size:
+        return first  # of which `check_settings` says that there are fewer ranks
+    sidecar = Sidecar.read(path)
+    if sidecar.rank != rank:
+        raise ConfigError(f"{path} describes the plans of rank {sidecar.rank}, expected those of rank {rank}")
+    for name in ("checkpoint_digest", "settings", "module_version"):
+        if getattr(sidecar, name) != getattr(first, name):
+            raise ConfigError(
+                f"{path} is of another build than {sidecar_name(0)}, their {name} differ: build the engine again"
+            )
+    return sidecar
 
 
 def check_settings(config: EngineConfig, sidecar: Sidecar, mapping: Mapping, folder: Path) -> None:
@@ -87,7 +104,11 @@ def check_settings(config: EngineConfig, sidecar: Sidecar, mapping: Mapping, fol
 def check_model(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig, folder: Path) -> None:
     """ConfigError if the plans are of another checkpoint, or attend to other tokens."""
     checkpoint = Path(native(str(config.gpt_model_path)))
-    if not is_engine_folder(checkpoint) and checkpoint_digest(checkpoint) != sidecar.checkpoint_digest:
+    if is_engine_folder(checkpoint):
+        found = Sidecar.read(checkpoint / sidecar_name(0)).checkpoint_digest
+    else:
+        found = checkpoint_digest(checkpoint)
+    if found != sidecar.checkpoint_digest:
         raise ConfigError(
             f"the plans of {folder} were built from another checkpoint than {checkpoint}: name the one that they "
             "were built from, or build the engine again"
@@ -113,7 +134,16 @@ def longest_of_plans(config: EngineConfig, sidecar: Sidecar, decoder: DecoderCon
             f"max_sequence_length is {config.max_sequence_length}, but the plans' slots have room for {room} "
             "tokens: lower it, or build the engine again"
         )
-    return min(room, longest_sequence(config, decoder))
+    longest = min(room, longest_sequence(config, decoder))
+    for rope in decoder.ropes:
+        scaling = None if rope is None else rope.scaling
+        if isinstance(scaling, LongRopeScaling) and longest <= scaling.original_max_positions < room:
+            raise ConfigError(
+                f"max_sequence_length is {longest}, for which the model has short LongRoPE factors, but the plans "
+                f"have the long ones, as their max_seq_len is {room}: leave max_sequence_length out, or build the "
+                f"engine with a max_seq_len of at most {scaling.original_max_positions}"
+            )
+    return longest
 
 
 def find_runtime(sidecar: Sidecar, folder: Path) -> Any:

@@ -26,13 +26,14 @@ from inflight.engine.tensorrt.checks import (
     find_runtime,
     longest_of_plans,
     plan_rank,
+    read_sidecar,
     with_adapter_limits,
 )
 from inflight.engine.tensorrt.decoder import TensorRtDecoder
 from inflight.engine.tensorrt.row_cache import RowCache, row_bytes
 from inflight.engine.tensorrt.runner import TensorRtRunner
 from inflight.engine.tensorrt.runtime import LoadedPlan, Runtime
-from inflight.engine.tensorrt.sidecar import Sidecar, sidecar_name
+from inflight.engine.tensorrt.sidecar import Sidecar
 from inflight.engine.torch.adapters import page_bytes
 from inflight.engine.torch.collectives import Collectives
 from inflight.engine.torch.engine import find_capture
@@ -71,7 +72,7 @@ def load_runner(
     if config.engine_threads is not None:
         torch.set_num_threads(config.engine_threads)
     folder = find_folder(config)
-    sidecar = Sidecar.read(folder / sidecar_name(plan_rank(mapping)))
+    sidecar = read_sidecar(folder, plan_rank(mapping))
     model = read_model_description(str(config.gpt_model_path))
     check_settings(config, sidecar, mapping, folder)
     max_sequence_length = longest_of_plans(config, sidecar, model.decoder)
