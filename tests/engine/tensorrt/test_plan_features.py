@@ -19,7 +19,7 @@ from tests.engine import test_served_adapters as adapters
 from tests.engine.driver import Driver, load_engine
 from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.failing import Saboteur, serve_through_faults
-from tests.engine.lora import make_adapter
+from tests.engine.lora import make_adapter, stored
 from tests.engine.ranks import assert_same, ranks
 from tests.engine.serving import config_of, serve, to_torch
 from tests.engine.tape import Tape
@@ -73,6 +73,16 @@ def test_numbers_of_an_adapter_that_are_not_finite_reach_no_other_row(
 ) -> None:
     engine = load(plans(zoo["llama-gqa"], max_lora_rank=LORA_RANKS), 60)
     assert_contained(engine, zoo["llama-gqa"], where)
+
+
+def test_a_page_for_adapters_is_no_larger_than_the_plans_room(zoo: Zoo, plans: Plans) -> None:
+    model = zoo["llama-gqa"]
+    engine = load(plans(model, max_lora_rank=4), 60)
+    assert (engine.limits.adapter_page_rank, engine.limits.max_adapter_rank) == (4, 4)
+    driver, adapter = Driver(engine), make_adapter(model, 1, r=4)
+    row = driver.start(model.prompt(9), adapter=driver.put(stored(adapter.weights, 1), [0]))
+    driver.step({row: 9})
+    assert row.generated == adapter.merged().greedy(model.prompt(9), 1)
 
 
 def test_plans_without_room_for_adapters_take_none(zoo: Zoo, plans: Plans) -> None:

@@ -97,7 +97,11 @@ def test_a_plan_that_is_none(copied: Path) -> None:
             {"additional_model_outputs": parse_outputs("hidden_states_1")},
             "has hidden_states_1, but the plans of .* give none",
         ),
-        ({"lora_cache_gpu_memory_fraction": 0.1}, "the plans have room for adapters of 0 ranks"),
+        ({"lora_cache_gpu_memory_fraction": 0.1}, "but the plans take no adapters"),
+        (
+            {"shares_blocks": False, "num_blocks": 3},
+            "max_tokens_in_paged_kv_cache is 24, expected at least 32: a block of 8 tokens for each of 4",
+        ),
     ],
 )
 def test_more_than_was_built(model: ZooModel, plans: Plans, changes: dict[str, Any], message: str) -> None:

@@ -68,6 +68,17 @@ def test_without_blocks_where_nothing_is_shared(zoo: Zoo, plans: Plans) -> None:
     assert_as_transformers(model, serve(engine, config, requests), requests)
 
 
+def test_without_blocks_fewer_tokens_are_kept_if_that_is_asked_for(zoo: Zoo, plans: Plans) -> None:
+    model = zoo["llama-gqa"]
+    engine = load(plans(model), 18, shares_blocks=False)
+    assert engine.limits.num_blocks == 18
+    assert engine.runner.cache._blocks is None
+    requests = [request for request in some_of_everything(model) if not request.sampling.uses_beams]
+    served = serve(engine, config_of("utilization-chunked-no-reuse", max_beam_width=1), requests)
+    assert_as_transformers(model, served, requests)
+    assert served.num_pauses > 0
+
+
 def test_a_conversation_that_goes_on_finds_its_row(zoo: Zoo, plans: Plans) -> None:
     """What is read from blocks is what the row does not have: nothing where a slot goes on by itself."""
     model = zoo["llama-gqa"]

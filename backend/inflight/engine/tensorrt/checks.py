@@ -146,6 +146,24 @@ def longest_of_plans(config: EngineConfig, sidecar: Sidecar, decoder: DecoderCon
     return longest
 
 
+def count_row_blocks(config: EngineConfig, max_sequence_length: int) -> int:
+    """How many blocks the scheduler may hand out where there are rows alone; ConfigError for fewer than slots."""
+    slots, size, wanted = (
+        config.max_num_sequences,
+        config.tokens_per_block,
+        config.max_tokens_in_paged_kv_cache,
+    )
+    in_rows = slots * -(-max_sequence_length // size)
+    if wanted is None:
+        return in_rows
+    if wanted < slots * size:
+        raise ConfigError(
+            f"max_tokens_in_paged_kv_cache is {wanted}, expected at least {slots * size}: a block of {size} "
+            f"tokens for each of {slots} sequences"
+        )
+    return min(in_rows, wanted // size)
+
+
 def find_runtime(sidecar: Sidecar, folder: Path) -> Any:
     """The module of TensorRT that has built the plans. ConfigError without it."""
     try:
@@ -194,16 +212,15 @@ def check_digest(folder: Path, file: File) -> None:
 
 
 def with_adapter_limits(config: EngineConfig, sidecar: Sidecar) -> EngineConfig:
-    """The parameters of adapters, no larger than what the plans have room for."""
-    room, page_rank = sidecar.settings.max_lora_rank, config.lora_cache_optimal_adapter_size
-    wanted = config.lora_cache_gpu_memory_fraction
-    if page_rank > room:
+    """The parameters of adapters, no larger than what the plans have room for: a page, too."""
+    room, wanted = sidecar.settings.max_lora_rank, config.lora_cache_gpu_memory_fraction
+    if room == 0:
         if wanted:
             raise ConfigError(
-                f"lora_cache_gpu_memory_fraction is {wanted}, but the plans have room for adapters of {room} "
-                f"ranks together, and a page has {page_rank}: leave it out, or build the engine with a larger "
-                "max_lora_rank"
+                f"lora_cache_gpu_memory_fraction is {wanted}, but the plans take no adapters: leave it out, or "
+                "build the engine with a max_lora_rank"
             )
         return replace(config, lora_cache_gpu_memory_fraction=0.0)
+    page_rank = min(config.lora_cache_optimal_adapter_size, room)
     largest = min(config.lora_cache_max_adapter_size, room // page_rank * page_rank)
-    return replace(config, lora_cache_max_adapter_size=largest)
+    return replace(config, lora_cache_optimal_adapter_size=page_rank, lora_cache_max_adapter_size=largest)

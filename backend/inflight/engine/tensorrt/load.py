@@ -22,6 +22,7 @@ from inflight.engine.tensorrt.checks import (
     check_model,
     check_processor,
     check_settings,
+    count_row_blocks,
     find_folder,
     find_runtime,
     longest_of_plans,
@@ -173,7 +174,7 @@ def _allocate(
     if config.shares_blocks:
         num_blocks = count_blocks(config, held, max_sequence_length, dtype, device, reserved, agree)
     else:
-        num_blocks = agree(slots * -(-max_sequence_length // size))
+        num_blocks = agree(count_row_blocks(config, max_sequence_length))
         _logger.info(
             "no blocks are kept beside rows: sequences share nothing (block reuse is off, and beams are)"
         )
