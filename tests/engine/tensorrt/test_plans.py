@@ -104,7 +104,9 @@ def test_heads_without_a_kernel_are_refused(zoo: Zoo, tmp_path: Path) -> None:
         ({"target": "current"}, "the GPU of this machine, which has none"),
         ({"dtype": "fp8", "target": "sm80"}, "fp8 is not for compute capability 8.0.* expected 8.9 or later"),
         ({"dtype": "bfloat16", "target": "sm75,sm89"}, "bfloat16 is not for compute capability 7.5"),
-        ({"max_seq_len": 257}, "max_seq_len is 257, expected at least 1, at most 256"),
+        ({"max_seq_len": 257}, "max_seq_len is 257, expected at least 2, at most 256"),
+        ({"max_seq_len": 1}, "max_seq_len is 1, expected at least 2, at most 256"),
+        ({"max_batch_size": 1, "max_num_tokens": 1}, "max_num_tokens is 1, expected at least 2"),
         ({"max_num_tokens": 3}, "max_num_tokens is 3, expected at least 5, which is max_batch_size"),
         ({"max_batch_size": 0}, "max_batch_size is 0, expected at least 1"),
         ({"max_context_chunks": 6}, "max_context_chunks is 6, expected at least 1, at most 5"),
@@ -253,6 +255,16 @@ def test_a_build_that_fails_at_its_last_rank_leaves_nothing(zoo: Zoo, tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         build_engine(zoo["llama-gqa"].folder, tmp_path, options, serialize=failing)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_is_not_built_of_an_engine(zoo: Zoo, tmp_path: Path) -> None:
+    build_engine(zoo["llama-gqa"].folder, tmp_path / "first", BuildOptions(**SIZES), serialize=dump)
+    with pytest.raises(ConfigError, match=r"first is a folder of plans, expected the checkpoint that they"):
+        build_engine(tmp_path / "first", tmp_path / "second", BuildOptions(**SIZES), serialize=dump)
+
+
+def test_the_smallest_engine_builds(zoo: Zoo, tmp_path: Path) -> None:
+    _build(zoo["llama-heads-16"].folder, tmp_path, max_batch_size=1, max_num_tokens=2, max_seq_len=2)
 
 
 def test_the_checkpoints_own_folder_is_refused(zoo: Zoo) -> None:

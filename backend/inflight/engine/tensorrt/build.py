@@ -36,6 +36,7 @@ from inflight.engine.tensorrt.sidecar import (
 from inflight.engine.tensorrt.targets import find_processors, set_target
 from inflight.engine.tensorrt.weights import INT4, load_matrices
 from inflight.engine.windows import layer_windows
+from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.models import DTYPES, ModelDescription, read_model_description
 from inflight.models.levels import Kind
@@ -124,6 +125,10 @@ def build_engine(
         OSError: The folder cannot be written.
     """
     module = find_module(options.module)
+    if is_engine_folder(checkpoint):
+        raise ConfigError(
+            f"{checkpoint} is a folder of plans, expected the checkpoint that they were built from"
+        )
     model = read_model_description(checkpoint)
     settings = settle(options, model, module_name(module))
     processors = find_processors(module, settings)
@@ -163,11 +168,13 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
     _check_choice("attention", options.attention, ("split", "packed"))
     _check_choice("weights", options.weights, ("constants", "inputs"))
     longest = longest_sequence([rope for rope in config.ropes if rope is not None], config.max_positions)
-    for name in ("max_batch_size", "max_num_tokens"):
-        _check_range(name, getattr(options, name), 1)
+    _check_range("max_batch_size", options.max_batch_size, 1)
+    _check_range(
+        "max_num_tokens", options.max_num_tokens, 2
+    )  # of chunks of one token TensorRT has no attention
     _check_range("max_lora_rank", options.max_lora_rank, 0)
     max_seq_len = min(longest, 4096) if options.max_seq_len is None else options.max_seq_len
-    _check_range("max_seq_len", max_seq_len, 1, longest)
+    _check_range("max_seq_len", max_seq_len, 2, longest)
     chunks = min(_USUAL_CHUNKS, options.max_batch_size)
     if options.max_context_chunks is not None:
         chunks = options.max_context_chunks
