@@ -107,6 +107,7 @@ def load_runner(
         ),
         logits_post_processors=post_processor_names,
         additional_outputs=offered,
+        shares_blocks=config.shares_blocks,
     )
     runner = TensorRtRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
     if device.type == "cuda":
