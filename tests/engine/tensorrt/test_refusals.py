@@ -73,6 +73,15 @@ def test_files_that_do_not_go_together(copied: Path, do: Callable[[Path], None],
         load(copied)
 
 
+def test_a_configuration_that_was_changed(copied: Path) -> None:
+    path = copied / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 300}))
+    with pytest.raises(
+        ConfigError, match=r"config\.json has a vocab_size of 300, but the plans of .* have 211"
+    ):
+        load(copied)
+
+
 def test_a_plan_that_is_none(copied: Path) -> None:
     """Its digest is right; TensorRT says itself that it is no plan."""
     (copied / "rank0.plan").write_bytes(b"nothing")

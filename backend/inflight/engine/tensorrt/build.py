@@ -308,7 +308,7 @@ def _remove_engine(folder: Path) -> None:
     if first.exists():
         with contextlib.suppress(ConfigError):  # of another format: nobody knows what lies beside it
             for name in Sidecar.read(first).copied:
-                (folder / name).unlink(missing_ok=True)
+                (folder / Path(name).name).unlink(missing_ok=True)
     for pattern in _WRITTEN:
         for path in folder.glob(pattern):
             path.unlink()

@@ -113,14 +113,20 @@ def check_model(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig, 
             f"the plans of {folder} were built from another checkpoint than {checkpoint}: name the one that they "
             "were built from, or build the engine again"
         )
+    for name in ("num_layers", "hidden_size", "head_dim", "vocab_size"):
+        if (asked := getattr(decoder, name)) != (built := getattr(sidecar.model, name)):
+            raise ConfigError(
+                f"{checkpoint / 'config.json'} has a {name} of {asked}, but the plans of {folder} have {built}: "
+                "it was changed; build the engine again"
+            )
     windows = layer_windows(
         decoder.sliding_windows,
         config.max_attention_window_size,
         config.sink_token_length,
         sidecar.settings.max_seq_len,
     )
-    asked = tuple(window and (window.recent if not window.sinks else window) for window in windows)
-    if asked != sidecar.model.sliding_windows:
+    seen = tuple(window and (window.recent if not window.sinks else window) for window in windows)
+    if seen != sidecar.model.sliding_windows:
         raise ConfigError(
             "max_attention_window_size and sink_token_length cannot change the windows of plans: leave them out"
         )
@@ -206,7 +212,7 @@ def check_digest(folder: Path, file: File) -> None:
         raise ConfigError(f"{path}: {error.strerror or error}, expected what scripts/build writes") from error
     if found != file.digest:
         raise ConfigError(
-            f"{path} is not the file that its description is of, which another build has written: build the "
+            f"{path} is not the file that its description is of, but damaged or of another build: build the "
             "engine again"
         )
 
