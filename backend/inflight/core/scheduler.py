@@ -62,6 +62,7 @@ class Scheduler:
         )
         self._num_micro_batches = limits.num_micro_batches
         self._overlaps_iterations = limits.overlaps_iterations
+        self._shares_blocks = limits.shares_blocks
         self._next_micro_batch = 0
         self._next_key = 0
         self._iteration = 0
@@ -190,7 +191,8 @@ class Scheduler:
             of_adapter, of_table = adapter.digest if adapter else b"", table.digest if table else b""
             scope: bytes | None = identity.scope(ROOT_SCOPE, of_adapter, of_table)
         else:
-            scope = private_scope(first_key) if request.sampling.num_sequences > 1 else None
+            is_shared = request.sampling.num_sequences > 1 and self._shares_blocks
+            scope = private_scope(first_key) if is_shared else None
         task_id = adapter.task_id if adapter else None
         return CacheRules(scope, identity.extra_ids, request.retention, request.prompt_length, task_id)
 

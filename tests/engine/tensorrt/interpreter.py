@@ -187,7 +187,7 @@ class _Reader:
             class_name, names = _CLASSES[kind]
             layer.__class__ = getattr(trt, class_name)
             attributes = {each: _plain(getattr(layer, each)) for each in names}
-        elif kind not in ("DIST_COLLECTIVE", "SHAPE", "UNSQUEEZE"):
+        elif kind not in ("DIST_COLLECTIVE", "SELECT", "SHAPE", "UNSQUEEZE"):
             raise NotImplementedError(f"a layer {kind}")
         return Node(kind, inputs, outputs, attributes)
 
@@ -466,6 +466,7 @@ _EVALUATE: dict[str, Callable[[dict[str, Any], _Given, Any], list[Tensor]]] = {
     "ONE_HOT": _one_hot,
     "REDUCE": _reduce,
     "ROTARY_EMBEDDING": _rotate,
+    "SELECT": lambda attributes, given, _: [torch.where(*given)],
     "SHAPE": lambda attributes, given, _: [torch.tensor(given[0].shape)],
     "SHUFFLE": _shuffled,
     "SLICE": _slice,

@@ -41,7 +41,7 @@ from tests.engine.tensorrt.in_flight import (
     texts_of,
 )
 from tests.engine.tensorrt.interpreter import Node
-from tests.models.zoo import CASES, Zoo, ZooModel
+from tests.models.zoo import CASES, Zoo, ZooModel, make_model
 
 EXACT = 2e-4
 """Largest error of a logit in float32; those of the zoo's models have a standard deviation of 2 to 3."""
@@ -236,6 +236,19 @@ def test_networks_that_are_wired_otherwise_are_noticed(
     assert nodes != engine.layers.nodes
     run(Runner(replace(engine, layers=replace(engine.layers, nodes=nodes))), texts)
     assert not largest_error(model, texts) < 100 * EXACT
+
+
+def test_experts_that_a_row_does_not_go_to_may_be_infinite(tmp_path: Path) -> None:
+    """As in float16, where what an expert makes of rows that it was not trained for may overflow."""
+    model = make_model(tmp_path / "model", "mixtral")
+    with torch.no_grad():
+        model.oracle.model.layers[-1].mlp.experts.gate_up_proj[0] = torch.inf
+    model.oracle.save_pretrained(model.folder)
+    runner, tokens = Runner(_one(model, tmp_path / "engine")), model.prompt(30)
+    logits, expected = runner.logits([Rows(1, tokens, 0, True)]), model.logits(tokens)
+    is_there = expected.isfinite().all(1)
+    assert 0 < is_there.sum() < len(tokens)
+    torch.testing.assert_close(logits[is_there], expected[is_there], rtol=0, atol=EXACT)
 
 
 def test_hidden_states_between_layers(zoo: Zoo, tmp_path: Path) -> None:

@@ -19,12 +19,13 @@ from tests.engine import test_served_adapters as adapters
 from tests.engine.driver import Driver, load_engine
 from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.failing import Saboteur, serve_through_faults
-from tests.engine.lora import make_adapter
+from tests.engine.lora import make_adapter, stored
 from tests.engine.ranks import assert_same, ranks
 from tests.engine.serving import config_of, serve, to_torch
 from tests.engine.tape import Tape
 from tests.engine.tensorrt.conftest import Plans
 from tests.engine.tensorrt.engines import load, standing_in
+from tests.engine.test_adapters import assert_contained
 from tests.engine.test_iteration_graphs import replay_everything
 from tests.models.zoo import Zoo
 
@@ -66,6 +67,24 @@ def test_an_adapter_with_magnitudes_ends_its_request_alone(zoo: Zoo, plans: Plan
     assert len(served.responses) == 5 and served.errors.keys() == {3}
 
 
+@pytest.mark.parametrize("where", ["A", "B"])
+def test_numbers_of_an_adapter_that_are_not_finite_reach_no_other_row(
+    zoo: Zoo, plans: Plans, where: str
+) -> None:
+    engine = load(plans(zoo["llama-gqa"], max_lora_rank=LORA_RANKS), 60)
+    assert_contained(engine, zoo["llama-gqa"], where)
+
+
+def test_a_page_for_adapters_is_no_larger_than_the_plans_room(zoo: Zoo, plans: Plans) -> None:
+    model = zoo["llama-gqa"]
+    engine = load(plans(model, max_lora_rank=4), 60)
+    assert (engine.limits.adapter_page_rank, engine.limits.max_adapter_rank) == (4, 4)
+    driver, adapter = Driver(engine), make_adapter(model, 1, r=4)
+    row = driver.start(model.prompt(9), adapter=driver.put(stored(adapter.weights, 1), [0]))
+    driver.step({row: 9})
+    assert row.generated == adapter.merged().greedy(model.prompt(9), 1)
+
+
 def test_plans_without_room_for_adapters_take_none(zoo: Zoo, plans: Plans) -> None:
     assert load(plans(zoo["llama-gqa"])).limits.num_adapter_pages == 0
 
@@ -77,7 +96,8 @@ def test_plans_without_room_for_adapters_take_none(zoo: Zoo, plans: Plans) -> No
 def test_prompt_tables_and_logits(zoo: Zoo, plans: Plans, way: str) -> None:
     model = zoo["llama-gqa"]
     requests, rows = tables.mixed_requests(model, output=tables.LOGITS)
-    engine = load(plans(model, max_context_chunks=2), 200, max_num_sequences=6)
+    folder = plans(model, max_context_chunks=2, max_num_tokens=10)  # fewer than a prompt has rows of a table
+    engine = load(folder, 200, max_num_sequences=6)
     served = serve(engine, config_of(way), requests, per_iteration=8)
     tables.assert_as_transformers(model, requests, rows, served)
     for request, table in zip(requests, rows, strict=True):

@@ -104,7 +104,9 @@ def test_heads_without_a_kernel_are_refused(zoo: Zoo, tmp_path: Path) -> None:
         ({"target": "current"}, "the GPU of this machine, which has none"),
         ({"dtype": "fp8", "target": "sm80"}, "fp8 is not for compute capability 8.0.* expected 8.9 or later"),
         ({"dtype": "bfloat16", "target": "sm75,sm89"}, "bfloat16 is not for compute capability 7.5"),
-        ({"max_seq_len": 257}, "max_seq_len is 257, expected at least 1, at most 256"),
+        ({"max_seq_len": 257}, "max_seq_len is 257, expected at least 2, at most 256"),
+        ({"max_seq_len": 1}, "max_seq_len is 1, expected at least 2, at most 256"),
+        ({"max_batch_size": 1, "max_num_tokens": 1}, "max_num_tokens is 1, expected at least 2"),
         ({"max_num_tokens": 3}, "max_num_tokens is 3, expected at least 5, which is max_batch_size"),
         ({"max_batch_size": 0}, "max_batch_size is 0, expected at least 1"),
         ({"max_context_chunks": 6}, "max_context_chunks is 6, expected at least 1, at most 5"),
@@ -212,18 +214,65 @@ def test_which_processors_run_a_plan() -> None:
 
 
 def test_an_engine_that_is_built_anew_is_away_until_it_is_there(zoo: Zoo, tmp_path: Path) -> None:
+    """What an earlier build has written is removed, and nothing else."""
+    folder, checkpoint = tmp_path / "engine", tmp_path / "checkpoint"
+    shutil.copytree(zoo["llama-gqa"].folder, checkpoint)
+    (checkpoint / "chat_template.jinja").write_text("of the first checkpoint")
     options = BuildOptions(**SIZES, dtype="float32")
-    two = dataclasses.replace(options, tensor_parallel_size=2)
-    build_engine(zoo["llama-gqa"].folder, tmp_path, two, serialize=dump)
-    seen: list[list[Path]] = []
+    two = dataclasses.replace(options, tensor_parallel_size=2, weights="inputs")
+    (first, _) = build_engine(checkpoint, folder, two, serialize=dump)
+    assert first.copied == ("chat_template.jinja", "config.json", "generation_config.json")
+    (folder / "notes.txt").write_text("somebody's own")
+    seen: list[list[str]] = []
 
     def noting(definition: Any) -> bytes:
-        seen.append(list(tmp_path.glob("rank*.json")))
+        seen.append(sorted(path.name for path in folder.iterdir()))
         return dump(definition)
 
-    build_engine(zoo["llama-gqa"].folder, tmp_path, options, serialize=noting)
-    assert seen == [[], []]
-    assert [path.name for path in tmp_path.glob("rank*.json")] == ["rank0.json"]
+    build_engine(zoo["llama-gqa"].folder, folder, options, serialize=noting)
+    assert seen == [["notes.txt"], ["notes.txt", "rank0.plan"]]
+    names = [
+        "config.json",
+        "generation_config.json",
+        "notes.txt",
+        "rank0.head.plan",
+        "rank0.json",
+        "rank0.plan",
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_a_build_that_fails_at_its_last_rank_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:
+    built: list[bytes] = []
+
+    def failing(definition: Any) -> bytes:
+        if len(built) == 3:
+            raise KeyboardInterrupt
+        built.append(dump(definition))
+        return built[-1]
+
+    options = BuildOptions(**SIZES, dtype="float32", tensor_parallel_size=2)
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(zoo["llama-gqa"].folder, tmp_path, options, serialize=failing)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_is_not_built_of_an_engine(zoo: Zoo, tmp_path: Path) -> None:
+    build_engine(zoo["llama-gqa"].folder, tmp_path / "first", BuildOptions(**SIZES), serialize=dump)
+    with pytest.raises(ConfigError, match=r"first is a folder of plans, expected the checkpoint that they"):
+        build_engine(tmp_path / "first", tmp_path / "second", BuildOptions(**SIZES), serialize=dump)
+
+
+def test_the_smallest_engine_builds(zoo: Zoo, tmp_path: Path) -> None:
+    _build(zoo["llama-heads-16"].folder, tmp_path, max_batch_size=1, max_num_tokens=2, max_seq_len=2)
+
+
+def test_the_checkpoints_own_folder_is_refused(zoo: Zoo) -> None:
+    """What is built of it would be part of the checkpoint that it is compared with."""
+    folder = zoo["llama-gqa"].folder
+    with pytest.raises(ConfigError, match=r"output is .*, the folder of the checkpoint: expected another"):
+        build_engine(folder, folder.parent / "." / folder.name, BuildOptions(**SIZES), serialize=dump)
+    assert not list(folder.glob("rank*"))
 
 
 def test_without_tensorrt_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

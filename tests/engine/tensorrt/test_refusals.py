@@ -15,13 +15,14 @@ import torch
 
 from inflight.additional_outputs import parse_outputs
 from inflight.config import EngineConfig, Parameters
-from inflight.engine.tensorrt.checks import check_processor
+from inflight.engine.tensorrt.checks import check_processor, longest_of_plans
 from inflight.engine.tensorrt.load import load_runner
 from inflight.engine.tensorrt.sidecar import Sidecar, file_digest
 from inflight.engine.torch import TorchEngine
 from inflight.engine.torch.collectives import ALONE
 from inflight.errors import ConfigError
 from inflight.load_model import load_model
+from inflight.models import read_model_description
 from inflight.ranks.topology import Mapping
 from tests.engine.tensorrt.conftest import Plans
 from tests.engine.tensorrt.engines import load, standing_in
@@ -72,6 +73,15 @@ def test_files_that_do_not_go_together(copied: Path, do: Callable[[Path], None],
         load(copied)
 
 
+def test_a_configuration_that_was_changed(copied: Path) -> None:
+    path = copied / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 300}))
+    with pytest.raises(
+        ConfigError, match=r"config\.json has a vocab_size of 300, but the plans of .* have 211"
+    ):
+        load(copied)
+
+
 def test_a_plan_that_is_none(copied: Path) -> None:
     """Its digest is right; TensorRT says itself that it is no plan."""
     (copied / "rank0.plan").write_bytes(b"nothing")
@@ -96,7 +106,11 @@ def test_a_plan_that_is_none(copied: Path) -> None:
             {"additional_model_outputs": parse_outputs("hidden_states_1")},
             "has hidden_states_1, but the plans of .* give none",
         ),
-        ({"lora_cache_gpu_memory_fraction": 0.1}, "the plans have room for adapters of 0 ranks"),
+        ({"lora_cache_gpu_memory_fraction": 0.1}, "but the plans take no adapters"),
+        (
+            {"shares_blocks": False, "num_blocks": 3},
+            "max_tokens_in_paged_kv_cache is 24, expected at least 32: a block of 8 tokens for each of 4",
+        ),
     ],
 )
 def test_more_than_was_built(model: ZooModel, plans: Plans, changes: dict[str, Any], message: str) -> None:
@@ -107,7 +121,7 @@ def test_more_than_was_built(model: ZooModel, plans: Plans, changes: dict[str, A
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        (Mapping(tp_size=2), "tensor_parallel_size is 2, but the plans of .* are for 1"),
+        (Mapping(tp_size=2, rank=1), "tensor_parallel_size is 2, but the plans of .* are for 1"),
         (Mapping(pp_size=2), "pipeline_parallel_size is 2, expected 1"),
         (Mapping(tp_size=2, moe_ep_size=2), "moe_expert_parallel_size is 2, expected 1"),
     ],
@@ -125,6 +139,54 @@ def test_another_checkpoint(zoo: Zoo, model: ZooModel, plans: Plans, tmp_path: P
         other = replace(config, gpt_model_path=str(zoo["llama"].folder))
         with pytest.raises(ConfigError, match="were built from another checkpoint than"):
             TorchEngine.load(other, load_runner=load_runner)
+
+
+def test_plans_of_another_checkpoint_than_the_engine_folder_that_is_named(
+    zoo: Zoo, model: ZooModel, plans: Plans
+) -> None:
+    config = EngineConfig(
+        str(plans(zoo["llama-gqa-tied"])), engine_dir=str(plans(model)), device="cpu", max_num_sequences=4
+    )
+    with standing_in(), pytest.raises(ConfigError, match="were built from another checkpoint than"):
+        TorchEngine.load(config, load_runner=load_runner)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("rank0.json", r"rank1\.json describes the plans of rank 0, expected those of rank 1"),
+        ("settings", r"rank1\.json is of another build than rank0\.json, their settings differ"),
+        ("checkpoint_digest", r"rank1\.json is of another build than rank0\.json, their checkpoint_digest"),
+    ],
+)
+def test_descriptions_of_ranks_that_do_not_belong_together(
+    model: ZooModel, plans: Plans, tmp_path: Path, source: str, message: str
+) -> None:
+    folder = Path(shutil.copytree(plans(model, tensor_parallel_size=2), tmp_path / "mixed"))
+    path = folder / "rank1.json"
+    if source == "rank0.json":
+        shutil.copyfile(folder / source, path)
+    elif source == "settings":
+        settings = json.loads(path.read_text())["settings"] | {"max_seq_len": 64}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": settings}))
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {source: "0" * 32}))
+    config = EngineConfig(str(folder), device="cpu", max_num_sequences=4)
+    with standing_in(), pytest.raises(ConfigError, match=message):
+        load_runner(config, Mapping(tp_size=2, rank=1), ALONE, int, ())
+
+
+def test_the_other_rotary_factors_than_were_built(zoo: Zoo, model: ZooModel, plans: Plans) -> None:
+    """LongRoPE, first trained with 64 positions, whose plans are for longer sequences."""
+    decoder = read_model_description(zoo["phi3-longrope"].folder).decoder
+    scaling = replace(decoder.ropes[0].scaling, original_max_positions=64)
+    decoder = replace(decoder, ropes=(replace(decoder.ropes[0], scaling=scaling),))
+    sidecar, config = Sidecar.read(plans(model) / "rank0.json"), EngineConfig(max_sequence_length=65)
+    assert longest_of_plans(config, sidecar, decoder) == 65
+    with pytest.raises(
+        ConfigError, match=r"max_sequence_length is 64, .* as their max_seq_len is 128: leave"
+    ):
+        longest_of_plans(replace(config, max_sequence_length=64), sidecar, decoder)
 
 
 def test_without_tensorrt(model: ZooModel, plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:

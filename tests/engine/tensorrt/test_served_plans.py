@@ -64,8 +64,21 @@ def test_without_blocks_where_nothing_is_shared(zoo: Zoo, plans: Plans) -> None:
     assert engine.limits.num_blocks == 4 * 16, "as many as the slots' sequences can have"
     assert engine.runner.cache._blocks is None
     requests = [request for request in some_of_everything(model) if not request.sampling.uses_beams]
-    config = config_of("no-reuse", max_beam_width=1)
-    assert_as_transformers(model, serve(engine, config, requests), requests)
+    requests.append(Request(9, model.prompt(21, 9), 12, sampling=SamplingConfig(num_return_sequences=3)))
+    served = serve(engine, config_of("no-reuse", max_beam_width=1), requests)
+    assert_as_transformers(model, served, requests)
+    assert [served.tokens(9, index) for index in range(3)] == [model.greedy(model.prompt(21, 9), 12)] * 3
+
+
+def test_without_blocks_fewer_tokens_are_kept_if_that_is_asked_for(zoo: Zoo, plans: Plans) -> None:
+    model = zoo["llama-gqa"]
+    engine = load(plans(model), 18, shares_blocks=False)
+    assert engine.limits.num_blocks == 18
+    assert engine.runner.cache._blocks is None
+    requests = [request for request in some_of_everything(model) if not request.sampling.uses_beams]
+    served = serve(engine, config_of("utilization-chunked-no-reuse", max_beam_width=1), requests)
+    assert_as_transformers(model, served, requests)
+    assert served.num_pauses > 0
 
 
 def test_a_conversation_that_goes_on_finds_its_row(zoo: Zoo, plans: Plans) -> None:

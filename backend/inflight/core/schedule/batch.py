@@ -285,6 +285,8 @@ class EngineLimits:
         num_adapter_pages: How much room there is for adapters, in pages; 0: it takes none.
         adapter_page_rank: A page has room for so many ranks of every module of every layer.
         max_adapter_rank: Largest rank of an adapter.
+        shares_blocks: Whether a block may be more than one sequence's; without it sequences of one request compute
+            their prompt each, and there are neither searches nor reuse.
     """
 
     vocab_size: int
@@ -301,6 +303,7 @@ class EngineLimits:
     num_adapter_pages: int = 0
     adapter_page_rank: int = 8
     max_adapter_rank: int = 0
+    shares_blocks: bool = True
 
     def adapter_pages(self, rank: int) -> int:
         """How many pages an adapter of this rank takes."""

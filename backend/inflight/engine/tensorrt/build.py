@@ -5,10 +5,11 @@ Needs no GPU with TensorRT for RTX. One process, one rank after the other.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from inflight.engine.tensorrt.sidecar import (
 from inflight.engine.tensorrt.targets import find_processors, set_target
 from inflight.engine.tensorrt.weights import INT4, load_matrices
 from inflight.engine.windows import layer_windows
+from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.models import DTYPES, ModelDescription, read_model_description
 from inflight.models.levels import Kind
@@ -48,6 +50,7 @@ WEIGHT_DTYPES = (INT8, FP8, INT4)
 _USUAL_CHUNKS, _MOST_LOGITS = 8, 256
 _BESIDE_WEIGHTS = "*.json", "*.jinja", "*.txt", "tokenizer.model"
 _INDEX = "model.safetensors.index.json"
+_WRITTEN = "rank*.json", "rank*.plan", "rank*.weights.safetensors"
 _log = logging.getLogger(__name__)
 
 
@@ -111,27 +114,39 @@ def build_engine(
 
     Args:
         checkpoint: A Hugging Face folder.
-        folder: Files of the same names there are replaced.
+        folder: What an earlier build has written there is removed first.
         options: What to build.
         serialize: Makes the plans.
         monitor: TensorRT's IProgressMonitor; None: nobody is told.
 
     Raises:
-        ConfigError: TensorRT is missing, cannot express the model or does not build it, or an option does not go
-            with the model or the others.
+        ConfigError: TensorRT is missing, cannot express the model or does not build it, an option does not go
+            with the model or the others, or the folder is the checkpoint's.
         OSError: The folder cannot be written.
     """
     module = find_module(options.module)
+    if is_engine_folder(checkpoint):
+        raise ConfigError(
+            f"{checkpoint} is a folder of plans, expected the checkpoint that they were built from"
+        )
     model = read_model_description(checkpoint)
     settings = settle(options, model, module_name(module))
     processors = find_processors(module, settings)
     digest = checkpoint_digest(model.folder)
+    if folder.resolve() == model.folder.resolve():
+        raise ConfigError(f"output is {folder}, the folder of the checkpoint: expected another")
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob(sidecar_name("*")):
-        old.unlink()  # until the last plan is there, there is no engine
+    _remove_engine(folder)
     builder = _Builder(module, model, settings, processors, digest, folder, serialize, monitor)
-    sidecars = [builder.build(rank) for rank in range(settings.tensor_parallel_size)]
-    _copy_beside(model.folder, folder)
+    try:
+        sidecars = [builder.build(rank) for rank in range(settings.tensor_parallel_size)]
+        copied = _copy_beside(model.folder, folder)
+    except BaseException:  # a build that is interrupted, too, leaves nothing that takes room
+        _remove_engine(folder)
+        raise
+    sidecars = [replace(sidecar, copied=copied) for sidecar in sidecars]
+    for sidecar in reversed(sidecars):  # until that of rank 0 is there, there is no engine
+        sidecar.write(folder)
     return sidecars
 
 
@@ -153,11 +168,13 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
     _check_choice("attention", options.attention, ("split", "packed"))
     _check_choice("weights", options.weights, ("constants", "inputs"))
     longest = longest_sequence([rope for rope in config.ropes if rope is not None], config.max_positions)
-    for name in ("max_batch_size", "max_num_tokens"):
-        _check_range(name, getattr(options, name), 1)
+    _check_range("max_batch_size", options.max_batch_size, 1)
+    _check_range(
+        "max_num_tokens", options.max_num_tokens, 2
+    )  # of chunks of one token TensorRT has no attention
     _check_range("max_lora_rank", options.max_lora_rank, 0)
     max_seq_len = min(longest, 4096) if options.max_seq_len is None else options.max_seq_len
-    _check_range("max_seq_len", max_seq_len, 1, longest)
+    _check_range("max_seq_len", max_seq_len, 2, longest)
     chunks = min(_USUAL_CHUNKS, options.max_batch_size)
     if options.max_context_chunks is not None:
         chunks = options.max_context_chunks
@@ -203,7 +220,7 @@ class _Builder:
         self._logger = make_logger(module)
 
     def build(self, rank: int) -> Sidecar:
-        """Write a rank's files, the sidecar last."""
+        """Write a rank's plans; returns what describes them."""
         settings, config = self._settings, self._model.decoder
         part = Part(Shard(settings.tensor_parallel_size, rank), (0, config.num_layers))
         dtype = getattr(torch, settings.dtype)
@@ -215,7 +232,7 @@ class _Builder:
         define_head(head, *arguments)
         held = part.held_config(config)
         windows = layer_windows(config.sliding_windows, (), 0, settings.max_seq_len)
-        sidecar = Sidecar(
+        return Sidecar(
             format=FORMAT,
             module=module_name(self._module),
             module_version=module_version(self._module),
@@ -236,8 +253,6 @@ class _Builder:
             head=self._write_plan(head, f"rank{rank}.head.plan", (_head_extents(settings),)),
             weights=self._write_weights(f"rank{rank}.weights.safetensors", layers, head),
         )
-        sidecar.write(self._folder)
-        return sidecar
 
     def _write_plan(
         self, graph: Graph, name: str, extents: tuple[tuple[str, tuple[Extent, ...]], ...]
@@ -263,25 +278,40 @@ class _Builder:
 
     def _write_weights(self, name: str, *graphs: Graph) -> File | None:
         tensors = {each: constant.memory for graph in graphs for each, constant in graph.weights.items()}
-        path = self._folder / name
         if not tensors:
-            path.unlink(missing_ok=True)
             return None
         seen: set[int] = set()
         for each, tensor in tensors.items():  # a tied embedding is two inputs, and a file has no memory twice
             if tensor.data_ptr() in seen:
                 tensors[each] = tensor.clone()
             seen.add(tensor.data_ptr())
+        path = self._folder / name
         save_file(tensors, path)
         return File(name, file_digest(path))
 
 
-def _copy_beside(checkpoint: Path, folder: Path) -> None:
-    """Copy what a checkpoint has beside its weights: then the folder is served, and moved, by itself."""
-    for pattern in _BESIDE_WEIGHTS:
-        for path in checkpoint.glob(pattern):
-            if path.is_file() and path.name != _INDEX and path.parent != folder:
-                shutil.copyfile(path, folder / path.name)
+def _copy_beside(checkpoint: Path, folder: Path) -> tuple[str, ...]:
+    """Copy what a checkpoint has beside its weights: then the folder is served, and moved, by itself.
+
+    Returns the names.
+    """
+    found = [path for pattern in _BESIDE_WEIGHTS for path in checkpoint.glob(pattern) if path.is_file()]
+    names = [path.name for path in found if path.name != _INDEX]
+    for name in names:
+        shutil.copyfile(checkpoint / name, folder / name)
+    return tuple(sorted(names))
+
+
+def _remove_engine(folder: Path) -> None:
+    """Remove what a build has written: a tokenizer or chat template of the last one's would be served."""
+    first = folder / sidecar_name(0)
+    if first.exists():
+        with contextlib.suppress(ConfigError):  # of another format: nobody knows what lies beside it
+            for name in Sidecar.read(first).copied:
+                (folder / Path(name).name).unlink(missing_ok=True)
+    for pattern in _WRITTEN:
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def _layer_extents(settings: Settings) -> tuple[tuple[str, tuple[Extent, ...]], ...]:

@@ -17,6 +17,7 @@ from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.models import DecoderConfig
+from inflight.models.decoder_config import LongRopeScaling
 from inflight.ranks.topology import Mapping
 
 _HOPPER = 90
@@ -45,6 +46,22 @@ def plan_rank(mapping: Mapping) -> int:
             f"moe_expert_parallel_size is {mapping.moe_ep_size}, expected 1: plans have a slice of every expert"
         )
     return mapping.tp_rank
+
+
+def read_sidecar(folder: Path, rank: int) -> Sidecar:
+    """What describes a rank's plans. ConfigError if it is of another rank, or of another build than rank 0's."""
+    path, first = folder / sidecar_name(rank), Sidecar.read(folder / sidecar_name(0))
+    if rank >= first.settings.tensor_parallel_size:
+        return first  # of which `check_settings` says that there are fewer ranks
+    sidecar = Sidecar.read(path)
+    if sidecar.rank != rank:
+        raise ConfigError(f"{path} describes the plans of rank {sidecar.rank}, expected those of rank {rank}")
+    for name in ("checkpoint_digest", "settings", "module_version"):
+        if getattr(sidecar, name) != getattr(first, name):
+            raise ConfigError(
+                f"{path} is of another build than {sidecar_name(0)}, their {name} differ: build the engine again"
+            )
+    return sidecar
 
 
 def check_settings(config: EngineConfig, sidecar: Sidecar, mapping: Mapping, folder: Path) -> None:
@@ -87,19 +104,29 @@ def check_settings(config: EngineConfig, sidecar: Sidecar, mapping: Mapping, fol
 def check_model(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig, folder: Path) -> None:
     """ConfigError if the plans are of another checkpoint, or attend to other tokens."""
     checkpoint = Path(native(str(config.gpt_model_path)))
-    if not is_engine_folder(checkpoint) and checkpoint_digest(checkpoint) != sidecar.checkpoint_digest:
+    if is_engine_folder(checkpoint):
+        found = Sidecar.read(checkpoint / sidecar_name(0)).checkpoint_digest
+    else:
+        found = checkpoint_digest(checkpoint)
+    if found != sidecar.checkpoint_digest:
         raise ConfigError(
             f"the plans of {folder} were built from another checkpoint than {checkpoint}: name the one that they "
             "were built from, or build the engine again"
         )
+    for name in ("num_layers", "hidden_size", "head_dim", "vocab_size"):
+        if (asked := getattr(decoder, name)) != (built := getattr(sidecar.model, name)):
+            raise ConfigError(
+                f"{checkpoint / 'config.json'} has a {name} of {asked}, but the plans of {folder} have {built}: "
+                "it was changed; build the engine again"
+            )
     windows = layer_windows(
         decoder.sliding_windows,
         config.max_attention_window_size,
         config.sink_token_length,
         sidecar.settings.max_seq_len,
     )
-    asked = tuple(window and (window.recent if not window.sinks else window) for window in windows)
-    if asked != sidecar.model.sliding_windows:
+    seen = tuple(window and (window.recent if not window.sinks else window) for window in windows)
+    if seen != sidecar.model.sliding_windows:
         raise ConfigError(
             "max_attention_window_size and sink_token_length cannot change the windows of plans: leave them out"
         )
@@ -113,7 +140,34 @@ def longest_of_plans(config: EngineConfig, sidecar: Sidecar, decoder: DecoderCon
             f"max_sequence_length is {config.max_sequence_length}, but the plans' slots have room for {room} "
             "tokens: lower it, or build the engine again"
         )
-    return min(room, longest_sequence(config, decoder))
+    longest = min(room, longest_sequence(config, decoder))
+    for rope in decoder.ropes:
+        scaling = None if rope is None else rope.scaling
+        if isinstance(scaling, LongRopeScaling) and longest <= scaling.original_max_positions < room:
+            raise ConfigError(
+                f"max_sequence_length is {longest}, for which the model has short LongRoPE factors, but the plans "
+                f"have the long ones, as their max_seq_len is {room}: leave max_sequence_length out, or build the "
+                f"engine with a max_seq_len of at most {scaling.original_max_positions}"
+            )
+    return longest
+
+
+def count_row_blocks(config: EngineConfig, max_sequence_length: int) -> int:
+    """How many blocks the scheduler may hand out where there are rows alone; ConfigError for fewer than slots."""
+    slots, size, wanted = (
+        config.max_num_sequences,
+        config.tokens_per_block,
+        config.max_tokens_in_paged_kv_cache,
+    )
+    in_rows = slots * -(-max_sequence_length // size)
+    if wanted is None:
+        return in_rows
+    if wanted < slots * size:
+        raise ConfigError(
+            f"max_tokens_in_paged_kv_cache is {wanted}, expected at least {slots * size}: a block of {size} "
+            f"tokens for each of {slots} sequences"
+        )
+    return min(in_rows, wanted // size)
 
 
 def find_runtime(sidecar: Sidecar, folder: Path) -> Any:
@@ -158,22 +212,21 @@ def check_digest(folder: Path, file: File) -> None:
         raise ConfigError(f"{path}: {error.strerror or error}, expected what scripts/build writes") from error
     if found != file.digest:
         raise ConfigError(
-            f"{path} is not the file that its description is of, which another build has written: build the "
+            f"{path} is not the file that its description is of, but damaged or of another build: build the "
             "engine again"
         )
 
 
 def with_adapter_limits(config: EngineConfig, sidecar: Sidecar) -> EngineConfig:
-    """The parameters of adapters, no larger than what the plans have room for."""
-    room, page_rank = sidecar.settings.max_lora_rank, config.lora_cache_optimal_adapter_size
-    wanted = config.lora_cache_gpu_memory_fraction
-    if page_rank > room:
+    """The parameters of adapters, no larger than what the plans have room for: a page, too."""
+    room, wanted = sidecar.settings.max_lora_rank, config.lora_cache_gpu_memory_fraction
+    if room == 0:
         if wanted:
             raise ConfigError(
-                f"lora_cache_gpu_memory_fraction is {wanted}, but the plans have room for adapters of {room} "
-                f"ranks together, and a page has {page_rank}: leave it out, or build the engine with a larger "
-                "max_lora_rank"
+                f"lora_cache_gpu_memory_fraction is {wanted}, but the plans take no adapters: leave it out, or "
+                "build the engine with a max_lora_rank"
             )
         return replace(config, lora_cache_gpu_memory_fraction=0.0)
+    page_rank = min(config.lora_cache_optimal_adapter_size, room)
     largest = min(config.lora_cache_max_adapter_size, room // page_rank * page_rank)
-    return replace(config, lora_cache_max_adapter_size=largest)
+    return replace(config, lora_cache_optimal_adapter_size=page_rank, lora_cache_max_adapter_size=largest)

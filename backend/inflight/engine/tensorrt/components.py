@@ -112,13 +112,16 @@ class Components:
         """[rows, hidden_size]: what all experts give, weighed by the router, which is 0 for most of them.
 
         All experts are one wide MLP, whose inner numbers are multiplied by what their expert weighs: two products,
-        with as many more operations as there are experts for each one that a row goes to.
+        with as many more operations as there are experts for each one that a row goes to. What the other experts
+        give is replaced, not multiplied by 0: it may be infinite.
         """
         graph, held = self.graph, _num_held(config)
         inner = self.product(x, experts.up, f"{name}.up")
         inner = graph.reshape(inner, -1, held, 2 * config.intermediate_size)
         weighed = graph.unsqueeze(self._route(x, experts, config, name), 2)
+        zero = self.number(0, 3, "float32")
         inner = graph.multiply(graph.cast(self.activate(inner), "float32"), weighed)
+        inner = graph.select(graph.is_greater(weighed, zero), inner, zero)
         flat = graph.reshape(graph.cast(inner, self.dtype), -1, held * config.intermediate_size)
         return self.product(flat, experts.down, f"{name}.down")
 

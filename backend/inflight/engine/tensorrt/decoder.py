@@ -220,7 +220,7 @@ class TensorRtDecoder:
         count = part.end - part.begin
         own = torch.arange(count, device=self._device)
         virtual = packed.virtual
-        if virtual is None:
+        if virtual is None or not part.chunks:  # only chunks have rows of prompt tables
             embeddings = torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self._device)
             return {
                 "input_ids": token_ids.int(),
@@ -232,8 +232,9 @@ class TensorRtDecoder:
         of_table = of_table[part.begin : part.end]
         return {
             "input_ids": torch.where(of_table < 0, token_ids, 0).int(),
-            "embedding_gather": torch.where(of_table < 0, own, count + of_table).int(),
-            "virtual_embeddings": virtual.embeddings.contiguous(),
+            "embedding_gather": torch.where(of_table < 0, own, count + own).int(),
+            # One for each row of the part: of a part's rows a plan has room for all, of a batch's not.
+            "virtual_embeddings": virtual.embeddings[of_table.clamp(min=0)],
         }
 
     def _adapter_inputs(self, count: int, active: ActiveAdapters | None) -> dict[str, Tensor]:

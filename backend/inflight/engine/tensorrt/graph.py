@@ -246,6 +246,10 @@ class Graph:
         """not x, bool."""
         return self._unary(x, "NOT")
 
+    def select(self, condition: Any, x: Any, y: Any) -> Any:
+        """x where the condition, a bool, is true, else y."""
+        return self._out(self.network.add_select(condition, x, y), "select")
+
     def sqrt(self, x: Any) -> Any:
         """Of each number."""
         return self._unary(x, "SQRT")

@@ -22,17 +22,19 @@ from inflight.engine.tensorrt.checks import (
     check_model,
     check_processor,
     check_settings,
+    count_row_blocks,
     find_folder,
     find_runtime,
     longest_of_plans,
     plan_rank,
+    read_sidecar,
     with_adapter_limits,
 )
 from inflight.engine.tensorrt.decoder import TensorRtDecoder
 from inflight.engine.tensorrt.row_cache import RowCache, row_bytes
 from inflight.engine.tensorrt.runner import TensorRtRunner
 from inflight.engine.tensorrt.runtime import LoadedPlan, Runtime
-from inflight.engine.tensorrt.sidecar import Sidecar, sidecar_name
+from inflight.engine.tensorrt.sidecar import Sidecar
 from inflight.engine.torch.adapters import page_bytes
 from inflight.engine.torch.collectives import Collectives
 from inflight.engine.torch.engine import find_capture
@@ -71,7 +73,7 @@ def load_runner(
     if config.engine_threads is not None:
         torch.set_num_threads(config.engine_threads)
     folder = find_folder(config)
-    sidecar = Sidecar.read(folder / sidecar_name(plan_rank(mapping)))
+    sidecar = read_sidecar(folder, plan_rank(mapping))
     model = read_model_description(str(config.gpt_model_path))
     check_settings(config, sidecar, mapping, folder)
     max_sequence_length = longest_of_plans(config, sidecar, model.decoder)
@@ -105,6 +107,7 @@ def load_runner(
         ),
         logits_post_processors=post_processor_names,
         additional_outputs=offered,
+        shares_blocks=config.shares_blocks,
     )
     runner = TensorRtRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
     if device.type == "cuda":
@@ -172,7 +175,7 @@ def _allocate(
     if config.shares_blocks:
         num_blocks = count_blocks(config, held, max_sequence_length, dtype, device, reserved, agree)
     else:
-        num_blocks = agree(slots * -(-max_sequence_length // size))
+        num_blocks = agree(count_row_blocks(config, max_sequence_length))
         _logger.info(
             "no blocks are kept beside rows: sequences share nothing (block reuse is off, and beams are)"
         )

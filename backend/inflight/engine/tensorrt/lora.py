@@ -1,8 +1,9 @@
 """LoRA adapters in a network: the matrices of all adapters of a batch behind each other, as inputs.
 
-    y += B (mask * (A x))       A [ranks, in], B [out, ranks], mask [rows, ranks]
+    y += B (A x where mask, else 0)     A [ranks, in], B [out, ranks], mask [rows, ranks]
 
 `ranks` are those of all adapters together, maybe none. The mask is 1 where a rank is of the row's own adapter.
+What others' ranks give is replaced, not multiplied by 0: it may be infinite.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class Adapters:
     def __init__(self, graph: Graph, held: DecoderConfig, settings: Settings, order: Any) -> None:
         self._graph, self._dtype, self._sizes = graph, settings.dtype, module_sizes(held)
         self._fused = _FUSED | {"up": _GATE_UP if held.gated_mlp else _GATE_UP[:1]}
-        self._mask = None
+        self._is_own = None
         if settings.max_lora_rank:
             mask = graph.input("lora_mask", settings.dtype, ("T", "ranks"))
-            self._mask = graph.gather(mask, order)
+            self._is_own = graph.is_greater(graph.gather(mask, order), self._zero())
 
     def add(self, y: Any, x: Any, index: int, name: str) -> Any:
         """What a projection `name` of a layer gives, with what each row's adapter adds; x is what it was given."""
         modules = self._fused[name.rsplit(".", 1)[1]]
-        if self._mask is None or modules[0] not in self._sizes:
+        if self._is_own is None or modules[0] not in self._sizes:
             return y
         graph = self._graph
         parts: list[Any] = []
@@ -52,6 +53,9 @@ class Adapters:
             size, which = self._sizes[module], f"{index}_{module.text}"
             a = graph.input(f"lora_a_{which}", self._dtype, ("ranks", size.inner))
             b = graph.input(f"lora_b_{which}", self._dtype, (size.outer, "ranks"))
-            reduced = graph.multiply(graph.multiply_matrices(x, a), self._mask)
+            reduced = graph.select(self._is_own, graph.multiply_matrices(x, a), self._zero())
             parts.append(graph.multiply_matrices(reduced, b))
         return graph.add(y, graph.concat(parts, 1))
+
+    def _zero(self) -> Any:
+        return self._graph.constant(0, self._dtype, 2)

@@ -184,6 +184,7 @@ class Sidecar:
         layers: From token ids to the last layer's output.
         head: From that to logits.
         weights: Tensors `weight.NAME` for inputs of these names; None: weights are in the plans.
+        copied: Names of the checkpoint's files that lie beside the plans.
     """
 
     format: int
@@ -197,6 +198,7 @@ class Sidecar:
     layers: Plan
     head: Plan
     weights: File | None = None
+    copied: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
         """As `sidecar_name` in `folder`."""
