@@ -49,7 +49,7 @@ class GroupedLinear(Linear):
         order: [in] int64, which input is multiplied by each column of `weight`; None: its own.
         group_size: Inputs of a group.
         bits: 4 or 8.
-        tile: As `pack`; what the kernel multiplies at a time.
+        tile: As `pack`: so many inputs the kernel multiplies at a time; 1, for 4-bit floats, on a CPU.
         computed: Dtype of inputs and outputs.
         has_kernel: Whether the kernel multiplies.
     """
