@@ -20,7 +20,7 @@ from inflight.ranks.topology import Mapping
 _M_MMAP_THRESHOLD = -3
 
 
-def _load(folder: str, dtype: str, kernels: str, tp_size: int) -> object:
+def _load(folder: str, dtype: str | None, kernels: str | None, tp_size: int) -> object:
     config = EngineConfig(folder, dtype=dtype, device="cpu", kernels=kernels, tokens_per_block=8)
     model = read_model_description(folder)
     part = Part.from_mapping(Mapping(tp_size), model.decoder)
@@ -40,7 +40,7 @@ def _resident() -> int:
     return _status("VmRSS")
 
 
-def _measure(small: str, folder: str, dtype: str, kernels: str, tp_size: int) -> dict[str, int]:
+def _measure(small: str, folder: str, dtype: str | None, kernels: str | None, tp_size: int) -> dict[str, int]:
     _load(small, dtype, kernels, tp_size)  # what only the first load of its kind takes
     before = _resident()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the most there was, begins anew

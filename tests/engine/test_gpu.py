@@ -446,7 +446,7 @@ def test_quantized_checkpoints_stay_as_they_are(zoo: Zoo, tmp_path: Path, name: 
     assert error < (0.6 if name in ("fp8-tensor", "fbgemm") else 0.15)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "uint8-zeros", "float8"])
+@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "uint8-zeros", "float8", "float4"])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 63, 64, 65, 128, 300])
 def test_a_product_with_levels(kind: str, num_rows: int) -> None:
     """Against float64, by the kernel and, of many rows, by torch's."""

@@ -214,11 +214,14 @@ def draw(kind: str, outputs: int, inputs: int, size: int, shuffled: bool = False
         levels = levels.view(torch.int8)
     elif kind == "float8":
         levels = torch.randn(outputs, inputs, generator=generator).to(torch.float8_e4m3fn)
-    order = torch.randperm(inputs, generator=generator) if shuffled else None
-    return GroupedMatrix(levels, scales, zeros, size, order, 4 if kind.startswith("int4") else 8)
+    elif kind == "float4":
+        levels, scales = levels & 15, scales.log2().round().exp2()
+    order = torch.randperm(inputs, generator=generator) if shuffled and kind != "float4" else None
+    bits = 4 if kind.startswith(("int4", "float4")) else 8
+    return GroupedMatrix(levels, scales, zeros, size, order, bits, kind == "float4")
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "uint8-zeros", "float8"])
+@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "uint8-zeros", "float8", "float4"])
 @pytest.mark.parametrize(
     ("outputs", "inputs", "size"), [(40, 96, 32), (8, 96, 16), (33, 100, 100), (64, 256, 128)]
 )
@@ -229,7 +232,7 @@ def test_a_module_multiplies_by_what_it_stands_for(kind: str, outputs: int, inpu
     bias, x = torch.randn(outputs), torch.randn(5, inputs)
     linear = keeping.keep_levels(matrix, bias, False)
     assert isinstance(linear, GroupedLinear) and linear.dtype is torch.float32
-    assert linear.weight.nbytes <= (inputs + 127) * outputs // (2 if kind.startswith("int4") else 1)
+    assert linear.weight.nbytes <= (inputs + 127) * outputs // (2 if matrix.bits == 4 else 1)
     assert torch.equal(linear.dequantized(), matrix.dequantized())
     expected = torch.nn.functional.linear(x, matrix.dequantized(), bias)
     torch.testing.assert_close(linear(x), expected, rtol=1e-5, atol=1e-4)

@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.models import read_model_description
-from inflight.models.loader import tensor_shapes
+from inflight.models.loader import num_parameters, tensor_shapes
+from inflight.testing.make_model import Shape, make_model
+from inflight.testing.quantize import quantize_checkpoint
 from tests.engine.kernels import needs_native, why_no_native
 
 _ROOT = Path(__file__).parents[2]
@@ -43,6 +45,7 @@ _MIXTRAL = {
     "num_local_experts": 24,
 }
 """The matrices of a layer's experts together take 54 MiB in bfloat16; each of them 1.5 MiB at most."""
+_GPT_OSS = Shape(2, _HIDDEN, 8, 8, 512, _VOCABULARY, 2048, 10_000.0, experts=24)
 _EMBEDDING = _VOCABULARY * _HIDDEN
 _LARGEST = {False: 2 * _INNER * _HIDDEN, True: _EMBEDDING}
 """Numbers in the largest tensor, without experts and with them; gate and up are one in memory."""
@@ -63,6 +66,12 @@ CASES = [
     ("experts", "int8", "torch", 1, 1),
     ("experts", "int8", "native", 1, 1),
 ]
+_FOUR_BITS = [
+    # stored as, loaded as it is, by, tensor-parallel ranks
+    ("gptq", None, "native", 1),
+    ("gptq", None, "torch", 1),
+    ("mxfp4", None, None, 1),
+]
 
 
 def _write(folder: Path, dtype: torch.dtype, **changed: Any) -> Path:
@@ -82,7 +91,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], 
     small = _write(folder / "small", torch.float32, **sizes)
     stored = {name: _write(folder / name, getattr(torch, name)) for name in ("float32", "bfloat16")}
     stored["experts"] = _write(folder / "experts", torch.bfloat16, **_MIXTRAL)
-    cases = [case for case in CASES if case[2] == "torch" or not why_no_native()]
+    stored["gptq"] = quantize_checkpoint(stored["bfloat16"], folder / "gptq", "gptq")
+    stored["mxfp4"] = make_model(folder / "mxfp4", "gpt_oss", _GPT_OSS, quantize="mxfp4")
+    cases = [case for case in (*CASES, *_FOUR_BITS) if case[2] != "native" or not why_no_native()]
     arguments = [(str(small), str(stored[case[0]]), *case[1:4]) for case in cases]
     program = [sys.executable, "-m", "tests.engine.load_memory_program", json.dumps(arguments)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=180, cwd=_ROOT)
@@ -91,8 +102,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], 
         (each / "model.safetensors").unlink()
     found = dict(zip(cases, json.loads(done.stdout), strict=True))
     for case, each in found.items():
-        shapes = tensor_shapes(read_model_description(stored[case[0]])).values()
-        each["weights"] = sum(torch.Size(shape).numel() for shape in shapes)
+        each["weights"], _ = num_parameters(read_model_description(stored[case[0]]))
     return found
 
 
@@ -110,3 +120,18 @@ def test_what_is_kept_and_one_tensor(
     assert kept <= found["kept"] < kept + _SLACK, "what was measured are the weights"
     largest = _LARGEST[stored == "experts"] * (4 if stored == "float32" else 2)
     assert found["peak"] < kept + largest + _SLACK
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=needs_native if case[2] == "native" else ()) for case in _FOUR_BITS],
+    ids=str,
+)
+def test_four_bits_are_never_all_there_in_bfloat16(
+    measured: dict[tuple[Any, ...], dict[str, int]], case: tuple[str, None, str | None, int]
+) -> None:
+    """Scales take up to a fifth of what 4 bits do. Embeddings keep 16 bits; one may be an int8 projection too."""
+    found = measured[case]
+    in_bfloat16 = 2 * (found["weights"] - 2 * _EMBEDDING)
+    assert found["kept"] < 0.35 * in_bfloat16 + 3 * _EMBEDDING + _SLACK
+    assert found["peak"] < found["kept"] + 2 * _LARGEST[case[0] == "mxfp4"] + _SLACK

@@ -201,7 +201,7 @@ def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int
 
 
 @TARGETS
-@pytest.mark.parametrize("kind", ["int4", "int8", "uint8-zeros", "float8"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "uint8-zeros", "float8", "float4"])
 def test_products_with_levels_compile_for_a_gpu(
     capability: int, shared_kib: int, dtype: str, kind: str
 ) -> None:
@@ -209,9 +209,13 @@ def test_products_with_levels_compile_for_a_gpu(
 
     types = {"x": f"*{dtype}", "results": f"*{dtype}", "scales": "*fp32", "zeros": "*u8"}
     types["values"] = "*i8" if kind == "int8" else "*u8"
+    is_float4 = kind == "float4"
+    if is_float4:
+        types["scales"] = "*u8"
+    has = {"FOUR_BITS": kind in ("int4", "float4"), "FLOAT4": is_float4, "FLOAT8": kind == "float8"}
+    has["HAS_ZEROS"] = not kind.startswith("float")
     for rows, outputs in ((16, 32), (64, 64)):
-        constants = {"FOUR_BITS": kind == "int4", "FLOAT8": kind == "float8", "HAS_ZEROS": kind != "float8"}
-        constants |= {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": 64}
+        constants = has | {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": 32 if is_float4 else 64}
         made = compiled(grouped._multiply, capability, types, constants)
         assert made.shared <= shared_kib << 10 and (made.spilled <= 64 or dtype == "fp32")
 

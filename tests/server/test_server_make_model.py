@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from inflight.testing.make_model import ARCHITECTURES, SHAPES, make_model, num_weights
+from inflight.testing.make_model import ARCHITECTURES, SHAPES, main, make_model, num_weights
 from inflight.testing.synthetic_tokenizer import make_tokenizer
 
 TEXT = "Hello world, 42 émigrés in 日本\n\tand elsewhere."
@@ -23,6 +24,37 @@ def test_transformers_loads_every_tensor_and_misses_none(family: str, tmp_path: 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
     assert tokenizer.eos_token_id == 2
+
+
+def test_experts_in_mxfp4_are_near_what_was_drawn(tmp_path: Path) -> None:
+    """As transformers unpacks them, and nothing else is changed."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    plain, packed = (
+        load_file(make_model(tmp_path / str(quantize), "gpt_oss", quantize=quantize) / "model.safetensors")
+        for quantize in (None, "mxfp4")
+    )
+    stacks = [name for name in plain if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert len(stacks) == 4
+    for name in stacks:
+        parts = packed.pop(f"{name}_blocks"), packed.pop(f"{name}_scales")
+        drawn = plain.pop(name).float()
+        blocks = drawn.transpose(1, 2).unflatten(-1, (-1, 32))
+        found = mxfp4.convert_moe_packed_tensors(*parts, dtype=torch.float32).transpose(1, 2).view_as(blocks)
+        # Numbers beside 6 lie 2 apart, and less than 8 becomes 6: a quarter of a block's largest at most.
+        assert ((found - blocks).abs() <= 0.25 * blocks.abs().amax(-1, keepdim=True)).all()
+        assert (found - blocks).square().mean().sqrt() < 0.15 * drawn.std()
+    assert packed.keys() == plain.keys()
+    assert all(torch.equal(packed[name], tensor) for name, tensor in plain.items())
+
+
+@pytest.mark.parametrize("options", [("llama", "mxfp4"), ("gpt_oss", "gptq")])
+def test_a_format_that_is_not_the_familys_is_refused(
+    tmp_path: Path, options: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    family, quantize = options
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path), "--family", family, "--quantize", quantize])
+    assert f"--quantize {quantize} --family {family}: mxfp4 goes with gpt_oss" in capsys.readouterr().err
 
 
 def test_the_seed_decides_the_weights(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
     weight[o, i] = (level[o, i] - zero[o, group of i]) * scale[o, group of i]
 
+4 bits may also be a float each, by its place in `FLOAT4`, in the place of a level.
 All of it is exact in float32 but for the last product, which is rounded once.
 """
 
@@ -15,11 +16,24 @@ from math import gcd
 import torch
 from torch import Tensor
 
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The 4-bit floats (e2m1) by their bits: a sign, two of the exponent, one behind the point."""
+# What each byte stands for, its lower half first: two bfloat16, which are looked up as one int32.
+_PAIRS = torch.tensor([(FLOAT4[byte % 16], FLOAT4[byte // 16]) for byte in range(256)])
+_PAIRS = _PAIRS.bfloat16().view(torch.int32).flatten()
+
+
+def float4_pairs(packed: Tensor) -> Tensor:
+    """The two 4-bit floats of each byte of uint8 [..., n], the lower half first: [..., 2 * n] bfloat16."""
+    found = _PAIRS.to(packed.device).index_select(0, packed.flatten().int())
+    return found.view(packed.shape).view(torch.bfloat16)
+
 
 class Kind(Enum):
     """What a quantized matrix is made of, in words for a log."""
 
     INT4 = "4 bits"
+    FLOAT4 = "4-bit floats"
     INT8_BY_ROW = "int8 with a scale for each row"
     INT8 = "8 bits with zero points, or in groups of inputs"
     FLOAT8_BY_ROW = "float8 with a scale for each row"
@@ -36,6 +50,7 @@ class Levels:
         zeros: [outputs or 1, groups or 1]; None: all are 0.
         groups: [inputs] int64, each input's group; None: as many inputs after each other in every one.
         bits: 4 or 8; of 4 values are 0 to 15.
+        is_float4: Whether values are places in `FLOAT4`; there are no zero points then.
     """
 
     values: Tensor
@@ -43,10 +58,15 @@ class Levels:
     zeros: Tensor | None
     groups: Tensor | None
     bits: int
+    is_float4: bool = False
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] float32."""
-        weight = self.values.float()
+        if self.is_float4:
+            table = torch.tensor(FLOAT4, device=self.values.device)
+            weight = table.index_select(0, self.values.flatten().int()).view(self.values.shape)
+        else:
+            weight = self.values.float()
         num_outputs, num_inputs = weight.shape
         if self.groups is not None:
             if self.zeros is not None:
@@ -70,6 +90,7 @@ class Levels:
             zeros if zeros is None or len(zeros) == 1 else zeros[here],
             groups,
             self.bits,
+            self.is_float4,
         )
 
     def grouped(self) -> GroupedMatrix:
@@ -79,7 +100,7 @@ class Levels:
         zeros = None if self.zeros is None else self._each(self.zeros).expand(num_outputs, -1)
         if self.groups is None:
             size = num_inputs // scales.shape[1]
-            return GroupedMatrix(self.values, scales, zeros, size, None, self.bits)
+            return GroupedMatrix(self.values, scales, zeros, size, None, self.bits, self.is_float4)
         of_inputs, order = self.groups.sort(stable=True)
         ids, counts = of_inputs.unique_consecutive(return_counts=True)
         size = gcd(*counts.tolist())
@@ -92,6 +113,7 @@ class Levels:
             size,
             None if is_sorted else order,
             self.bits,
+            self.is_float4,
         )
 
     def _group_of_each(self) -> Tensor:
@@ -115,6 +137,7 @@ class GroupedMatrix:
         group_size: Inputs of a group, which are beside each other.
         order: [inputs] int64, which input each column of `values` belongs to; None: its own place.
         bits: As `Levels.bits`.
+        is_float4: As `Levels.is_float4`.
     """
 
     values: Tensor
@@ -123,6 +146,7 @@ class GroupedMatrix:
     group_size: int
     order: Tensor | None
     bits: int
+    is_float4: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -134,7 +158,7 @@ class GroupedMatrix:
         """What it is made of."""
         is_by_row = self.zeros is None and self.scales.shape[1] == 1
         if self.bits == 4:
-            return Kind.INT4
+            return Kind.FLOAT4 if self.is_float4 else Kind.INT4
         if self.values.is_floating_point():
             return Kind.FLOAT8_BY_ROW if is_by_row else Kind.FLOAT8
         return Kind.INT8_BY_ROW if is_by_row else Kind.INT8
@@ -146,7 +170,7 @@ class GroupedMatrix:
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] float32, in the order of the inputs."""
-        weight = Levels(self.values, self.scales, self.zeros, None, self.bits).dequantized()
+        weight = Levels(self.values, self.scales, self.zeros, None, self.bits, self.is_float4).dequantized()
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def in_groups_of(self, size: int) -> GroupedMatrix:
@@ -168,8 +192,8 @@ def stack_rows(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix | None:
         is_same_order = (first.order is None) == (other.order is None)
         if first.order is not None and other.order is not None:
             is_same_order = torch.equal(first.order, other.order)
-        is_same_kind = (first.bits, first.values.dtype, first.zeros is None) == (
-            other.bits, other.values.dtype, other.zeros is None,
+        is_same_kind = (first.bits, first.is_float4, first.values.dtype, first.zeros is None) == (
+            other.bits, other.is_float4, other.values.dtype, other.zeros is None,
         )  # fmt: skip
         if not (is_same_order and is_same_kind):
             return None
@@ -182,4 +206,5 @@ def stack_rows(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix | None:
         size,
         first.order,
         first.bits,
+        first.is_float4,
     )

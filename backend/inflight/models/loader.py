@@ -245,7 +245,8 @@ def _fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription
                 f"{checkpoint.folder}: its weights are quantized ({model.quantization.method}), which is not read "
                 "of a family whose matrices are stored [inputs, outputs]: take the unquantized checkpoint"
             )
-        unpack_quantized(checkpoint, model.quantization)
+        if not model.quantization.is_of_stacks:
+            unpack_quantized(checkpoint, model.quantization)
     unstack_experts(checkpoint, model)
     embedding, head = _vocabulary_names(model)
     if model.decoder.tied_embeddings and embedding not in checkpoint.tensors and head in checkpoint.tensors:

@@ -41,14 +41,16 @@ class Quantization:
     """How a checkpoint is quantized.
 
     Attributes:
-        method: What `quant_method` says: fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq.
+        method: What `quant_method` says: fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq, mxfp4.
         block: Rows and columns that share a scale, where there is one for each such block.
         zero_offset: Of GPTQ: what is added to a stored zero point.
+        is_of_stacks: Only experts are quantized, all of a layer in one tensor: `stacked_experts.py` reads them.
     """
 
     method: str
     block: tuple[int, int] | None = None
     zero_offset: int = 0
+    is_of_stacks: bool = False
 
 
 def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantization | None:
@@ -56,7 +58,7 @@ def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantiza
 
     Args:
         config: config.json.
-        own: Methods that the family's own loading undoes; None is returned for them.
+        own: Methods that only this family's stacks of experts have.
 
     Raises:
         ConfigError: It is quantized in a way that is not read here. The message says what to do instead.
@@ -73,11 +75,11 @@ def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantiza
         return None
     method = section.text_or_none("quant_method")
     if method in own:
-        # The tensors themselves say which of them are packed, and all of those are dequantized.
+        # The tensors themselves say which of them are packed.
         section.texts("modules_to_not_convert")
         section.boolean("dequantize", False)
         refuse_unread(section)
-        return None
+        return Quantization(method, is_of_stacks=True)
     if method in _REFUSED:
         raise section.error("quant_method", f"a method that is read here: {_REFUSED[method]}; {_INSTEAD}")
     read = _READERS.get(method or "")

@@ -1,7 +1,8 @@
 """Checkpoints that have all experts of a layer in one tensor, seen as if each expert had tensors of its own.
 
 The one tensor may be packed as MXFP4 (Open Compute Project, Microscaling Formats 1.0): two 4-bit floats a byte,
-and a power of two for every 32 of them. An expert's matrix is unpacked when it is read.
+and a power of two for every 32 of them. What is read of an expert's matrix is these, or the numbers that they
+stand for.
 """
 
 from __future__ import annotations
@@ -14,17 +15,13 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.models.checkpoint import Checkpoint, TensorInfo
+from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
 from inflight.models.families.family import ExpertStacks
+from inflight.models.levels import Kind, Levels, float4_pairs
 from inflight.models.registry import DTYPES, ModelDescription
 
 _BLOCK = 32  # values that share a scale
 _SCALE_BIAS = 127  # of its exponent, which is all that a scale has
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the 4-bit floats; the fourth bit is the sign
-_FLOATS = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
-# What each byte stands for, its lower half first: two bfloat16, which are looked up as one int32.
-_PAIRS = torch.tensor([(_FLOATS[byte % 16], _FLOATS[byte // 16]) for byte in range(256)])
-_PAIRS = _PAIRS.bfloat16().view(torch.int32).flatten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +70,7 @@ def unstack_experts(checkpoint: Checkpoint, model: ModelDescription) -> None:
         for index in range(experts.count):
             for module, rows in stack.modules:
                 name = prefix.format(index) + module
-                matrix = TensorInfo(matrices.file, (num_rows, stack.columns), matrices.dtype)
-                checkpoint.add(f"{name}.weight", matrix, partial(matrices.read, index, rows))
+                matrices.add(f"{name}.weight", (num_rows, stack.columns), index, rows)
                 if biases is not None:
                     bias = TensorInfo(biases.info.file, (num_rows,), biases.info.dtype)
                     checkpoint.add(f"{name}.bias", bias, partial(biases.read, index, rows))
@@ -87,7 +83,7 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
         blocks: [..., n, 16] uint8.
         scales: [..., n] uint8, exponents of 2 plus 127.
     """
-    values = _PAIRS[blocks.int()].view(torch.bfloat16)
+    values = float4_pairs(blocks)
     return torch.ldexp(values, scales.int()[..., None] - _SCALE_BIAS, out=values).flatten(-2)
 
 
@@ -134,20 +130,23 @@ class _PlainMatrices:
     """Of all experts [experts, rows, columns], or [experts, columns, rows] where they are transposed."""
 
     def __init__(self, checkpoint: Checkpoint, stack: _Stack, count: int) -> None:
+        self._checkpoint = checkpoint
         shape = (stack.columns, stack.rows) if stack.transposed else (stack.rows, stack.columns)
         self._taken = _take(checkpoint, stack.name, (count, *shape), DTYPES)
         self._is_transposed = stack.transposed
-        self.file, self.dtype = self._taken.info.file, self._taken.info.dtype
 
-    def read(self, index: int, rows: slice) -> Tensor:
+    def add(self, name: str, shape: tuple[int, int], index: int, rows: slice) -> None:
+        """Have these rows of an expert's matrix, of this shape, as a tensor of the checkpoint."""
+        info = TensorInfo(self._taken.info.file, shape, self._taken.info.dtype)
+        self._checkpoint.add(name, info, partial(self._read, index, rows))
+
+    def _read(self, index: int, rows: slice) -> Tensor:
         matrix = self._taken.read(index)
         return (matrix.T if self._is_transposed else matrix)[rows]
 
 
 class _PackedMatrices:
     """Of all experts, packed along their columns."""
-
-    dtype = "bfloat16"
 
     def __init__(self, checkpoint: Checkpoint, stack: _Stack, count: int) -> None:
         if stack.columns % _BLOCK:
@@ -159,14 +158,29 @@ class _PackedMatrices:
         self._checkpoint = checkpoint
         self._blocks = _take(checkpoint, f"{stack.name}_blocks", (*shape, _BLOCK // 2), ("U8",))
         self._scales = _take(checkpoint, f"{stack.name}_scales", shape, ("U8",))
-        self.file = self._blocks.info.file
 
-    def read(self, index: int, rows: slice) -> Tensor:
-        blocks, scales = self._blocks.read(index, rows), self._scales.read(index, rows)
-        matrix = dequantize(blocks, scales)
-        self._checkpoint.release_pages(blocks)
-        self._checkpoint.release_pages(scales)
+    def add(self, name: str, shape: tuple[int, int], index: int, rows: slice) -> None:
+        """As `_PlainMatrices.add`; quantized."""
+        num_bytes = shape[0] * shape[1] // _BLOCK * (_BLOCK // 2 + 1)
+        info = TensorInfo(self._blocks.info.file, shape, "bfloat16", num_bytes)
+        own = index, rows
+        levels = LevelsOfFile(Kind.FLOAT4, partial(self._levels, *own), partial(self._release, *own))
+        self._checkpoint.add(name, info, partial(self._read, *own), levels)
+
+    def _read(self, index: int, rows: slice) -> Tensor:
+        matrix = dequantize(self._blocks.read(index, rows), self._scales.read(index, rows))
+        self._release(index, rows)
         return matrix
+
+    def _levels(self, index: int, rows: slice) -> Levels:
+        blocks, scales = self._blocks.read(index, rows), self._scales.read(index, rows)
+        values = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+        powers = scales.view(torch.float8_e8m0fnu)
+        return Levels(values, powers.float(), None, None, 4, is_float4=True)
+
+    def _release(self, index: int, rows: slice) -> None:
+        self._checkpoint.release_pages(self._blocks.read(index, rows))
+        self._checkpoint.release_pages(self._scales.read(index, rows))
 
 
 def _take(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> _Taken:

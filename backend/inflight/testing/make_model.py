@@ -1,6 +1,6 @@
 """Write a random-weight Hugging Face checkpoint, for tests and benchmarks that need a shape and not a meaning.
 
-Owns the shapes, and the config.json of six families. Which tensors follow from that, the loader says; a test has
+Owns the shapes, and the config.json of seven families. Which tensors follow from that, the loader says; a test has
 transformers load every family. Weights are drawn in the loader's order from one seed.
 """
 
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from inflight.models.loader import tensor_shapes
 from inflight.models.registry import read_model_description
-from inflight.testing.quantize import FORMATS, quantize_weights
+from inflight.testing.quantize import FORMATS, MXFP4, quantize_weights
 from inflight.testing.synthetic_tokenizer import BEGIN_ID, END_ID, PADDING_ID, write_tokenizer
 
 # The usual initialization. A tiny model drawn with it mostly repeats its last token; tests that need varied
@@ -64,6 +64,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -88,7 +89,8 @@ def make_model(
         dtype: what the weights are stored as, a key of `DTYPES`. They are drawn in float32.
         seed: equal seeds give equal files.
         standard_deviation: of all weights but the scales of normalizations, which are ones.
-        quantize: what the projections are written as, a key of FORMATS in `testing/quantize.py`; None: as drawn.
+        quantize: what the projections are written as, a key of FORMATS in `testing/quantize.py`, or MXFP4 for the
+            experts of gpt_oss; None: as drawn.
     """
     sizes = SHAPES[shape] if isinstance(shape, str) else shape
     out.mkdir(parents=True, exist_ok=True)
@@ -103,6 +105,8 @@ def make_model(
         weights[name] = drawn.to(DTYPES[dtype])
         if on_progress is not None:
             on_progress(drawn.numel())
+    if family == "gpt_oss":
+        weights = _stack_experts(weights)
     if quantize is not None:
         weights, described = quantize_weights(quantize, weights, DTYPES[dtype])
         _write_json(out / "config.json", config(family, sizes, dtype) | {"quantization_config": described})
@@ -112,6 +116,25 @@ def make_model(
     _write_json(out / "generation_config.json", ids)
     write_tokenizer(out, sizes.vocabulary, sizes.positions)
     return out
+
+
+def _stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All experts of a layer in one tensor, matrices [experts, inputs, outputs], rows of gate and up in turn."""
+    stacked: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for name, tensor in weights.items():
+        prefix, is_expert, rest = name.partition(".experts.")
+        if is_expert:
+            by_module = experts.setdefault(f"{prefix}{is_expert}", {})
+            by_module.setdefault(rest.split(".", 1)[1], []).append(tensor.t())
+        else:
+            stacked[name] = tensor
+    for prefix, modules in experts.items():
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            gate, up, down = (torch.stack(modules[f"{m}_proj.{kind}"]) for m in ("gate", "up", "down"))
+            stacked[f"{prefix}gate_up_proj{suffix}"] = torch.stack([gate, up], dim=-1).flatten(-2)
+            stacked[f"{prefix}down_proj{suffix}"] = down.contiguous()
+    return stacked
 
 
 def num_weights(family: str, shape: Shape) -> int:
@@ -151,6 +174,20 @@ def _llama_like_config(family: str, shape: Shape) -> dict[str, object]:
         "qwen2": {"use_sliding_window": False},
         "qwen3": {"use_sliding_window": False, "attention_bias": False},
         "qwen3_moe": {"use_sliding_window": False, "attention_bias": False, **experts},
+        "gpt_oss": {
+            "attention_bias": True,
+            "num_local_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "sliding_window": 128,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": shape.positions // 32,
+            },
+        },
     }
     return {
         "hidden_act": "silu",
@@ -195,11 +232,15 @@ def main(arguments: list[str] | None = None) -> int:
         "--std", type=float, default=STANDARD_DEVIATION, help="of the weights (default: %(default)s)"
     )
     parser.add_argument(
-        "--quantize", choices=FORMATS, help="write the projections as checkpoints of this format have them"
+        "--quantize",
+        choices=[*FORMATS, MXFP4],
+        help="write the projections, or gpt_oss's experts (mxfp4), as checkpoints of this format have them",
     )
     given = parser.parse_args(arguments)
     if given.quantize and given.family == "gpt2":
         parser.error("--quantize: gpt2's checkpoints have no such matrices; expected another --family")
+    if given.quantize and (given.quantize == MXFP4) != (given.family == "gpt_oss"):
+        parser.error(f"--quantize {given.quantize} --family {given.family}: {MXFP4} goes with gpt_oss alone")
     total = num_weights(given.family, SHAPES[given.shape])
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -20,6 +20,11 @@ _GROUP_SIZE = 128
 _BLOCK = 128
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # which of 8 outputs each 4 bits of a word hold, from the lowest on
 _LEAST = 1e-12  # of scales
+_FLOAT4_BORDERS = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
+_NOT_MXFP4 = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+MXFP4 = "mxfp4"
+"""What `--quantize` writes gpt-oss's experts as; other formats are for projections, each a matrix of its own."""
 
 
 def quantize_weights(
@@ -28,10 +33,13 @@ def quantize_weights(
     """Tensors of a checkpoint whose projections are quantized, and what config.json says of it.
 
     Args:
-        format: A key of `FORMATS`.
-        weights: By name; matrices of projections end in `_proj.weight`.
+        format: A key of `FORMATS`, or `MXFP4`.
+        weights: By name; matrices of projections end in `_proj.weight`, and stacks of experts' are
+            `….experts.gate_up_proj` and `….experts.down_proj`, [experts, inputs, outputs].
         dtype: Of scales.
     """
+    if format == MXFP4:
+        return _quantize_stacks(weights)
     matrices = {name for name in weights if name.endswith("_proj.weight")}
     if not matrices:
         raise ValueError(
@@ -62,6 +70,33 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> Path:
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": described}, indent=2))
     save_file(weights, target / "model.safetensors", {"format": "pt"})
     return target
+
+
+def _quantize_stacks(weights: Mapping[str, Tensor]) -> tuple[Parts, dict[str, object]]:
+    """Stacks of experts' matrices in MXFP4, as gpt-oss is published, and everything else as it is."""
+    tensors: Parts = {}
+    for name, weight in weights.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            matrices = weight.float().transpose(1, 2).contiguous()
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = _mxfp4(matrices)
+        else:
+            tensors[name] = weight
+    if len(tensors) == len(weights):
+        raise ValueError(f"there is no stack of experts to quantize to {MXFP4}: expected a model of gpt-oss")
+    return tensors, {"quant_method": MXFP4, "modules_to_not_convert": _NOT_MXFP4}
+
+
+def _mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Of [..., n * 32] numbers: uint8 [..., n, 16], two 4-bit floats a byte, and exponents plus 127 [..., n].
+
+    A block's exponent is that of its largest number less that of the largest 4-bit float, 6.
+    """
+    blocks = weight.unflatten(-1, (-1, 32))
+    exponents = blocks.abs().amax(-1).clamp_min(2.0**-120).log2().floor() - 2
+    scaled = blocks / exponents.exp2()[..., None]
+    codes = torch.bucketize(scaled.abs(), torch.tensor(_FLOAT4_BORDERS)) | (scaled < 0).long() << 3
+    packed = codes[..., ::2] | codes[..., 1::2] << 4
+    return packed.to(torch.uint8).contiguous(), (exponents + 127).to(torch.uint8).contiguous()
 
 
 def _in_groups(

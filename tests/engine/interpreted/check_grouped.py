@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inflight.engine.torch.grouped_linear import GroupedLinear, KeepingLevels, why_not
-from inflight.models.levels import GroupedMatrix
+from inflight.engine.torch.grouped_linear import GroupedLinear, KeepingLevels, pack, tile_of, why_not
+from inflight.models.levels import FLOAT4, GroupedMatrix
 from tests.engine.test_kept_levels import draw
 
 CPU = torch.device("cpu")
@@ -21,10 +21,13 @@ SHAPES = [(40, 96, 32), (8, 96, 16), (33, 100, 100), (64, 256, 128), (70, 192, 6
 def module(matrix: GroupedMatrix, dtype: torch.dtype) -> GroupedLinear:
     made = KeepingLevels(dtype, CPU).keep_levels(matrix, None, False)
     assert isinstance(made, GroupedLinear)
+    if matrix.is_float4:  # as on a GPU
+        tile = tile_of(matrix.group_size, matrix.scales.shape[1])
+        made = replace(made, weight=pack(matrix.values, tile), tile=tile)
     return replace(made, has_kernel=True)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "uint8-zeros", "float8"])
+@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "uint8-zeros", "float8", "float4"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_products_are_those_of_torch(kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -45,6 +48,17 @@ def test_every_float8() -> None:
     levels = bits.view(torch.float8_e4m3fn)
     linear = module(GroupedMatrix(levels, torch.ones(16, 1), None, 16, None, 8), torch.float32)
     assert torch.equal(linear(torch.eye(16)), levels.float().T)
+
+
+def test_every_4_bit_float_with_every_scale() -> None:
+    """value = float * 2 ** (scale - 127), of all scales with which the largest float is finite."""
+    count = 253
+    scales = torch.arange(count, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
+    values = torch.arange(16, dtype=torch.uint8).repeat(count, 2)
+    linear = module(GroupedMatrix(values, scales, None, 32, None, 4, is_float4=True), torch.float32)
+    powers = 2.0 ** (torch.arange(count, dtype=torch.float64) - 127)
+    exact = torch.tensor(FLOAT4, dtype=torch.float64).repeat(2)[:, None] * powers
+    assert torch.equal(linear(torch.eye(32)), exact.float())
 
 
 def test_rows_apart_and_a_bias() -> None:

@@ -20,7 +20,7 @@ from inflight.engine.torch.quantized_linear import quantize_float8
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, Layer, Linear, ModelDescription
 from inflight.models.finisher import Finisher
-from inflight.models.levels import GroupedMatrix
+from inflight.models.levels import GroupedMatrix, Kind
 from inflight.models.loader import load_finished_weights
 from inflight.models.sharding import Part
 
@@ -81,8 +81,8 @@ class _Reading(Finisher[Layer[Matrix], Matrix]):
         return self._matrix(torch.cat(list(matrices), dim=0 if is_gated else 1), None)
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
-        if matrix.bits != 4:
-            return "it has 8 bits"
+        if matrix.kind is not Kind.INT4:
+            return f"it is in {matrix.kind.value}"
         if is_stack and matrix.order is not None:
             return "each expert has its inputs in an order of its own"
         if _group_size(matrix) < _LEAST_GROUP:

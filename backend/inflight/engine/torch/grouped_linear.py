@@ -26,10 +26,12 @@ from inflight.engine.torch.quantized_linear import QuantizedLinear, Quantizing
 from inflight.errors import ConfigError
 from inflight.models import LayerWeights, Linear
 from inflight.models.finisher import Finisher
-from inflight.models.levels import GroupedMatrix, Kind, Levels
+from inflight.models.levels import GroupedMatrix, Kind, Levels, float4_pairs
 
 _log = logging.getLogger(__name__)
 _LEAST_GROUP = 16  # of what divides the size of groups, a tile's least side
+_POWERS = torch.float8_e8m0fnu  # of 2, a byte each: scales of 4-bit floats
+_NUMBERS_OF_TILE = 1 << 20  # 2 MiB in bfloat16
 _MANY_ROWS = 256  # from which on it pays to unpack a matrix for all of them
 _TRIED_ROWS = (1, 17, 64)
 _TOLERANCE = 0.02  # of the largest result, as in quantized_linear.py
@@ -42,11 +44,12 @@ class GroupedLinear(Linear):
     A stack of experts is one too, with an axis in front of all tensors.
 
     Attributes:
-        scales: [out, groups] float32.
+        scales: [out, groups] float32; float8_e8m0fnu where levels are 4-bit floats.
         zeros: [out, groups] uint8; None: all are 0.
         order: [in] int64, which input is multiplied by each column of `weight`; None: its own.
         group_size: Inputs of a group.
         bits: 4 or 8.
+        tile: As `pack`: so many inputs the kernel multiplies at a time; 1, for 4-bit floats, on a CPU.
         computed: Dtype of inputs and outputs.
         has_kernel: Whether the kernel multiplies.
     """
@@ -56,6 +59,7 @@ class GroupedLinear(Linear):
     order: Tensor | None
     group_size: int
     bits: int
+    tile: int
     computed: torch.dtype
     has_kernel: bool = False
 
@@ -70,8 +74,10 @@ class GroupedLinear(Linear):
 
             taken = x.contiguous() if self.order is None else x.index_select(1, self.order)
             groups = self.scales, self.zeros, self.group_size
-            y = multiply(taken, self.weight, *groups, self.bits, self._tile())
+            y = multiply(taken, self.weight, *groups, self.bits, self.tile)
             return y if self.bias is None else y.add_(self.bias)
+        if self.scales.dtype is _POWERS and self.tile == 1 and self.order is None:
+            return self._by_tile(x)
         return F.linear(x, self.dequantized().to(x.dtype), self.bias)
 
     def at(self, index: int) -> Linear:
@@ -87,12 +93,29 @@ class GroupedLinear(Linear):
     def dequantized(self) -> Tensor:
         """The weight that the levels stand for, [out, in] float32."""
         num_inputs = self.group_size * self.scales.shape[1]
-        values = unpack(self.weight, self._tile())[:, :num_inputs] if self.bits == 4 else self.weight
-        weight = Levels(values, self.scales, self.zeros, None, self.bits).dequantized()
+        values = unpack(self.weight, self.tile)[:, :num_inputs] if self.bits == 4 else self.weight
+        is_float4 = self.scales.dtype is _POWERS
+        levels = Levels(values, self.scales.float(), self.zeros, None, self.bits, is_float4)
+        weight = levels.dequantized()
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
-    def _tile(self) -> int:
-        return tile_of(self.group_size, self.scales.shape[1])
+    def _by_tile(self, x: Tensor) -> Tensor:
+        """The product with 4-bit floats, of which a tile's rows at a time are unpacked to what they stand for.
+
+        A byte's two are looked up at once, in bfloat16, which has room for all of them. What a tile has stays in a
+        processor's cache until it is multiplied.
+        """
+        num_outputs, num_groups = self.scales.shape
+        num_inputs = self.group_size * num_groups
+        y = x.new_empty((len(x), num_outputs))
+        step = max(1, _NUMBERS_OF_TILE // num_inputs)
+        for begin in range(0, num_outputs, step):
+            rows = slice(begin, begin + step)
+            values = float4_pairs(self.weight[rows])[:, :num_inputs].unflatten(1, (num_groups, -1))
+            values = values.mul_(self.scales[rows, :, None].to(values.dtype)).flatten(1)
+            bias = None if self.bias is None else self.bias[rows]
+            y[:, rows] = F.linear(x, values.to(x.dtype), bias)
+        return y
 
 
 def tile_of(group_size: int, num_groups: int) -> int:
@@ -198,12 +221,18 @@ class KeepingLevels(Finisher[LayerWeights, Linear]):
 
     def _parts(self, matrix: GroupedMatrix) -> list[Tensor | None]:
         """Values, scales, zero points and order, on the device."""
-        tile = tile_of(matrix.group_size, matrix.scales.shape[1])
-        values = pack(matrix.values, tile) if matrix.bits == 4 else matrix.values
+        values = pack(matrix.values, self._tile(matrix)) if matrix.bits == 4 else matrix.values
         zeros = None if matrix.zeros is None else matrix.zeros.to(torch.uint8)
         # What is mapped may go away, and what is expanded has no memory of its own.
-        parts = (values, matrix.scales, zeros, matrix.order)
+        scales = matrix.scales.to(_POWERS) if matrix.is_float4 else matrix.scales
+        parts = (values, scales, zeros, matrix.order)
         return [None if part is None else self._moved(part) for part in parts]
+
+    def _tile(self, matrix: GroupedMatrix) -> int:
+        """As `GroupedLinear.tile`; on a CPU, where no kernel runs, 4-bit floats are looked up in pairs."""
+        if matrix.is_float4 and self.device.type == "cpu":
+            return 1
+        return tile_of(matrix.group_size, matrix.scales.shape[1])
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor)
@@ -231,6 +260,7 @@ class KeepingLevels(Finisher[LayerWeights, Linear]):
             order=first[3],
             group_size=matrix.group_size,
             bits=matrix.bits,
+            tile=self._tile(matrix),
             computed=self.computed,
         )
         made = replace(one, weight=values, scales=scales, zeros=zeros, order=order, bias=bias)

@@ -304,10 +304,13 @@ def kept_by_compiled_layers(
 def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.device) -> bool:
     """Whether torch's operators keep what the checkpoint has quantized: on a GPU, or where `kernels` is torch.
 
-    On a CPU it takes longer to unpack a matrix than to multiply with it, and memory is all that is won.
+    On a CPU it takes longer to unpack a matrix than to multiply with it, and memory is all that is won. Of 4-bit
+    floats that decides: a model's experts have them, which in 16 bits take four times as much.
     """
+    if not _has_own_dtype(config, model):
+        return False
     is_asked_for = config.kernels == "torch" or device.type == "cuda"
-    return is_asked_for and _has_own_dtype(config, model)
+    return is_asked_for or Kind.FLOAT4 in quantized_kinds(model)
 
 
 def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.device) -> frozenset[Kind]:
