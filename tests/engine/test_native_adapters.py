@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -124,13 +125,14 @@ def test_numbers_of_other_types(zoo: Zoo, dtype: torch.dtype) -> None:
     assert_as(serve(load_native(model), adapter, model.prompt(27)), adapter.model)
 
 
-def _adapters(model: ZooModel) -> list[Merged]:
+@functools.cache
+def _adapters(model: ZooModel) -> tuple[Merged, ...]:
     """Three that differ in everything."""
-    return [
+    return (
         make_adapter(model, 8),
         make_adapter(model, _mixed, seed=1, has_magnitude=lambda module: module % 2 == 0),
         make_adapter(model, 3, dict(list(modules_of(model).items())[:2]), [0, 2], seed=2),
-    ]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

@@ -283,12 +283,12 @@ WITH_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
 class ZooModel:
     """A checkpoint folder and the transformers model that was saved in it.
 
-    What `generate` and `beams` have found is kept: tests ask for the same in many ways of serving it.
+    What `logits`, `generate` and `beams` have found is kept: tests ask for the same in many ways of serving it.
     """
 
     folder: Path
     oracle: Any
-    _found: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    found: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def prompt(self, length: int, seed: int = 0) -> tuple[int, ...]:
         """Random token ids."""
@@ -301,9 +301,12 @@ class ZooModel:
 
         In float32 the oracle's own rounding is as large as that of what is compared with it.
         """
-        if "in float64" not in self._found:
-            self._found["in float64"] = copy.deepcopy(self.oracle).double()
-        return self._found["in float64"](torch.tensor([token_ids])).logits[0].float()
+        if "in float64" not in self.found:
+            self.found["in float64"] = copy.deepcopy(self.oracle).double()
+        key = ("logits", tuple(token_ids))
+        if key not in self.found:
+            self.found[key] = self.found["in float64"](torch.tensor([token_ids])).logits[0].float()
+        return self.found[key].clone()
 
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
         """The oracle's own `generate`, without its stopping."""
@@ -327,7 +330,7 @@ class ZooModel:
     ) -> tuple[list[list[int]], list[float]]:
         """New tokens of every sequence, and the scores of a beam search's."""
         key = (tuple(prompt), num_tokens, end_id, repr(sorted(options.items())))
-        if key not in self._found:
+        if key not in self.found:
             with torch.inference_mode():
                 found = self.oracle.generate(
                     torch.tensor([prompt]),
@@ -341,8 +344,8 @@ class ZooModel:
             scores = found.get("sequences_scores")
             sequences = found.sequences[:, len(prompt) :].tolist()
             # The options stay, so that no other object comes to be where one of theirs was, which its name tells.
-            self._found[key] = options, (sequences, [] if scores is None else scores.tolist())
-        return self._found[key][1]
+            self.found[key] = options, (sequences, [] if scores is None else scores.tolist())
+        return self.found[key][1]
 
 
 @dataclass
