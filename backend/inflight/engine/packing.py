@@ -64,7 +64,7 @@ class TileLimits:
     """
 
     count: int
-    rows: int = TILE_ROWS
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +186,18 @@ def generation_rows(batch: ScheduledBatch, table: SlotTable) -> NDArray[np.int64
     return np.array([batch.generation_slots, positions], dtype=np.int64)
 
 
-def cut_into_tiles(chunks: Iterable[PackedChunk], tile_rows: int = TILE_ROWS) -> list[list[int]]:
-    """The chunks' rows as `FixedRows.tiles` has them."""
+def tile_limits(num_rows: int, num_chunks: int) -> TileLimits:
+    """Tiles of TILE_ROWS, of which there are enough for so many rows of so many chunks, wherever these end."""
+    return TileLimits(num_rows // TILE_ROWS + num_chunks, TILE_ROWS)
+
+
+def cut_into_tiles(chunks: Iterable[PackedChunk], tile_rows: int | None = None) -> list[list[int]]:
+    """The chunks' rows as `FixedRows.tiles` has them; None: in tiles of TILE_ROWS."""
+    size = tile_rows or TILE_ROWS
     return [
-        [first, min(first + tile_rows, chunk.end), chunk.slot, chunk.start + first - chunk.begin]
+        [first, min(first + size, chunk.end), chunk.slot, chunk.start + first - chunk.begin]
         for chunk in chunks
-        for first in range(chunk.begin, chunk.end, tile_rows)
+        for first in range(chunk.begin, chunk.end, size)
     ]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.decoding.row_kernels import RowKernels
 from inflight.engine.additional_outputs import HiddenStates
-from inflight.engine.packing import TILE_ROWS, PackedBatch, TileLimits
+from inflight.engine.packing import PackedBatch, TileLimits, tile_limits
 from inflight.engine.torch.adapters import ActiveAdapters, AdapterPool
 from inflight.engine.torch.attention import GATHERING, Attention
 from inflight.engine.torch.collectives import ALONE, Collectives
@@ -107,8 +107,8 @@ class Decoder:
         }
 
     def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits | None:
-        """Of a recorded batch: `num_chunks` chunks, which end where they like, always fit. None: it takes none."""
-        return TileLimits(num_rows // TILE_ROWS + num_chunks) if self.takes_fixed_rows else None
+        """Of a recorded batch; None: it takes none."""
+        return tile_limits(num_rows, num_chunks) if self.takes_fixed_rows else None
 
     def forward(
         self,
