@@ -169,9 +169,8 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
     _check_choice("weights", options.weights, ("constants", "inputs"))
     longest = longest_sequence([rope for rope in config.ropes if rope is not None], config.max_positions)
     _check_range("max_batch_size", options.max_batch_size, 1)
-    _check_range(
-        "max_num_tokens", options.max_num_tokens, 2
-    )  # of chunks of one token TensorRT has no attention
+    # TensorRT has no attention for chunks of at most one token.
+    _check_range("max_num_tokens", options.max_num_tokens, 2)
     _check_range("max_lora_rank", options.max_lora_rank, 0)
     max_seq_len = min(longest, 4096) if options.max_seq_len is None else options.max_seq_len
     _check_range("max_seq_len", max_seq_len, 2, longest)

@@ -154,11 +154,8 @@ def longest_of_plans(config: EngineConfig, sidecar: Sidecar, decoder: DecoderCon
 
 def count_row_blocks(config: EngineConfig, max_sequence_length: int) -> int:
     """How many blocks the scheduler may hand out where there are rows alone; ConfigError for fewer than slots."""
-    slots, size, wanted = (
-        config.max_num_sequences,
-        config.tokens_per_block,
-        config.max_tokens_in_paged_kv_cache,
-    )
+    slots, size = config.max_num_sequences, config.tokens_per_block
+    wanted = config.max_tokens_in_paged_kv_cache
     in_rows = slots * -(-max_sequence_length // size)
     if wanted is None:
         return in_rows

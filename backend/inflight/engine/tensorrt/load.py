@@ -112,13 +112,18 @@ def load_runner(
     runner = TensorRtRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
     if device.type == "cuda":
         runner.agree_on_recordings(agree)
+    _warn(sidecar)
+    return runner
+
+
+def _warn(sidecar: Sidecar) -> None:
+    """Say that plans have run on no hardware yet."""
     _logger.warning(
         "engine is tensorrt (%s %s): its authors had no GPU that runs plans, so nothing but a stand-in for "
         "TensorRT has run it; compare its answers with those of the engine torch before you rely on them",
         sidecar.module,
         sidecar.module_version,
     )
-    return runner
 
 
 def _load_plans(

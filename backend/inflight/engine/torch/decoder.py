@@ -106,9 +106,9 @@ class Decoder:
             if rope is not None
         }
 
-    def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits | None:
-        """Of a recorded batch; None: it takes none."""
-        return tile_limits(num_rows, num_chunks) if self.takes_fixed_rows else None
+    def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits:
+        """As `RecordedDecoder.tile_limits`: it takes a batch of any size."""
+        return tile_limits(num_rows, num_chunks)
 
     def forward(
         self,

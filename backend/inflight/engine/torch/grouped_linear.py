@@ -49,7 +49,7 @@ class GroupedLinear(Linear):
         order: [in] int64, which input is multiplied by each column of `weight`; None: its own.
         group_size: Inputs of a group.
         bits: 4 or 8.
-        tile: As `pack`: so many inputs the kernel multiplies at a time; 1, for 4-bit floats, on a CPU.
+        tile: As `pack`: so many inputs the kernel multiplies at a time. 1 is of 4-bit floats on a CPU alone.
         computed: Dtype of inputs and outputs.
         has_kernel: Whether the kernel multiplies.
     """
@@ -76,7 +76,7 @@ class GroupedLinear(Linear):
             groups = self.scales, self.zeros, self.group_size
             y = multiply(taken, self.weight, *groups, self.bits, self.tile)
             return y if self.bias is None else y.add_(self.bias)
-        if self.scales.dtype is _POWERS and self.tile == 1 and self.order is None:
+        if self.tile == 1:
             return self._by_tile(x)
         return F.linear(x, self.dequantized().to(x.dtype), self.bias)
 

@@ -21,6 +21,7 @@ from inflight.engine.torch.adapters import ActiveAdapters, AdapterPool
 from inflight.models import DecoderConfig
 
 Numbers = NDArray[np.int64] | list[int]
+"""Of rows, on the host: their slots, or positions."""
 
 
 class RunnerDecoder(Protocol):
@@ -82,7 +83,10 @@ class RecordedDecoder(RunnerDecoder, Protocol):
         ...
 
     def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits | None:
-        """Of a recorded batch of so many rows, and about so many chunks; None: it takes no such batch."""
+        """Of a recorded batch of so many rows and about so many chunks; None: that is more than it takes at once.
+
+        Asked only where `takes_fixed_rows`.
+        """
         ...
 
     def forward(

@@ -15,7 +15,7 @@ batches in which some row has an adapter. A batch whose adapters have more pages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,7 +28,6 @@ from inflight.decoding.transfer import staged, upload
 from inflight.engine.packing import (
     FixedRows,
     PackedBatch,
-    TileLimits,
     adapters_of,
     cut_into_tiles,
     generation_rows,
@@ -135,8 +134,11 @@ class IterationGraphs:
         self._decoder, self._table, self._cache = decoder, table, cache
         self._pool = pool = decoder.adapters
         kinds = RecordedKinds.of(decoder.takes_fixed_rows, table.null_slot, max_num_tokens, pool is not None)
+        most_chunks = min(table.null_slot, _MOST_CHUNKS)
         self._tile_limits = {
-            size: limits for size in kinds.mixed_sizes if (limits := self._limits_of(size)) is not None
+            size: limits
+            for size in kinds.mixed_sizes
+            if (limits := decoder.tile_limits(size, min(size, most_chunks))) is not None
         }
         self.kinds = kinds = replace(kinds, mixed_sizes=tuple(self._tile_limits))
         device, most = cache.device, max(*kinds.generation_sizes, *kinds.mixed_sizes)
@@ -194,8 +196,8 @@ class IterationGraphs:
     def _forward_generation(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor] | None:
         rows = generation_rows(batch, self._table)
         count = rows.shape[1]
-        sizes = (size for size in self.kinds.generation_sizes if size >= count)
-        replay = self._find(sizes, False, *rows)
+        size = next((size for size in self.kinds.generation_sizes if size >= count), None)
+        replay = None if size is None else self._find(size, False, *rows)
         if replay is None:
             return None
         recording, run = replay
@@ -212,16 +214,15 @@ class IterationGraphs:
             return None
         rows = lay_out(batch, self._table)
         count, begin = len(rows.slots), rows.generation_begin
-        fitting = (
-            size
-            for size, limits in self._tile_limits.items()
-            if size >= count and len(cut_into_tiles(rows.chunks, limits.rows)) <= limits.count
-        )
-        replay = self._find(fitting, True, rows.slots, rows.positions)
+        for size, limits in self._tile_limits.items():
+            if size >= count and len(tiles := cut_into_tiles(rows.chunks, limits.rows)) <= limits.count:
+                break
+        else:
+            return None
+        replay = self._find(size, True, rows.slots, rows.positions)
         if replay is None:
             return None
         recording, run = replay
-        tiles = cut_into_tiles(rows.chunks, self._tile_limits[recording.size].rows)
         parts = self._parts(recording.size, True)
         filled = np.zeros(sum(parts), dtype=np.int64)
         slots, positions, token_ids, generating, tile_rows = np.split(filled, np.cumsum(parts)[:-1])
@@ -235,15 +236,10 @@ class IterationGraphs:
         return self._hidden[:count], upload(np.array(rows.sampled, dtype=np.int64), self._hidden.device)
 
     def _find(
-        self,
-        sizes: Iterator[int],
-        has_chunks: bool,
-        slots: Numbers,
-        positions: Numbers,
+        self, size: int, has_chunks: bool, slots: Numbers, positions: Numbers
     ) -> tuple[_Recording, Callable[[], None]] | None:
-        """The recording of the first of these sizes, which is told of the rows' adapters; None without one."""
-        size = next(sizes, None)
-        if size is None or not self._cache.has_room_beside(slots, positions, size - len(slots)):
+        """The recording of this size, which is told of the rows' adapters; None if it does not take these rows."""
+        if not self._cache.has_room_beside(slots, positions, size - len(slots)):
             return None
         adapters = adapters_of(slots, self._table)
         if adapters is not None and not self._set_adapters(adapters, size):
@@ -258,9 +254,6 @@ class IterationGraphs:
         if not has_chunks:
             return [size, size]
         return [size, size, size, min(size, self._table.null_slot), 4 * self._tile_limits[size].count]
-
-    def _limits_of(self, size: int) -> TileLimits | None:
-        return self._decoder.tile_limits(size, min(size, self._table.null_slot, _MOST_CHUNKS))
 
     def _send(self, numbers: NDArray[np.int64]) -> None:
         self._numbers[: len(numbers)].copy_(staged(numbers, self._numbers.device), non_blocking=True)

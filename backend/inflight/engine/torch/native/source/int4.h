@@ -27,7 +27,7 @@ struct Int4 {
 };
 
 constexpr int kZeroBits = 31;
-constexpr int kUsualZero = 8;  // of symmetric checkpoints
+constexpr int kUsualZeroBit = 3;  // zero points of symmetric checkpoints are 8
 
 // `inner` and `begin` count bytes of an operand's row; a group of a panel has 16 times as many.
 template <>
@@ -88,11 +88,11 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
     const uint8_t* scales = a;
     __m512i sums[kRows][2];
     const __m512i zeros0 = _mm512_and_si512(words0, zero_bits), zeros1 = _mm512_and_si512(words1, zero_bits);
-    const __m512i usual = _mm512_set1_epi32(kUsualZero);
+    const __m512i usual = _mm512_set1_epi32(1 << kUsualZeroBit);
     if ((_mm512_cmpneq_epi32_mask(zeros0, usual) | _mm512_cmpneq_epi32_mask(zeros1, usual)) == 0) {
 #pragma GCC unroll 16
       for (int row = 0; row < kRows; ++row)
-        sums[row][0] = sums[row][1] = _mm512_slli_epi32(Int8::broadcast_pair(a + 4 * (kRows + row)), 3);
+        sums[row][0] = sums[row][1] = _mm512_slli_epi32(Int8::broadcast_pair(a + 4 * (kRows + row)), kUsualZeroBit);
     } else {
 #pragma GCC unroll 16
       for (int row = 0; row < kRows; ++row) {
