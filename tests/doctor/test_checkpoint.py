@@ -262,7 +262,7 @@ def test_what_becomes_of_quantized_weights(tmp_path: Path, quantize: str, says: 
     assert "unpacked when" in check(tmp_path, "bfloat16")["checkpoint"].says
 
 
-def test_packed_experts_are_kept_without_compiled_layers(tmp_path: Path):
+def test_packed_experts_are_kept(tmp_path: Path):
     make_random_model(tmp_path, "gpt_oss", quantize="mxfp4")
     kept, unpacked = (check(tmp_path, *dtype)["checkpoint"].says for dtype in ((), ("bfloat16",)))
     assert "mxfp4 kept as it is (4-bit floats)" in kept

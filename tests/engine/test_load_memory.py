@@ -70,7 +70,8 @@ _FOUR_BITS = [
     # stored as, loaded as it is, by, tensor-parallel ranks
     ("gptq", None, "native", 1),
     ("gptq", None, "torch", 1),
-    ("mxfp4", None, None, 1),
+    ("mxfp4", None, "native", 1),
+    ("mxfp4", None, "torch", 1),
 ]
 
 

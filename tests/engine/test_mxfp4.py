@@ -22,6 +22,7 @@ from inflight.models.registry import read_model_description
 from inflight.models.sharding import Part
 from inflight.testing.make_model import SHAPES, make_model
 from tests.engine.driver import alone, load_engine
+from tests.engine.kernels import needs_native
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve, to_torch
 
@@ -29,7 +30,7 @@ PROMPT = [(7 * place) % 500 + 3 for place in range(24)]
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 _FINITE = 253  # scales with which all 4-bit floats are finite in float32
 BOUND = 0.1
-"""Of the logits' deviation: bfloat16's rounding of activations."""
+"""Of the logits' deviation: of activations in bfloat16, which compiled layers round to int8."""
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +57,31 @@ def experts_of(engine: Any) -> ExpertWeights[Linear]:
     return engine.runner.decoder._weights.layers[0].experts
 
 
-def test_they_stay_in_4_bits(folder: Path, oracle: Any, caplog: pytest.LogCaptureFixture) -> None:
+@needs_native
+def test_compiled_layers_keep_4_bits(folder: Path, oracle: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = load_engine(folder)
+    assert "stay as the checkpoint has them (4 in 4-bit floats)" in caplog.text
+    assert engine.kernels == "native"
+    (layer, _) = engine.runner.decoder._packed
+    for linear in (layer.struct.expert_up, layer.struct.expert_down):
+        assert linear.group_size == 32 and linear.inner == linear.groups * (32 + 8)
+    assert_near(engine, oracle)
+
+
+def test_torchs_operators_keep_4_bits(folder: Path, oracle: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        engine = load_engine(folder, kernels="torch")
     assert "stay as the checkpoint has them (4 in 4-bit floats)" in caplog.text
     for stack in (experts_of(engine).up, experts_of(engine).down):
         assert isinstance(stack, GroupedLinear)
         count, outputs, num_bytes = stack.weight.shape
         numbers = count * outputs * 2 * num_bytes
         assert stack.weight.nbytes + stack.scales.nbytes == numbers * 17 // 32
+    assert_near(engine, oracle)
+
+
+def assert_near(engine: Any, oracle: Any) -> None:
     row = alone(engine, PROMPT, 8)
     exact = logits_of(oracle, row.tokens)[len(PROMPT) - 1 : -1]
     errors = (torch.stack(row.logits) - exact).square().mean(1).sqrt() / exact.std()
@@ -75,7 +92,7 @@ def test_a_dtype_that_is_asked_for_is_what_they_are_unpacked_to(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        engine = load_engine(folder, dtype="bfloat16")
+        engine = load_engine(folder, dtype="bfloat16", kernels="torch")
     assert type(experts_of(engine).up) is Linear
     assert "(48 in 4-bit floats) are unpacked to bfloat16: dtype is bfloat16" in caplog.text
 
@@ -93,12 +110,13 @@ def test_tokens_in_float32_are_those_of_transformers(folder: Path, oracle: Any) 
     torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
 
 
-def test_ranks_cut_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", [None, "torch"])
+def test_ranks_cut_blocks(tmp_path: Path, kernels: str | None) -> None:
     """Of 96 inputs in blocks of 32 two ranks have 48 each, which are groups of 16."""
     sizes = replace(SHAPES["tiny"], ffn=96)
     made = make_model(tmp_path, "gpt_oss", sizes, standard_deviation=0.1, quantize="mxfp4")
     request = Request(90, PROMPT, 1, output=OutputConfig(return_generation_logits=True))
-    with ranks(made, (2, 1), 64, 8, dtype=None) as engine:
+    with ranks(made, (2, 1), 64, 8, dtype=None, kernels=kernels) as engine:
         found = serve(engine, config_of("chunked"), [request])
     (logits,) = found.result(request).generation_logits
     exact = alone(load_engine(made, dtype="float32"), PROMPT, 1).logits[0]

@@ -16,7 +16,7 @@ from inflight.engine.torch.native.library import load_library
 from inflight.engine.torch.native.packing import Packer, quantize
 from inflight.engine.torch.native.structs import BatchStruct
 from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, Norm, decoder_weights
-from inflight.models.decoder_config import ExpertsConfig, NormPlacement
+from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, NormPlacement
 from inflight.models.decoder_weights import ExpertWeights
 from inflight.models.sharding import Part
 from tests.engine.kernels import needs_native
@@ -38,12 +38,30 @@ class Case:
     has_gate: bool = False
     is_normalized: bool = True
     norms: NormPlacement = "before"
+    has_biases: bool = False
+    swiglu: ClampedSwiglu | None = None
 
     @property
     def experts(self) -> ExpertsConfig:
         return ExpertsConfig(
-            self.count, self.per_token, self.inner, self.is_normalized, (True,), self.shared, self.has_gate
+            self.count,
+            self.per_token,
+            self.inner,
+            self.is_normalized,
+            (True,),
+            self.shared,
+            self.has_gate,
+            has_router_bias=self.has_biases,
+            has_bias=self.has_biases,
         )
+
+    def activate(self, inner: Tensor) -> Tensor:
+        gate, up = inner.chunk(2, dim=-1)
+        if self.swiglu is None:
+            return F.silu(gate) * up
+        limit = self.swiglu.limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(self.swiglu.alpha * gate) * (up + 1)
 
 
 CASES = {
@@ -57,6 +75,9 @@ CASES = {
     "shared": Case(9, shared=56),
     "shared-by-gate": Case(33, shared=56, has_gate=True, is_normalized=False),
     "odd-sizes": Case(9, hidden=37, inner=21, shared=11, has_gate=True),
+    "biases": Case(33, hidden=37, inner=21, has_biases=True),
+    "biases-and-gate": Case(9, shared=56, has_gate=True, has_biases=True),
+    "clamped": Case(9, has_biases=True, swiglu=ClampedSwiglu(alpha=1.7, limit=0.5)),
 }
 
 
@@ -93,6 +114,7 @@ class Layer:
             sliding_windows=(None,),
             tied_embeddings=False,
             experts=case.experts,
+            clamped_swiglu=case.swiglu,
         )
         packer = Packer(
             load_library(str(self.dtype).removeprefix("torch."), self.is_int8),
@@ -102,8 +124,9 @@ class Layer:
         )
         part, experts = Part.whole(self.config), self.weights.experts
         assert experts is not None
-        up, down = experts.up.weight, experts.down.weight
-        packed_up, packed_down = packer.stack(up, up.shape, is_gated=True), packer.stack(down, down.shape)
+        up, down = experts.up, experts.down
+        packed_up = packer.stack(up.weight, up.weight.shape, up.bias, is_gated=True)
+        packed_down = packer.stack(down.weight, down.weight.shape, down.bias)
         packed = replace(
             self.weights,
             qkv=packer.linear(self.weights.qkv),
@@ -117,6 +140,9 @@ class Layer:
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).mul_(shape[-1] ** -0.5).to(self.dtype)
+
+    def _draw_bias(self, *shape: int) -> Tensor | None:
+        return self._random(*shape) if self.case.has_biases else None
 
     def _draw(self, router_scale: float) -> LayerWeights:
         case, hidden = self.case, self.case.hidden
@@ -133,9 +159,12 @@ class Layer:
             down=Linear(self._random(hidden, shared)) if shared else None,
             mlp_post_norm=None if case.norms == "before" else self._draw_norm(),
             experts=ExpertWeights(
-                Linear(router_scale * self._random(case.count, hidden)),
-                Linear(self._random(case.count, 2 * case.inner, hidden)),
-                Linear(self._random(case.count, hidden, case.inner)),
+                Linear(router_scale * self._random(case.count, hidden), self._draw_bias(case.count)),
+                Linear(
+                    self._random(case.count, 2 * case.inner, hidden),
+                    self._draw_bias(case.count, 2 * case.inner),
+                ),
+                Linear(self._random(case.count, hidden, case.inner), self._draw_bias(case.count, hidden)),
                 Linear(4 * self._random(1, hidden)) if case.has_gate else None,
             ),
         )
@@ -168,20 +197,19 @@ class Layer:
         norm, read = weights.mlp_norm, x.float()
         if norm is not None:
             read = apply_norm(x, norm, self.config.norm_eps).float()
-
-        def activate(inner: Tensor) -> Tensor:
-            gate, up = inner.chunk(2, dim=-1)
-            return F.silu(gate) * up
-
+        router_bias, up_bias, down_bias = (
+            None if linear.bias is None else linear.bias.float()
+            for linear in (experts.router, experts.up, experts.down)
+        )
         wide = ExpertWeights(
-            Linear(experts.router.weight.float()),
-            Linear(torch.stack([self._as_packed(each) for each in experts.up.weight])),
-            Linear(torch.stack([self._as_packed(each) for each in experts.down.weight])),
+            Linear(experts.router.weight.float(), router_bias),
+            Linear(torch.stack([self._as_packed(each) for each in experts.up.weight]), up_bias),
+            Linear(torch.stack([self._as_packed(each) for each in experts.down.weight]), down_bias),
             None,
         )
-        result = mix_experts(read, wide, self.case.experts, activate)
+        result = mix_experts(read, wide, self.case.experts, self.case.activate)
         if weights.up is not None and weights.down is not None:
-            inner = activate(F.linear(read, self._as_packed(weights.up.weight)))
+            inner = self.case.activate(F.linear(read, self._as_packed(weights.up.weight)))
             shared = F.linear(inner, self._as_packed(weights.down.weight))
             if experts.shared_gate is not None:
                 shared *= torch.sigmoid(F.linear(read, experts.shared_gate.weight.float()))

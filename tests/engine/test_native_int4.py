@@ -1,4 +1,4 @@
-"""Products of compiled layers with 4-bit weights, against the numbers that levels and scales stand for."""
+"""Products of compiled layers with 4-bit weights, whole numbers and floats, against the numbers that levels and scales stand for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from inflight.engine.torch.native.library import load_library
 from inflight.engine.torch.native.packing import PackedLinear, Packer, gated_order
 from inflight.engine.torch.native.structs import Handle, LayerStruct, NormStruct, ShapeStruct
-from inflight.models.levels import GroupedMatrix, Levels
+from inflight.models.levels import FLOAT4, GroupedMatrix, Levels
 from tests.engine.kernels import needs_native
 
 pytestmark = needs_native
@@ -30,6 +30,14 @@ def draw(outputs: int, inputs: int, size: int, seed: int = 0) -> GroupedMatrix:
     return GroupedMatrix(
         numbers(15, outputs, inputs), scales, numbers(16, outputs, groups).short(), size, None, 4
     )
+
+
+def draw_floats(outputs: int, inputs: int, seed: int = 0) -> GroupedMatrix:
+    """4-bit floats in groups of 32, with powers of 2 as scales."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 16, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    powers = torch.randint(-6, 3, (outputs, inputs // 32), generator=generator)
+    return GroupedMatrix(values, torch.exp2(powers.float()), None, 32, None, 4, is_float4=True)
 
 
 def make_packer() -> Packer:
@@ -96,8 +104,41 @@ def test_symmetric_zero_points(others: tuple[int, ...]) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 
 
-def test_a_row_depends_on_no_other() -> None:
-    matrix, packer = draw(64, 256, 64), make_packer()
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (40, 96), (5, 32), (32, 8192)])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 12, 13, 33])
+def test_products_of_4_bit_floats(outputs: int, inputs: int, num_rows: int) -> None:
+    matrix, packer = draw_floats(outputs, inputs), make_packer()
+    x = torch.randn(num_rows, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = multiply(packer, packer.levels(matrix, None), x)
+    expected = rounded(x, 32) @ matrix.dequantized().double().T
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+
+
+def test_every_4_bit_float_with_every_scale() -> None:
+    """value = float * 2 ** (scale - 127), where that is finite and no smaller than float32's normal numbers."""
+    scales = torch.arange(253, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
+    values = torch.arange(16, dtype=torch.uint8).repeat(len(scales), 2)
+    packer = make_packer()
+    packed = packer.levels(GroupedMatrix(values, scales, None, 32, None, 4, is_float4=True), None)
+    found = multiply(packer, packed, torch.eye(32).bfloat16()).double().T
+    powers = 2.0 ** (torch.arange(len(scales), dtype=torch.float64) - 127)
+    exact = torch.tensor(FLOAT4, dtype=torch.float64).repeat(2) * powers[:, None]
+    is_normal = exact.abs() >= torch.finfo(torch.float32).tiny
+    torch.testing.assert_close(found[is_normal], exact[is_normal], rtol=1e-6, atol=0)
+    assert (found[exact == 0] == 0).all() and (found - exact)[~is_normal].abs().max() < 1e-38
+
+
+def test_a_scale_that_is_no_number_gives_none() -> None:
+    """MXFP4's last scale is none."""
+    matrix, packer = draw_floats(40, 64), make_packer()
+    matrix.scales[3, 1] = torch.nan
+    found = multiply(packer, packer.levels(matrix, None), torch.ones(2, 64).bfloat16())
+    assert found[:, 3].isnan().all() and found[:, :3].isfinite().all() and found[:, 4:].isfinite().all()
+
+
+@pytest.mark.parametrize("is_float", [False, True])
+def test_a_row_depends_on_no_other(is_float: bool) -> None:
+    matrix, packer = draw_floats(64, 256) if is_float else draw(64, 256, 64), make_packer()
     packed = packer.levels(matrix, None)
     x = torch.randn(29, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     together = multiply(packer, packed, x)

@@ -75,8 +75,7 @@ class _Packing(Finisher[PackedLayer, PackedLinear]):
     def stack(
         self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> PackedLinear:
-        assert bias is None, "checked: experts with biases are not for compiled layers"
-        return self._packer.stack(matrices, shape, is_gated)
+        return self._packer.stack(matrices, shape, bias, is_gated)
 
     def head(self, linear: Linear) -> PackedLinear:
         return self._packer.linear(linear, int8=self._packer.int8 or self.keeps_levels)
@@ -91,9 +90,8 @@ class _Packing(Finisher[PackedLayer, PackedLinear]):
     def keep_stacked_levels(
         self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> PackedLinear:
-        assert bias is None, "checked: experts with biases are not for compiled layers"
         first = next(matrices)
-        packed = self._packer.stacked_levels(chain((first,), matrices), shape, is_gated)
+        packed = self._packer.stacked_levels(chain((first,), matrices), shape, bias, is_gated)
         self._kept[first.kind] += 1
         return packed
 
@@ -384,12 +382,9 @@ def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
     experts = decoder.experts
     lacking = {
         "latent attention": decoder.latent is not None,
-        "biases of experts": experts is not None and (experts.has_bias or experts.has_router_bias),
         "a router with groups, biases of the choice, or sigmoids": experts is not None
         and (experts.num_groups > 1 or experts.has_choice_bias or experts.scoring != "softmax"),
         "scaled results of experts": experts is not None and experts.result_scale != 1.0,
-        "learned sinks": decoder.learned_sinks,
-        "clamped SwiGLU": decoder.clamped_swiglu is not None,
         "attention and MLP beside each other": decoder.parallel_residual,
         "norms over all heads together on several ranks": decoder.qk_norm == "projection" and shard.size > 1,
         "expert parallelism": shard.moe_ep_size > 1,

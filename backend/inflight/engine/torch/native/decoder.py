@@ -36,7 +36,7 @@ from inflight.engine.torch.native.structs import (
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, DecoderWeights
-from inflight.models.decoder_config import ExpertsConfig
+from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part
 
@@ -258,6 +258,7 @@ class NativeDecoder:
 
     def _describe(self, held: DecoderConfig, tokens_per_block: int) -> ShapeStruct:
         experts = held.experts or ExpertsConfig(0, 0, 0, False, ())
+        swiglu = held.clamped_swiglu or ClampedSwiglu(alpha=0.0, limit=0.0)
         return ShapeStruct(
             held.hidden_size,
             held.num_heads,
@@ -282,6 +283,8 @@ class NativeDecoder:
             held.residual_scale,
             held.logits_scale,
             held.logits_soft_cap or 0.0,
+            swiglu.limit,
+            swiglu.alpha,
         )
 
     def _bind(self, cache: KvCache) -> None:

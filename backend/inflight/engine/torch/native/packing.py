@@ -24,7 +24,7 @@ from inflight.models.levels import GroupedMatrix, Kind
 
 PANEL = 32
 HALF = PANEL // 2
-_INT8, _INT4 = 1, 2  # kinds of LinearStruct
+_INT8, _INT4, _FLOAT4 = 1, 2, 3  # kinds of LinearStruct
 _INT8_LEVELS = 127
 _INT4_TOGETHER, _OF_GROUP, _ZERO_BITS = 8, 8, 31  # kAtOnce, kOfGroup, kZeroBits of source/int4.h
 _NUMBERS_AT_ONCE = 1 << 21  # of a matrix that is quantized, as few whole panels as have so many
@@ -117,6 +117,7 @@ class Packer:
         if layer.query_norm is not None and layer.key_norm is not None:
             struct.query_norm = self._norm(layer.query_norm).weight
             struct.key_norm = self._norm(layer.key_norm).weight
+        struct.learned_sinks = self._keep(layer.sinks, torch.float32)
         return PackedLayer(
             struct,
             tuple(self._tensors),
@@ -138,32 +139,40 @@ class Packer:
         return PackedLinear(struct, tuple(self._tensors), linear.bias)
 
     def stack(
-        self, matrices: Iterable[Tensor], shape: tuple[int, ...], is_gated: bool = False
+        self,
+        matrices: Iterable[Tensor],
+        shape: tuple[int, ...],
+        bias: Tensor | None = None,
+        is_gated: bool = False,
     ) -> PackedLinear:
         """Pack the matrices [rows, inner] of experts behind each other, each when it is asked for.
 
-        `shape`: [count, rows, inner].
+        `shape`: [count, rows, inner]; `bias`: [count, rows].
         """
         self._tensors = []
-        struct = self._pack(matrices, shape, self.int8, is_gated, is_stack=True)
-        return PackedLinear(struct, tuple(self._tensors), None)
+        struct = self._pack(matrices, shape, self.int8, is_gated, bias, is_stack=True)
+        return PackedLinear(struct, tuple(self._tensors), bias)
 
     def levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool = False) -> PackedLinear:
         """Pack a projection that the checkpoint has quantized, of which `why_unpacked` says nothing."""
         self._tensors = []
         shape = (1, *matrix.shape)
-        pack = self._pack_int4 if matrix.kind is Kind.INT4 else self._pack_levels
+        pack = self._pack_four_bits if matrix.bits == 4 else self._pack_levels
         return PackedLinear(pack((matrix,), shape, is_gated, bias), tuple(self._tensors), bias)
 
     def stacked_levels(
-        self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], is_gated: bool = False
+        self,
+        matrices: Iterator[GroupedMatrix],
+        shape: tuple[int, ...],
+        bias: Tensor | None = None,
+        is_gated: bool = False,
     ) -> PackedLinear:
         """As `stack`, of quantized ones that are all of one form."""
         self._tensors = []
         first = next(matrices)
         matrices = chain((first,), matrices)
-        pack = self._pack_int4 if first.kind is Kind.INT4 else self._pack_levels
-        return PackedLinear(pack(matrices, shape, is_gated, is_stack=True), tuple(self._tensors), None)
+        pack = self._pack_four_bits if first.bits == 4 else self._pack_levels
+        return PackedLinear(pack(matrices, shape, is_gated, bias, is_stack=True), tuple(self._tensors), bias)
 
     def norm(self, norm: Norm) -> tuple[NormStruct, tuple[Tensor, ...]]:
         """Pack a norm by itself."""
@@ -176,12 +185,12 @@ class Packer:
         return NormStruct(self._keep(norm.weight.float()), self._keep(norm.bias, torch.float32))
 
     def _router(self, experts: ExpertWeights) -> LinearStruct:
-        """Its columns, and behind them that of the gate; they are never int8."""
-        weights = [experts.router.weight]
+        """Its columns, and behind them that of the gate, which has no bias; they are never int8."""
+        router, bias = experts.router.weight, experts.router.bias
         if experts.shared_gate is not None:
-            weights.append(experts.shared_gate.weight)
-        router = torch.cat(weights)
-        return self._pack((router,), (1, *router.shape), int8=False)
+            router = torch.cat((router, experts.shared_gate.weight))
+            bias = None if bias is None else F.pad(bias, (0, 1))
+        return self._pack((router,), (1, *router.shape), int8=False, bias=bias)
 
     def _pack(
         self,
@@ -210,7 +219,7 @@ class Packer:
                 self.library.pack(weight.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
         return LinearStruct(
             self._keep(packed),
-            self._keep(None if bias is None else in_order(bias.float(), order, width)),
+            self._keep(None if bias is None else _packed_bias(bias, order, width)),
             self._keep(scales),
             self._keep(corrections),
             None,
@@ -243,7 +252,7 @@ class Packer:
             self.library.pack_int8(values.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
         return LinearStruct(
             self._keep(packed),
-            self._keep(None if bias is None else in_order(bias.float(), order, width)),
+            self._keep(None if bias is None else _packed_bias(bias, order, width)),
             self._keep(scales),
             self._keep(corrections),
             None,
@@ -252,7 +261,7 @@ class Packer:
             _INT8,
         )
 
-    def _pack_int4(
+    def _pack_four_bits(
         self,
         matrices: Iterable[GroupedMatrix],
         shape: tuple[int, ...],
@@ -260,7 +269,7 @@ class Packer:
         bias: Tensor | None = None,
         is_stack: bool = False,
     ) -> LinearStruct:
-        """As `_pack`, of levels 0 to 15 in groups, which are the same ones in all matrices."""
+        """As `_pack`, of levels 0 to 15 or 4-bit floats in groups, which are the same ones in all matrices."""
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
         matrices = iter(matrices)
@@ -276,13 +285,13 @@ class Packer:
             self.library.pack_int4(*sources, *sizes, target.data_ptr(), self.num_threads)
         return LinearStruct(
             self._keep(packed),
-            self._keep(None if bias is None else in_order(bias.float(), order, width)),
+            self._keep(None if bias is None else _packed_bias(bias, order, width)),
             None,
             None,
             self._keep(first.order, torch.int32),
             count * len(order),
             row_bytes,
-            _INT4,
+            _FLOAT4 if first.is_float4 else _INT4,
             groups,
             size,
         )
@@ -327,7 +336,7 @@ class Packer:
         return kept.data_ptr()
 
 
-KEPT = frozenset({Kind.INT4, Kind.INT8_BY_ROW})
+KEPT = frozenset({Kind.INT4, Kind.FLOAT4, Kind.INT8_BY_ROW})
 """What compiled layers multiply as the checkpoint has it."""
 
 
@@ -335,7 +344,7 @@ def why_unpacked(matrix: GroupedMatrix, is_stack: bool) -> str:
     """As `Finisher.why_unpacked`."""
     if matrix.kind not in KEPT:
         return f"{matrix.kind.value}, which int8 by row would round again"
-    if matrix.kind is Kind.INT4 and matrix.scales.shape[1] > 1 and matrix.group_size % _INT4_TOGETHER:
+    if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % _INT4_TOGETHER:
         return f"groups of {matrix.group_size} inputs, which are no multiple of {_INT4_TOGETHER}"
     if is_stack and matrix.order is not None:
         return "experts whose inputs are in an order of their own"
@@ -345,8 +354,8 @@ def why_unpacked(matrix: GroupedMatrix, is_stack: bool) -> str:
 def _words(matrix: GroupedMatrix) -> Tensor:
     """[outputs, groups] int32: scales in float32, with the zero points as their lowest bits."""
     zeros = torch.zeros(1) if matrix.zeros is None else matrix.zeros
-    scales = matrix.scales.contiguous().view(torch.int32) & ~_ZERO_BITS
-    return scales | zeros.to(torch.int32)
+    scales = matrix.scales / 2 if matrix.is_float4 else matrix.scales.contiguous()
+    return (scales.view(torch.int32) & ~_ZERO_BITS) | zeros.to(torch.int32)
 
 
 def _column_order(rows: int, is_gated: bool, is_stack: bool) -> tuple[Tensor, int]:
@@ -354,6 +363,12 @@ def _column_order(rows: int, is_gated: bool, is_stack: bool) -> tuple[Tensor, in
     order = gated_order(rows) if is_gated else torch.arange(rows)
     width = -(-len(order) // PANEL) * PANEL
     return F.pad(order, (0, width - len(order)), value=-1) if is_stack else order, width
+
+
+def _packed_bias(bias: Tensor, order: Tensor, width: int) -> Tensor:
+    """[count * width] float32, of one matrix [rows] or of those of a stack [count, rows]."""
+    each = bias.float().view(-1, bias.shape[-1])
+    return torch.cat([in_order(own, order, width) for own in each])
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

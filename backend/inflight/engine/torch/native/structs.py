@@ -48,6 +48,7 @@ class LayerStruct(Structure):
         ("expert_down", LinearStruct),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
+        ("learned_sinks", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("keys", c_void_p),
@@ -86,6 +87,8 @@ class ShapeStruct(Structure):
         ("residual_scale", c_float),
         ("logits_scale", c_float),
         ("logits_soft_cap", c_float),
+        ("swiglu_limit", c_float),
+        ("swiglu_alpha", c_float),
     )
 
 

@@ -43,6 +43,7 @@ struct AttentionShape {
   int heads, kv_heads, head_dim, tokens_per_block;
   int recent, sinks;  // window; recent 0: everything before
   float scale, soft_cap;  // of scores; 0: no cap
+  const float* learned_sinks;  // [heads], a score that each row has beside those of keys, without a value; or none
   int group() const { return heads / kv_heads; }
   int rows_per_tile() const { return std::max(1, kTile / group()); }
   int64_t head_elements() const { return static_cast<int64_t>(head_dim) * tokens_per_block; }
@@ -375,8 +376,8 @@ void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& t
     std::memcpy(state.queries[m], queries + row * query_stride + static_cast<int64_t>(head) * head_dim,
                 head_dim * sizeof(Stored));
     state.position[m] = tile.span.start + (row - tile.span.begin);
-    state.largest[m] = -std::numeric_limits<float>::infinity();
-    state.total[m] = 0.0f;
+    state.largest[m] = shape.learned_sinks ? shape.learned_sinks[head] : -std::numeric_limits<float>::infinity();
+    state.total[m] = shape.learned_sinks ? 1.0f : 0.0f;
     std::memset(state.sums[m], 0, padded * sizeof(float));
   }
   const int64_t pair_stride = static_cast<int64_t>(shape.tokens_per_block) * E::kPair;

@@ -246,7 +246,7 @@ class Decoder {
       if (linear.kind == kElement) {
         if (width < linear.inner) source = pad(source, width, linear.inner, plain(0));
         tasks.pack(source, linear.inner / E::kPair, operand_.get(), row);
-      } else if (linear.kind == kInt4) {
+      } else if (linear.has_groups()) {
         quantize_groups<E>(source, width, linear.order, linear.groups, linear.group_size, quantized, permuted);
         tasks.pack(quantized, linear.inner / Int4::kPair, operand_.get(), row);
       } else {
@@ -322,17 +322,19 @@ class Decoder {
                   });
       return;
     }
-    if constexpr (kHasInt8) if (linear.kind == kInt4) {
-      const Packed<Int4> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner,
-                                linear.group_size + Int4::kOfGroup};
-      multiply<Int4>(reinterpret_cast<const uint8_t*>(operand_.get()), tasks, packed, team_, thread, begin,
-                     [&](int row, int panel, __m512 low, __m512 high) {
-                       finish(row, panel, low, high);
-                       done(row, tasks.within_matrix(panel), low, high);
-                     });
-      return;
-    }
     if constexpr (kHasInt8) {
+      const auto of_groups = [&](auto type) {
+        using Type = decltype(type);
+        const Packed<Type> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner,
+                                  linear.group_size + Type::kOfGroup};
+        multiply<Type>(reinterpret_cast<const uint8_t*>(operand_.get()), tasks, packed, team_, thread, begin,
+                       [&](int row, int panel, __m512 low, __m512 high) {
+                         finish(row, panel, low, high);
+                         done(row, tasks.within_matrix(panel), low, high);
+                       });
+      };
+      if (linear.kind == kInt4) return of_groups(Int4{});
+      if (linear.kind == kFloat4) return of_groups(Float4{});
       const float* row_scales = row_scales_.get();
       const Packed<Int8> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner};
       multiply<Int8>(reinterpret_cast<const uint8_t*>(operand_.get()), tasks, packed, team_, thread, begin,
@@ -450,6 +452,7 @@ class Decoder {
     AttentionShape attention = attention_;
     attention.recent = layer.recent;
     attention.sinks = layer.sinks;
+    attention.learned_sinks = layer.learned_sinks;
     read_cache(layer, batch, attention, qkv, read, thread);
     team_.barrier();
     contribute(output, read, read_width(), rows, layer.attention_post_norm, x, partial, thread);
@@ -560,8 +563,11 @@ class Decoder {
     Stored* activated = inner_.get();
     if (shape_.is_gated) {  // a panel is 16 columns of the gate and the same 16 of what it gates
       multiply_by(up, tasks, thread, [&](int row, int panel, __m512 gate, __m512 gated) {
-        E::store(activated + static_cast<int64_t>(row) * inner + panel * kLanes,
-                 _mm512_mul_ps(activate<E>(kind, gate), gated), first_lanes(inner - panel * kLanes));
+        const __m512 given = shape_.swiglu_limit > 0.0f
+                                 ? clamped_swiglu<E>(gate, gated, shape_.swiglu_limit, shape_.swiglu_alpha)
+                                 : _mm512_mul_ps(activate<E>(kind, gate), gated);
+        E::store(activated + static_cast<int64_t>(row) * inner + panel * kLanes, given,
+                 first_lanes(inner - panel * kLanes));
       });
     } else {
       multiply_by(up, tasks, thread, [&](int row, int panel, __m512 low, __m512 high) {

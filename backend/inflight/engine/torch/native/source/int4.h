@@ -1,4 +1,5 @@
 // 4-bit weights in groups of inputs, each with a scale and a zero point, and activations quantized by row and group.
+// They are whole numbers, or 4-bit floats (e2m1) of which twice the value is one.
 //
 // A level of 0 .. 15 is VNNI's unsigned operand as it is, an activation round(x / scale) its signed one, with scale =
 // max |x| / 127 over the row's values of a group. A group's sum of products is exact; what zero points take away is
@@ -6,7 +7,8 @@
 //
 // Weights of a panel, group by group: a word for each of 32 columns, then [inputs / 8][32 columns][4 bytes], of which
 // each has the level of an input in its lower half and that of the fourth input behind it in its upper half. A word is
-// the float32 scale, its 5 lowest bits being the zero point, 0 .. 16: scales of 16 bits have zeros there.
+// the float32 scale, its 5 lowest bits being the zero point, 0 .. 16: scales of 16 bits have zeros there. Of floats the
+// scale is half of theirs, and there is no zero point: they are looked up as what they are twice and 16 more.
 //
 // An operand's row, group by group: its scale, the sum of its levels with the sign turned, the levels.
 #pragma once
@@ -16,22 +18,33 @@
 
 namespace inflight {
 
-struct Int4 {
+template <bool kIsFloat>
+struct FourBits {
   using Stored = uint8_t;
   using Sums = __m512;
   static constexpr int kPair = 4;
   static constexpr int kOfGroup = 8;  // bytes of an operand's group beside its levels
   static constexpr int kAtOnce = 8;   // inputs
+  static constexpr int kUsualZeroBit = kIsFloat ? 4 : 3;  // zero points of symmetric checkpoints are 8
 
   static Sums zero() { return _mm512_setzero_ps(); }
+
+  // VNNI's unsigned operand of what is in the lower half of each byte.
+  static __m512i levels(__m512i bytes) {
+    bytes = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
+    if constexpr (!kIsFloat) return bytes;
+    const __m128i table = _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), bytes);
+  }
 };
+using Int4 = FourBits<false>;
+using Float4 = FourBits<true>;
 
 constexpr int kZeroBits = 31;
-constexpr int kUsualZeroBit = 3;  // zero points of symmetric checkpoints are 8
 
 // `inner` and `begin` count bytes of an operand's row; a group of a panel has 16 times as many.
-template <>
-struct Packed<Int4> {
+template <bool kIsFloat>
+struct Packed<FourBits<kIsFloat>> {
   const uint8_t* data;
   int columns, inner;
   int group;  // bytes of an operand's group
@@ -77,22 +90,24 @@ void quantize_groups(const typename E::Stored* source, int count, const int32_t*
 }
 
 // As the other types' in gemm.h; `totals` are where they wait for their panel's next part.
-template <int kRows>
+template <int kRows, bool kIsFloat>
 inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, const uint8_t* panel, int inner, int group,
                                                            const Ahead& ahead, __m512 (*totals)[2]) {
+  using Type = FourBits<kIsFloat>;
   constexpr int kColumns = 4 * kLanes;  // bytes of 16 columns
-  const __m512i low_half = _mm512_set1_epi8(15), zero_bits = _mm512_set1_epi32(kZeroBits);
+  const __m512i zero_bits = _mm512_set1_epi32(kZeroBits);
   const char *first = ahead.first, *second = ahead.second;
   for (int begin = 0; begin < inner; begin += group) {
     const __m512i words0 = _mm512_loadu_si512(panel), words1 = _mm512_loadu_si512(panel + kColumns);
     const uint8_t* scales = a;
     __m512i sums[kRows][2];
     const __m512i zeros0 = _mm512_and_si512(words0, zero_bits), zeros1 = _mm512_and_si512(words1, zero_bits);
-    const __m512i usual = _mm512_set1_epi32(1 << kUsualZeroBit);
-    if ((_mm512_cmpneq_epi32_mask(zeros0, usual) | _mm512_cmpneq_epi32_mask(zeros1, usual)) == 0) {
+    const __m512i usual = _mm512_set1_epi32(1 << Type::kUsualZeroBit);
+    if (kIsFloat || (_mm512_cmpneq_epi32_mask(zeros0, usual) | _mm512_cmpneq_epi32_mask(zeros1, usual)) == 0) {
 #pragma GCC unroll 16
       for (int row = 0; row < kRows; ++row)
-        sums[row][0] = sums[row][1] = _mm512_slli_epi32(Int8::broadcast_pair(a + 4 * (kRows + row)), kUsualZeroBit);
+        sums[row][0] = sums[row][1] =
+            _mm512_slli_epi32(Int8::broadcast_pair(a + 4 * (kRows + row)), Type::kUsualZeroBit);
     } else {
 #pragma GCC unroll 16
       for (int row = 0; row < kRows; ++row) {
@@ -103,21 +118,21 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
     }
     panel += 2 * kColumns;
     a += 4 * 2 * kRows;
-    for (int k = Int4::kOfGroup; k < group; k += Int4::kAtOnce, panel += 2 * kColumns, a += 4 * 2 * kRows) {
+    for (int k = Type::kOfGroup; k < group; k += Type::kAtOnce, panel += 2 * kColumns, a += 4 * 2 * kRows) {
       _mm_prefetch(first, _MM_HINT_T1);
       _mm_prefetch(second, _MM_HINT_T1);
       first += ahead.step;
       second += ahead.step;
       const __m512i both0 = _mm512_loadu_si512(panel), both1 = _mm512_loadu_si512(panel + kColumns);
-      __m512i b0 = _mm512_and_si512(both0, low_half), b1 = _mm512_and_si512(both1, low_half);
+      __m512i b0 = Type::levels(both0), b1 = Type::levels(both1);
 #pragma GCC unroll 16
       for (int row = 0; row < kRows; ++row) {
         const __m512i x = Int8::broadcast_pair(a + 4 * row);
         sums[row][0] = Int8::multiply_add(sums[row][0], b0, x);
         sums[row][1] = Int8::multiply_add(sums[row][1], b1, x);
       }
-      b0 = _mm512_and_si512(_mm512_srli_epi16(both0, 4), low_half);
-      b1 = _mm512_and_si512(_mm512_srli_epi16(both1, 4), low_half);
+      b0 = Type::levels(_mm512_srli_epi16(both0, 4));
+      b1 = Type::levels(_mm512_srli_epi16(both1, 4));
 #pragma GCC unroll 16
       for (int row = 0; row < kRows; ++row) {
         const __m512i x = Int8::broadcast_pair(a + 4 * (kRows + row));
@@ -141,18 +156,18 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
   }
 }
 
-template <int kRows, class Done>
-inline void run_rows(const uint8_t* block, int row, const Packed<Int4>& w, int panel, const Part& part,
+template <int kRows, bool kIsFloat, class Done>
+inline void run_rows(const uint8_t* block, int row, const Packed<FourBits<kIsFloat>>& w, int panel, const Part& part,
                      const Ahead& ahead, __m512 (*waiting)[2], const Done& done) {
   if (part.begin == 0)
     for (int i = 0; i < kRows; ++i) waiting[i][0] = waiting[i][1] = _mm512_setzero_ps();
-  multiply_groups<kRows>(block + static_cast<int64_t>(part.begin) * kRows, w.part(panel, part.begin),
-                         part.end - part.begin, w.group, ahead, waiting);
+  multiply_groups<kRows, kIsFloat>(block + static_cast<int64_t>(part.begin) * kRows, w.part(panel, part.begin),
+                                   part.end - part.begin, w.group, ahead, waiting);
   if (part.end == part.inner)
     for (int i = 0; i < kRows; ++i) done(row + i, panel, waiting[i][0], waiting[i][1]);
 }
 
-// Levels 0 .. 15 [rows, inner], and the words [rows, groups], to panels as above; order[i] is the source row of column
+// Levels 0 .. 15 (of floats their bits) [rows, inner], and the words [rows, groups], to panels as above; order[i] is the source row of column
 // i, negative for zeros. What lies behind the last input is zero, as are the activations that it is multiplied by.
 inline void pack_int4(const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns, int inner,
                       int groups, int size, uint8_t* target, int num_threads) {

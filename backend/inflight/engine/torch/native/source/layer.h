@@ -13,16 +13,17 @@
 
 namespace inflight {
 
-enum Kind : int32_t { kElement = 0, kInt8 = 1, kInt4 = 2 };
+enum Kind : int32_t { kElement = 0, kInt8 = 1, kInt4 = 2, kFloat4 = 3 };
 
 struct Linear {
   const void* data;
   const float* bias;          // [padded columns], or none
   const float* scales;        // int8: [padded columns]
   const int32_t* corrections;  // int8: [padded columns], 128 times the column's sum
-  const int32_t* order;        // int4: [width], which value each input is; none: the one in its place
-  int32_t columns, inner, kind;  // int4: `inner` is bytes of an operand's row
-  int32_t groups, group_size;  // int4: of inputs
+  const int32_t* order;        // 4 bits: [width], which value each input is; none: the one in its place
+  int32_t columns, inner, kind;  // 4 bits: `inner` is bytes of an operand's row
+  int32_t groups, group_size;  // 4 bits: of inputs
+  bool has_groups() const { return kind == kInt4 || kind == kFloat4; }
 };
 
 struct Norm {
@@ -62,6 +63,7 @@ struct Layer {
   Linear router;                  // a column for each expert, then the gate of that MLP; without data: no experts
   Linear expert_up, expert_down;  // of all experts, each in whole panels behind the one before
   const float *query_norm, *key_norm;  // [head_dim], or of all heads; or none
+  const float* learned_sinks;          // [heads], or none
   const float *cos, *sin;              // [positions, rotary_dim / 2], or none
   void *keys, *values;
   float *key_scales, *value_scales;  // of a cache of levels
@@ -77,6 +79,7 @@ struct Shape {
   int32_t normalizes_chances;    // of a row's experts: they are divided by their sum
   int32_t cache_kind;            // what keys and values are in the cache: a CacheKind
   float eps, attention_scale, attention_soft_cap, residual_scale, logits_scale, logits_soft_cap;  // cap 0: none
+  float swiglu_limit, swiglu_alpha;  // of a clamped SwiGLU, instead of `activation`; limit 0: it is none
 };
 
 struct Batch {

@@ -87,4 +87,15 @@ inline __m512 activate(int32_t kind, __m512 x) {
   }
 }
 
+// What the gate and what it gates give where both are clamped and these are raised by one, as gpt-oss has it.
+template <class E>
+inline __m512 clamped_swiglu(__m512 gate, __m512 gated, float limit, float alpha) {
+  const __m512 highest = _mm512_set1_ps(limit), lowest = _mm512_set1_ps(-limit);
+  gate = _mm512_min_ps(highest, gate);  // in this order what is no number stays none
+  gated = _mm512_min_ps(highest, _mm512_max_ps(lowest, gated));
+  const __m512 steep = _mm512_mul_ps(gate, _mm512_set1_ps(alpha));
+  const __m512 open = _mm512_mul_ps(gate, E::kPair == 2 ? rough_sigmoid_ps(steep) : sigmoid_ps(steep));
+  return _mm512_fmadd_ps(open, gated, open);
+}
+
 }  // namespace inflight
