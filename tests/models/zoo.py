@@ -217,7 +217,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 6,
             "num_experts_per_tok": 3,
             "sliding_window": 19,
-            "swiglu_limit": 2.0,
+            "swiglu_limit": 1.0,
             **_rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
         },
     ),
