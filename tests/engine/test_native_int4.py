@@ -1,4 +1,4 @@
-"""Products of compiled layers with 4-bit weights, whole numbers and floats, against the numbers that levels and scales stand for."""
+"""Products of compiled layers with 4-bit weights, whole numbers and floats, against what they stand for."""
 
 from __future__ import annotations
 
