@@ -26,7 +26,8 @@ PANEL = 32
 HALF = PANEL // 2
 _INT8, _INT4, _FLOAT4 = 1, 2, 3  # kinds of LinearStruct
 _INT8_LEVELS = 127
-_INT4_TOGETHER, _OF_GROUP, _ZERO_BITS = 8, 8, 31  # kAtOnce, kOfGroup, kZeroBits of source/int4.h
+# kAtOnce, kOfGroup, kZeroBits and kWord of source/int4.h
+_INT4_TOGETHER, _OF_GROUP, _ZERO_BITS, _WORD, _FLOAT_WORD = 8, 8, 31, 4, 2
 _NUMBERS_AT_ONCE = 1 << 21  # of a matrix that is quantized, as few whole panels as have so many
 
 
@@ -277,12 +278,15 @@ class Packer:
         size = -(-first.group_size // _INT4_TOGETHER) * _INT4_TOGETHER
         groups = first.scales.shape[1]
         row_bytes = groups * (size + _OF_GROUP)
-        packed = self._arena.empty(count * width * row_bytes // 2, torch.uint8).view(count, -1)
+        column_bytes = groups * (size // 2 + (_FLOAT_WORD if first.is_float4 else _WORD))
+        packed = self._arena.empty(count * width * column_bytes, torch.uint8).view(count, -1)
         for matrix, target in zip(chain((first,), matrices), packed, strict=True):
             values, words = matrix.values.contiguous(), _words(matrix)
             sources = values.data_ptr(), words.data_ptr(), order.data_ptr()
             sizes = len(order), inner, groups, size
-            self.library.pack_int4(*sources, *sizes, target.data_ptr(), self.num_threads)
+            self.library.pack_four_bits(
+                first.is_float4, *sources, *sizes, target.data_ptr(), self.num_threads
+            )
         return LinearStruct(
             self._keep(packed),
             self._keep(None if bias is None else _packed_bias(bias, order, width)),

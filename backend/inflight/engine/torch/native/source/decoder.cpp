@@ -67,9 +67,10 @@ void pack_int8(const uint8_t* source, int64_t stride, const int64_t* order, int 
   pack<Int8>(source, stride, order, columns, inner, target, num_threads);
 }
 // As int4.h says.
-void pack_int4(const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns, int inner, int groups,
-               int group_size, uint8_t* target, int num_threads) {
-  inflight::pack_int4(levels, words, order, columns, inner, groups, group_size, target, num_threads);
+void pack_four_bits(bool is_float, const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns,
+                    int inner, int groups, int group_size, uint8_t* target, int num_threads) {
+  const auto pack = is_float ? inflight::pack_four_bits<true> : inflight::pack_four_bits<false>;
+  pack(levels, words, order, columns, inner, groups, group_size, target, num_threads);
 }
 void pack_a(const Stored* source, int64_t stride, int rank, int inner, int first, Stored* target) {
   pack_a<Element>(source, stride, rank, inner, first, target);

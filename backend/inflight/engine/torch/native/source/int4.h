@@ -7,8 +7,9 @@
 //
 // Weights of a panel, group by group: a word for each of 32 columns, then [inputs / 8][32 columns][4 bytes], of which
 // each has the level of an input in its lower half and that of the fourth input behind it in its upper half. A word is
-// the float32 scale, its 5 lowest bits being the zero point, 0 .. 16: scales of 16 bits have zeros there. Of floats the
-// scale is half of theirs, and there is no zero point: they are looked up as what they are twice and 16 more.
+// the float32 scale, its 5 lowest bits being the zero point, 0 .. 16: scales of 16 bits have zeros there. Floats are
+// looked up as what they are twice and 16 more, so that they need no zero points; their scale is half a power of two,
+// and its word, in bfloat16, half as long.
 //
 // An operand's row, group by group: its scale, the sum of its levels with the sign turned, the levels.
 #pragma once
@@ -26,8 +27,18 @@ struct FourBits {
   static constexpr int kOfGroup = 8;  // bytes of an operand's group beside its levels
   static constexpr int kAtOnce = 8;   // inputs
   static constexpr int kUsualZeroBit = kIsFloat ? 4 : 3;  // zero points of symmetric checkpoints are 8
+  static constexpr int kWord = kIsFloat ? 2 : 4;          // bytes
 
   static Sums zero() { return _mm512_setzero_ps(); }
+
+  // The words of 16 columns, as long as those of whole numbers.
+  static __m512i load_words(const uint8_t* words) {
+    if constexpr (!kIsFloat) return _mm512_loadu_si512(words);
+    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_epi16(words)), 16);
+  }
+
+  // Bytes of a panel's group of so many inputs.
+  static constexpr int64_t panel_bytes(int size) { return kPanel * (kWord + size / 2); }
 
   // VNNI's unsigned operand of what is in the lower half of each byte.
   static __m512i levels(__m512i bytes) {
@@ -42,7 +53,7 @@ using Float4 = FourBits<true>;
 
 constexpr int kZeroBits = 31;
 
-// `inner` and `begin` count bytes of an operand's row; a group of a panel has 16 times as many.
+// `inner` and `begin` count bytes of an operand's row, in whole groups.
 template <bool kIsFloat>
 struct Packed<FourBits<kIsFloat>> {
   const uint8_t* data;
@@ -50,7 +61,10 @@ struct Packed<FourBits<kIsFloat>> {
   int group;  // bytes of an operand's group
   const uint8_t* panel(int index) const { return data + part_bytes(inner) * index; }
   const uint8_t* part(int index, int begin) const { return panel(index) + part_bytes(begin); }
-  static int64_t part_bytes(int inner) { return static_cast<int64_t>(inner) * (kPanel / 2); }
+  int64_t part_bytes(int inner) const {
+    using Type = FourBits<kIsFloat>;
+    return inner / group * Type::panel_bytes(group - Type::kOfGroup);
+  }
   int whole(int inner) const { return (inner + group - 1) / group * group; }
 };
 
@@ -98,7 +112,7 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
   const __m512i zero_bits = _mm512_set1_epi32(kZeroBits);
   const char *first = ahead.first, *second = ahead.second;
   for (int begin = 0; begin < inner; begin += group) {
-    const __m512i words0 = _mm512_loadu_si512(panel), words1 = _mm512_loadu_si512(panel + kColumns);
+    const __m512i words0 = Type::load_words(panel), words1 = Type::load_words(panel + kLanes * Type::kWord);
     const uint8_t* scales = a;
     __m512i sums[kRows][2];
     const __m512i zeros0 = _mm512_and_si512(words0, zero_bits), zeros1 = _mm512_and_si512(words1, zero_bits);
@@ -116,7 +130,7 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
         sums[row][1] = _mm512_mullo_epi32(zeros1, taken);
       }
     }
-    panel += 2 * kColumns;
+    panel += kPanel * Type::kWord;
     a += 4 * 2 * kRows;
     for (int k = Type::kOfGroup; k < group; k += Type::kAtOnce, panel += 2 * kColumns, a += 4 * 2 * kRows) {
       _mm_prefetch(first, _MM_HINT_T1);
@@ -167,12 +181,15 @@ inline void run_rows(const uint8_t* block, int row, const Packed<FourBits<kIsFlo
     for (int i = 0; i < kRows; ++i) done(row + i, panel, waiting[i][0], waiting[i][1]);
 }
 
-// Levels 0 .. 15 (of floats their bits) [rows, inner], and the words [rows, groups], to panels as above; order[i] is the source row of column
-// i, negative for zeros. What lies behind the last input is zero, as are the activations that it is multiplied by.
-inline void pack_int4(const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns, int inner,
-                      int groups, int size, uint8_t* target, int num_threads) {
+// Levels 0 .. 15, of floats their bits, [rows, inner], and words of 4 bytes [rows, groups] to panels as above; order[i]
+// is the source row of column i, negative for zeros. What lies behind the last input is zero, as are the activations
+// that it is multiplied by.
+template <bool kIsFloat>
+void pack_four_bits(const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns, int inner,
+                    int groups, int size, uint8_t* target, int num_threads) {
+  using Type = FourBits<kIsFloat>;
   const int panels = (columns + kPanel - 1) / kPanel;
-  const int64_t panel_bytes = Packed<Int4>::part_bytes(groups * (size + Int4::kOfGroup));
+  const int64_t panel_bytes = groups * Type::panel_bytes(size);
   in_parallel(num_threads, [&](int thread, int num) {
     const Share share(panels, thread, num);
     for (auto panel = static_cast<int>(share.begin); panel < share.end; ++panel)
@@ -182,9 +199,10 @@ inline void pack_int4(const uint8_t* levels, const uint32_t* words, const int64_
         uint8_t* out = target + panel * panel_bytes;
         for (int group = 0; group < groups; ++group) {
           const uint32_t word = from < 0 ? 0 : words[from * groups + group];
-          std::memcpy(out + 4 * lane, &word, sizeof word);
-          out += 4 * kPanel;
-          for (int k = group * size; k < (group + 1) * size; k += Int4::kAtOnce, out += 4 * kPanel)
+          // Of bfloat16 the bytes that float32 has at the end of its own.
+          std::memcpy(out + Type::kWord * lane, reinterpret_cast<const char*>(&word + 1) - Type::kWord, Type::kWord);
+          out += Type::kWord * kPanel;
+          for (int k = group * size; k < (group + 1) * size; k += Type::kAtOnce, out += 4 * kPanel)
             for (int i = 0; i < 4; ++i) {
               const auto level = [&](int at) { return from < 0 || at >= inner ? 0 : levels[from * inner + at]; };
               out[4 * lane + i] = static_cast<uint8_t>(level(k + i) | level(k + 4 + i) << 4);
