@@ -50,7 +50,7 @@ class Levels:
         zeros: [outputs or 1, groups or 1]; None: all are 0.
         groups: [inputs] int64, each input's group; None: as many inputs after each other in every one.
         bits: 4 or 8; of 4 values are 0 to 15.
-        is_float4: Whether values are places in `FLOAT4`; then scales are powers of 2, and there are no zero points.
+        is_float4: Whether values are places in `FLOAT4`; scales are powers of 2 then, and zero points 0.
     """
 
     values: Tensor
