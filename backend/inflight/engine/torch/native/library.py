@@ -1,8 +1,9 @@
 """The compiled code: built from source/ by the machine's C++ compiler when it is first needed, and kept.
 
-A build takes a few seconds. It is kept in the user's cache folder, under a name that changes with the sources, the
-compiler, the C library and the processor, so that later starts find it; at its end stands a digest of it, as a
-file that was cut short would end the process that runs it. What `prebuild` has put beside the sources comes first.
+A build takes up to twenty seconds. It is kept in the user's cache folder, under a name that changes with the
+sources, the compiler, the C library and the processor, so that later starts find it; at its end stands a digest of
+it, as a file that was cut short would end the process that runs it. What `prebuild` has put beside the sources
+comes first.
 Any thread; of several processes one builds, and the others wait for it. Imports no torch.
 
 Whoever builds removes what nobody has loaded for 30 days. A library's modification time is when it was last loaded
