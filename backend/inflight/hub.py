@@ -19,6 +19,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _UNWANTED = ["*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]  # the same in other formats
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}")
+_NOT_GGUF = (
+    "; GGUF is llama.cpp's file format, which is not read: take the checkpoint that it was made from "
+    "(--dtype int8 or fp8 quantizes it here), or one in FP8, AWQ, GPTQ or compressed-tensors"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -36,7 +40,7 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
     folder = Path(model).expanduser()
     if folder.exists() or not _HUB_ID.fullmatch(model):
         if not folder.is_dir():
-            raise ConfigError(f"{model}: not a folder")
+            raise ConfigError(f"{model}: not a folder{instead_of_gguf(folder)}")
         if revision is not None:
             raise ConfigError(
                 f"revision {revision!r} is for names of the Hugging Face hub, but {model} is a folder"
@@ -44,7 +48,9 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
     else:
         folder = _fetch(model, revision, may_fetch)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{model}: no config.json in that folder, so not a Hugging Face checkpoint")
+        raise ConfigError(
+            f"{model}: no config.json in that folder, so not a Hugging Face checkpoint{instead_of_gguf(folder)}"
+        )
     return folder
 
 
@@ -52,6 +58,12 @@ def checkpoint_name(folder: Path) -> str:
     """What a checkpoint is called: by its name of the hub if it was fetched, else as its folder."""
     found = _SNAPSHOT.search(folder.as_posix())
     return found[1].replace("--", "/") if found else folder.name
+
+
+def instead_of_gguf(path: Path) -> str:
+    """What a message that refuses `path` ends with: what to take instead of GGUF, "" where that is not the reason."""
+    is_gguf = "gguf" in checkpoint_name(path).rsplit("/")[-1].lower() or any(path.glob("*.gguf"))
+    return _NOT_GGUF if is_gguf else ""
 
 
 def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:

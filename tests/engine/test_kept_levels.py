@@ -112,6 +112,18 @@ def test_a_dtype_that_is_asked_for_is_what_they_are_unpacked_to(
     assert "are unpacked to bfloat16: dtype is bfloat16" in caplog.text
 
 
+@pytest.mark.parametrize("kernels", [None, "torch"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_that_a_dtype_rounds_them_again_is_said(
+    zoo: Zoo, tmp_path: Path, dtype: str, kernels: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], dtype="bfloat16")
+    with caplog.at_level(logging.INFO):
+        load_engine(tmp_path, dtype=dtype, kernels=kernels)
+    said = f"in 4 bits) are unpacked to bfloat16: dtype is {dtype}, which rounds them again, by rows"
+    assert caplog.text.count(said) == 1
+
+
 @needs_native
 @pytest.mark.parametrize("case", ["mixtral", "qwen3-moe", "qwen2", "phi3", "qwen3"])
 @pytest.mark.parametrize("name", ["gptq-one-group", "ct-int8"])

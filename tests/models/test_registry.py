@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from inflight.errors import ConfigError
+from inflight.hub import find_checkpoint
 from inflight.models import DecoderConfig, read_model_description
+from inflight.models.checkpoint import Checkpoint
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -376,6 +378,22 @@ def test_errors_name_file_key_value_and_what_was_expected(
         _read(tmp_path, config)
     assert message in str(error.value)
     assert str(tmp_path / "config.json") in str(error.value)
+
+
+def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
+    """A file, a folder of such, one beside a config.json, and a name that says it: what to take instead."""
+    said = r"GGUF is llama\.cpp's file format, which is not read: take the checkpoint that it was made from"
+    file, named = tmp_path / "model-Q4_K_M.gguf", tmp_path / "Model-GGUF"
+    file.touch()
+    named.mkdir()
+    for path in (file, tmp_path, named):
+        with pytest.raises(ConfigError, match=said):
+            read_model_description(path)
+        with pytest.raises(ConfigError, match=said):
+            find_checkpoint(str(path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"found model-Q4_K_M\.gguf\. .*{said}"):
+        Checkpoint(tmp_path)
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.hub import instead_of_gguf
 from inflight.models.config_file import ConfigFile
 from inflight.models.levels import Kind, Levels
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -168,5 +169,5 @@ def _file_names(folder: Path) -> dict[str, set[str]]:
     found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
     raise ConfigError(
         f"{folder} has neither {_SINGLE} nor {_INDEX}; found {', '.join(found) if found else 'no weight files'}. "
-        "Weights are read from safetensors files only"
+        f"Weights are read from safetensors files only{instead_of_gguf(folder)}"
     )

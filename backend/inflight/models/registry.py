@@ -8,6 +8,7 @@ from pathlib import Path
 
 from inflight.errors import ConfigError
 from inflight.file_names import native
+from inflight.hub import instead_of_gguf
 from inflight.models.config_file import ConfigFile, refuse_unread
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families import FAMILIES, Family, WeightNames
@@ -69,8 +70,12 @@ def read_config_file(folder: Path | str) -> ConfigFile:
     """config.json of a checkpoint folder; ConfigError if there is none."""
     folder = Path(native(folder))
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder, expected a Hugging Face checkpoint folder")
-    return ConfigFile.load(folder / "config.json")
+        hint = instead_of_gguf(folder)
+        raise ConfigError(f"{folder} is not a folder, expected a Hugging Face checkpoint folder{hint}")
+    path = folder / "config.json"
+    if not path.exists() and (hint := instead_of_gguf(folder)):
+        raise ConfigError(f"{path} does not exist{hint}")
+    return ConfigFile.load(path)
 
 
 def _family(config: ConfigFile) -> Family:

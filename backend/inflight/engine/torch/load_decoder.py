@@ -168,6 +168,7 @@ def load_decoder(
     except CannotBuild as reason:
         _settle_for_torch(config, device, reason)
         if config.dtype in QUANTIZED:
+            _say_unpacked(config, model, dtype, otherwise="")
             weights = load_finished_weights(
                 model, dtype, device, part, Quantizing(config.dtype, dtype, device)
             )
@@ -335,7 +336,8 @@ def _say_unpacked(config: EngineConfig, model: ModelDescription, dtype: torch.dt
     of_kinds = " and ".join(f"{count} in {kind.value}" for kind, count in kinds.items())
     reason = otherwise
     if config.dtype is not None:
-        reason = f"dtype is {config.dtype}"
+        rounds = ", which rounds them again, by rows" if config.dtype in QUANTIZED else ""
+        reason = f"dtype is {config.dtype}{rounds}"
     elif dtype is torch.float32:
         reason = "that is the checkpoint's own dtype"
     short = str(dtype).removeprefix("torch.")
