@@ -61,7 +61,7 @@ def checkpoint_name(folder: Path) -> str:
 
 
 def instead_of_gguf(path: Path) -> str:
-    """What a message that refuses `path` ends with: what to take instead of GGUF, "" where that is not the reason."""
+    """What a message that refuses `path` ends with: what to take instead of GGUF; "" if it is none."""
     is_gguf = "gguf" in checkpoint_name(path).rsplit("/")[-1].lower() or any(path.glob("*.gguf"))
     return _NOT_GGUF if is_gguf else ""
 
