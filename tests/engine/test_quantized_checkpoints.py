@@ -18,7 +18,7 @@ from inflight.models.registry import read_model_description
 from tests.engine.driver import alone, load_engine
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve
-from tests.models.quantized import FORMATS, write
+from tests.models.quantized import FORMATS, awq, gptq, write
 from tests.models.zoo import Zoo, ZooModel
 
 
@@ -56,6 +56,21 @@ def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
     assert row.generated == model.greedy(model.prompt(12), 6)
     exact = model.logits(row.tokens)[11:-1]
     torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-zeros"])
+@pytest.mark.parametrize("size", [36, 64])
+def test_the_last_group_may_be_shorter(zoo: Zoo, tmp_path: Path, name: str, size: int) -> None:
+    """Without GPTQ's index of groups; by their number alone two groups of 96 inputs would be of 48 each."""
+    made = awq(size) if name == "awq" else gptq(4, size, name == "gptq", False, None)
+    model = write(zoo["llama-gqa"], tmp_path, made)
+    tensors = load_file(tmp_path / "model.safetensors")
+    without = {key: tensor for key, tensor in tensors.items() if not key.endswith(".g_idx")}
+    save_file(without, tmp_path / "model.safetensors", {"format": "pt"})
+    for kernels in (None, "torch"):
+        row = alone(load_engine(tmp_path, dtype="float32", kernels=kernels), model.prompt(20), 4)
+        exact = model.logits(row.tokens)[19:-1]
+        torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
 
 
 def test_blocks_at_the_edges_of_a_matrix_are_smaller(tmp_path: Path) -> None:
@@ -165,9 +180,10 @@ def test_what_is_not_read_is_refused_by_its_key(
         (
             "awq",
             "qweight",
-            lambda words: words[:-1],
+            lambda words: words[:-40],
             r"scales' has shape \[3, 64\], expected a number of groups",
         ),
+        ("awq", "qweight", lambda words: words[:-1], r"has shape \[64, 95\], expected \[64, 96\]"),
         ("gptq", "qzeros", lambda words: words[:, :-1], r"expected 8 or 16 words for 64 outputs"),
         ("gptq", "g_idx", lambda groups: groups[:-1], r"has shape \[95\], expected \[96\]"),
         ("gptq", "qweight", lambda words: words.float(), r"qweight' has dtype float32, expected I32"),

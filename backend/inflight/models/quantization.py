@@ -44,12 +44,14 @@ class Quantization:
         method: What `quant_method` says: fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq, mxfp4.
         block: Rows and columns that share a scale, where there is one for each such block.
         zero_offset: Of GPTQ: what is added to a stored zero point.
+        group_size: Of AWQ and GPTQ: inputs of a group, if the file says it; the last group may have fewer.
         is_of_stacks: Only experts are quantized, all of a layer in one tensor: `stacked_experts.py` reads them.
     """
 
     method: str
     block: tuple[int, int] | None = None
     zero_offset: int = 0
+    group_size: int | None = None
     is_of_stacks: bool = False
 
 
@@ -157,10 +159,10 @@ def _read_awq(section: ConfigFile) -> Quantization:
             raise section.error(key, "gemm, the packing that AutoAWQ writes by default")
     _expect(section, "zero_point", (None, True))
     _pass_over(
-        section, "group_size", "q_group_size", "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "backend",
+        section, "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "backend",
         "modules_to_fuse", "exllama_config", "sym",
     )  # fmt: skip
-    return Quantization("awq")
+    return Quantization("awq", group_size=_group_size(section, "group_size", "q_group_size"))
 
 
 def _read_gptq(section: ConfigFile) -> Quantization:
@@ -172,14 +174,15 @@ def _read_gptq(section: ConfigFile) -> Quantization:
     if section.value("dynamic"):
         raise section.error("dynamic", f"none: bits that differ by module are not read; {_INSTEAD}")
     _pass_over(
-        section, "group_size", "desc_act", "sym", "damp_percent", "damp_auto_increment", "true_sequential",
+        section, "desc_act", "sym", "damp_percent", "damp_auto_increment", "true_sequential",
         "static_groups", "model_name_or_path", "model_file_base_name", "lm_head", "meta", "exllama_config",
         "use_exllama", "max_input_length", "use_cuda_fp16", "backend", "dataset", "tokenizer", "model_seqlen",
         "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
         "disable_exllama", "cache_block_outputs", "modules_in_block_to_quantize", "quantizer", "act_group_aware",
         "adapter", "method", "mse", "hyb_act",
     )  # fmt: skip
-    return Quantization("gptq", zero_offset=0 if layout == "gptq_v2" else 1)
+    offset = 0 if layout == "gptq_v2" else 1
+    return Quantization("gptq", zero_offset=offset, group_size=_group_size(section, "group_size"))
 
 
 _READERS: dict[str, Callable[[ConfigFile], Quantization]] = {
@@ -203,6 +206,12 @@ def _pass_over(section: ConfigFile, *keys: str) -> None:
     """What changes nothing, or what the tensors say."""
     for key in keys:
         section.value(key)
+
+
+def _group_size(section: ConfigFile, *keys: str) -> int | None:
+    """The first of these that is a size; -1 stands for one group of all inputs."""
+    values = [section.value(key) for key in keys]
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _as_list(value: object) -> object:

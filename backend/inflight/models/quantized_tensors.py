@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
@@ -131,12 +133,14 @@ def _unpack_awq(checkpoint: Checkpoint, quantization: Quantization) -> None:
         inputs, words = parts.infos["qweight"].shape
         parts.take("scales", _FLOATS, (None, 8 * words))
         groups = parts.infos["scales"].shape[0]
-        if groups == 0 or inputs % groups:
+        of_inputs = _short_last_group(inputs, groups, quantization.group_size)
+        if groups == 0 or (inputs % groups and of_inputs is None):
             raise parts.refuse("scales", f"a number of groups that divides the {inputs} inputs")
         parts.take("qzeros", _WORDS, (groups, words))
 
-        def make(parts: _Parts = parts) -> Levels:
-            return awq_levels(parts.read("qweight"), parts.read("qzeros"), parts.read("scales"))
+        def make(parts: _Parts = parts, of_inputs: Tensor | None = of_inputs) -> Levels:
+            stored = parts.read("qweight"), parts.read("qzeros"), parts.read("scales")
+            return replace(awq_levels(*stored), groups=of_inputs)
 
         parts.add((8 * words, inputs), Kind.INT4, make)
 
@@ -154,14 +158,23 @@ def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
             raise parts.refuse("qzeros", f"{outputs / 8:g} or {outputs / 4:g} words for {outputs} outputs")
         inputs = rows * 32 // bits
         has_groups = parts.take_if_there("g_idx", _INTEGERS, (inputs,))
-        if groups == 0 or (inputs % groups and not has_groups):
+        of_inputs = None if has_groups else _short_last_group(inputs, groups, quantization.group_size)
+        if groups == 0 or (inputs % groups and not has_groups and of_inputs is None):
             raise parts.refuse("scales", f"a number of groups that divides the {inputs} inputs")
 
-        def make(parts: _Parts = parts, bits: int = bits) -> Levels:
+        def make(parts: _Parts = parts, bits: int = bits, of_inputs: Tensor | None = of_inputs) -> Levels:
             stored = parts.read("qweight"), parts.read("qzeros"), parts.read("scales")
-            return gptq_levels(*stored, parts.read_if_there("g_idx"), bits, quantization.zero_offset)
+            of_inputs = parts.read_if_there("g_idx") if of_inputs is None else of_inputs
+            return gptq_levels(*stored, of_inputs, bits, quantization.zero_offset)
 
         parts.add((outputs, inputs), Kind.INT4 if bits == 4 else Kind.INT8, make)
+
+
+def _short_last_group(inputs: int, groups: int, size: int | None) -> Tensor | None:
+    """Each input's group [inputs], where groups are of `size` inputs and the last one has fewer; else None."""
+    if size is None or size < 1 or inputs % size == 0 or groups != -(-inputs // size):
+        return None
+    return torch.arange(inputs) // size
 
 
 def _unpack_scaled(checkpoint: Checkpoint, quantization: Quantization) -> None:
