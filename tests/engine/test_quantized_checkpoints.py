@@ -185,6 +185,7 @@ def test_what_is_not_read_is_refused_by_its_key(
         ),
         ("awq", "qweight", lambda words: words[:-1], r"has shape \[64, 95\], expected \[64, 96\]"),
         ("gptq", "qzeros", lambda words: words[:, :-1], r"expected 8 or 16 words for 64 outputs"),
+        ("gptq-act-order", "g_idx", None, r"is quantized, and there is no .*down_proj.g_idx"),
         ("gptq", "g_idx", lambda groups: groups[:-1], r"has shape \[95\], expected \[96\]"),
         ("gptq", "qweight", lambda words: words.float(), r"qweight' has dtype float32, expected I32"),
         ("ct-int4", "weight_shape", lambda shape: shape + 8, r"4 or 8 bits of each of \[72, 104\]"),

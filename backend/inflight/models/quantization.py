@@ -45,6 +45,7 @@ class Quantization:
         block: Rows and columns that share a scale, where there is one for each such block.
         zero_offset: Of GPTQ: what is added to a stored zero point.
         group_size: Of AWQ and GPTQ: inputs of a group, if the file says it; the last group may have fewer.
+        has_order: Of GPTQ: inputs of a group need not be beside each other, and tensors have to say where each is.
         is_of_stacks: Only experts are quantized, all of a layer in one tensor: `stacked_experts.py` reads them.
     """
 
@@ -52,6 +53,7 @@ class Quantization:
     block: tuple[int, int] | None = None
     zero_offset: int = 0
     group_size: int | None = None
+    has_order: bool = False
     is_of_stacks: bool = False
 
 
@@ -174,15 +176,19 @@ def _read_gptq(section: ConfigFile) -> Quantization:
     if section.value("dynamic"):
         raise section.error("dynamic", f"none: bits that differ by module are not read; {_INSTEAD}")
     _pass_over(
-        section, "desc_act", "sym", "damp_percent", "damp_auto_increment", "true_sequential",
+        section, "sym", "damp_percent", "damp_auto_increment", "true_sequential",
         "static_groups", "model_name_or_path", "model_file_base_name", "lm_head", "meta", "exllama_config",
         "use_exllama", "max_input_length", "use_cuda_fp16", "backend", "dataset", "tokenizer", "model_seqlen",
         "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
         "disable_exllama", "cache_block_outputs", "modules_in_block_to_quantize", "quantizer", "act_group_aware",
         "adapter", "method", "mse", "hyb_act",
     )  # fmt: skip
-    offset = 0 if layout == "gptq_v2" else 1
-    return Quantization("gptq", zero_offset=offset, group_size=_group_size(section, "group_size"))
+    return Quantization(
+        "gptq",
+        zero_offset=0 if layout == "gptq_v2" else 1,
+        group_size=_group_size(section, "group_size"),
+        has_order=section.value("desc_act") is True,
+    )
 
 
 _READERS: dict[str, Callable[[ConfigFile], Quantization]] = {

@@ -65,9 +65,7 @@ class _Parts:
         name = f"{self._module}.{kind}"
         info = self._checkpoint.tensors.pop(name, None)
         if info is None:
-            raise ConfigError(
-                f"{self._checkpoint.folder}: {self._module} is quantized, and there is no {name}"
-            )
+            raise self.missing(kind)
         where = f"{self._checkpoint.folder / info.file}: tensor {name!r}"
         if info.dtype not in dtypes:
             raise ConfigError(f"{where} has dtype {info.dtype}, expected {' or '.join(dtypes)}")
@@ -87,6 +85,11 @@ class _Parts:
         if f"{self._module}.{kind}" in self._checkpoint.tensors:
             self.take(kind, dtypes, shape)
         return kind in self.infos
+
+    def missing(self, kind: str) -> ConfigError:
+        """The error for a part that has to be there."""
+        name = f"{self._module}.{kind}"
+        return ConfigError(f"{self._checkpoint.folder}: {self._module} is quantized, and there is no {name}")
 
     def refuse(self, kind: str, expected: str) -> ConfigError:
         """The error for a part whose shape does not fit."""
@@ -158,6 +161,8 @@ def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
             raise parts.refuse("qzeros", f"{outputs / 8:g} or {outputs / 4:g} words for {outputs} outputs")
         inputs = rows * 32 // bits
         has_groups = parts.take_if_there("g_idx", _INTEGERS, (inputs,))
+        if quantization.has_order and groups > 1 and not has_groups:
+            raise parts.missing("g_idx")
         of_inputs = None if has_groups else _short_last_group(inputs, groups, quantization.group_size)
         if groups == 0 or (inputs % groups and not has_groups and of_inputs is None):
             raise parts.refuse("scales", f"a number of groups that divides the {inputs} inputs")
