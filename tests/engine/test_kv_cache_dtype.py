@@ -235,7 +235,13 @@ def assert_same_in_all_ways(engine: TorchEngine, model: ZooModel) -> None:
 @every_kind
 @pytest.mark.parametrize(
     ("case", "changes"),
-    [("llama-gqa", {}), ("llama-gqa", WINDOWS), ("llama-head-dim", {"tokens_per_block": 6})],
+    [
+        ("llama-gqa", {}),
+        ("llama-gqa", WINDOWS),
+        ("llama-head-dim", {"tokens_per_block": 6}),
+        ("gpt-oss", {}),
+        ("gpt-oss", WINDOWS),
+    ],
 )
 def test_tokens_of_compiled_layers_are_the_same_in_all_ways_of_serving(
     zoo: Zoo, case: str, changes: dict[str, Any], kind: str
