@@ -148,7 +148,7 @@ def test_a_load_that_fails_leaves_no_thread(pb_utils: FakePbUtils, folder: Path)
     )
     with pytest.raises(ConfigError, match="record_path: cannot write"):
         fake_server.TritonPythonModel().initialize(args)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # threads of other tests may end meanwhile
 
 
 @pytest.mark.parametrize(
