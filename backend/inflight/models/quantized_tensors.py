@@ -177,7 +177,7 @@ def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
 
 def _short_last_group(inputs: int, groups: int, size: int | None) -> Tensor | None:
     """Each input's group [inputs], where groups are of `size` inputs and the last one has fewer; else None."""
-    if size is None or size < 1 or inputs % size == 0 or groups != -(-inputs // size):
+    if size is None or inputs % size == 0 or groups != -(-inputs // size):
         return None
     return torch.arange(inputs) // size
 
@@ -191,7 +191,7 @@ def _unpack_scaled(checkpoint: Checkpoint, quantization: Quantization) -> None:
 
 
 def _unpack_packed(parts: _Parts) -> None:
-    """compressed-tensors' pack-quantized."""
+    """Take the tensors of a module that compressed-tensors has written as `pack-quantized`, and add its levels."""
     parts.take("weight_packed", _WORDS, (None, None))
     outputs, words = parts.infos["weight_packed"].shape
     parts.take("weight_shape", _INTEGERS, (2,))

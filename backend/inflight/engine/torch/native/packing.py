@@ -356,7 +356,10 @@ def why_unpacked(matrix: GroupedMatrix, is_stack: bool) -> str:
 
 
 def _words(matrix: GroupedMatrix) -> Tensor:
-    """[outputs, groups] int32: scales in float32, with the zero points as their lowest bits."""
+    """[outputs, groups] int32: scales in float32, with the zero points as their lowest bits.
+
+    4-bit floats are multiplied as twice their values, and so have half their scales.
+    """
     zeros = torch.zeros(1) if matrix.zeros is None else matrix.zeros
     scales = matrix.scales / 2 if matrix.is_float4 else matrix.scales.contiguous()
     return (scales.view(torch.int32) & ~_ZERO_BITS) | zeros.to(torch.int32)
