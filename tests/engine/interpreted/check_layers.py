@@ -36,7 +36,7 @@ from inflight.engine.torch.layer_check import (
 )
 from inflight.engine.torch.layer_operations import LayerOperations
 from inflight.engine.torch.native.packing import quantize
-from inflight.engine.torch.quantized_linear import find_float8_rounding, quantize_float8
+from inflight.engine.torch.quantized_linear import find_float8_rounding, float8_reference, quantize_float8
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import RopeConfig
 from inflight.models.sharding import Part
@@ -332,11 +332,28 @@ def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dt
     assert product.int8_product(x[:0], levels, scales).shape == (0, outputs)
 
 
-def test_an_int8_product_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, (levels, scales) = torch.randn(3, 64), quantize(torch.randn(40, 64))
-    with Launches(monkeypatch) as launches:
-        product.int8_product(x, levels, scales)
-    assert launches.names == ["_int8_product"]
+def test_how_often_an_int8_product_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are few outputs and rows, several programs share a sum, and another launch adds up."""
+    for num_rows, outputs, added in ((3, 40, ["_add_parts"]), (33, 40, []), (3, 8200, [])):
+        x, (levels, scales) = torch.randn(num_rows, 64), quantize(torch.randn(outputs, 64))
+        with Launches(monkeypatch) as launches:
+            product.int8_product(x, levels, scales)
+        assert launches.names == ["_multiply_levels", *added]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("num_rows", "outputs", "inputs"),
+    [(1, 70, 300), (16, 32, 512), (17, 33, 1030), (32, 8200, 40), (5, 3, 7)],
+)
+def test_float8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(num_rows)
+    levels, scales = quantize_float8(torch.randn((outputs, inputs), generator=draw))
+    x = torch.randn((num_rows, inputs), generator=draw).to(dtype)
+    found = product.float8_product(*quantize_float8(x), levels, scales, dtype)
+    exact = float8_reference(x.float(), levels, scales)
+    error = (found.float() - exact).abs().max() / exact.abs().max()
+    assert found.dtype is dtype and error < (1e-6 if dtype is torch.float32 else 1e-3)
 
 
 def test_an_int8_row_is_the_same_alone_and_among_others() -> None:

@@ -153,24 +153,45 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         """What multiplies matrices of this shape."""
         shape = tuple(levels.shape)
         if shape not in self._products:
-            if self.kind == FP8:
-                fast, slow = self._float8_product, float8_reference
-            else:
-                fast, slow = find_int8_product(self.device), dequantizing_product
-            reason = (
-                self._try(fast, levels, scales) if fast is not None else "the package triton is not installed"
-            )
-            if reason and (fast is not None or self.device.type != "cpu"):
-                _log.warning(
-                    "%s matrices of %d x %d are multiplied as %s, which is slower: what multiplies them as they "
-                    "are is of no use here: %s",
-                    self.kind,
-                    *shape,
-                    str(self.computed).removeprefix("torch."),
-                    reason,
-                )
-            self._products[shape] = slow if reason or fast is None else fast
+            self._products[shape] = self._find_product(levels, scales)
         return self._products[shape]
+
+    def _find_product(self, levels: Tensor, scales: Tensor) -> Product:
+        """The first of several that is right on this device."""
+        reasons: list[str] = []
+        for product in self._fast_products():
+            if reason := self._try(product, levels, scales):
+                reasons.append(reason)
+            else:
+                return product
+        if reasons or self.device.type != "cpu":
+            _log.warning(
+                "%s matrices of %d x %d are multiplied as %s, which is slower: what multiplies them as they "
+                "are is of no use here: %s",
+                self.kind,
+                *levels.shape,
+                str(self.computed).removeprefix("torch."),
+                reasons[-1] if reasons else "the package triton is not installed",
+            )
+        return float8_reference if self.kind == FP8 else dequantizing_product
+
+    def _fast_products(self) -> list[Product]:
+        """Those of this kind, the quickest first."""
+        if self.kind != FP8:
+            found = find_int8_product(self.device)
+            return [] if found is None else [found]
+        if self.device.type == "cpu" or importlib.util.find_spec("triton") is None:
+            return [self._float8_product]
+        return [self._float8_product_of_any_rows, self._float8_product]
+
+    def _float8_product_of_any_rows(self, x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+        """By a kernel in Triton's language for few rows, by torch's operator for more."""
+        from inflight.engine.torch.kernels.product import FEW_ROWS, float8_product  # imports triton
+
+        if len(x) > FEW_ROWS:
+            return self._float8_product(x, levels, scales)
+        rounded, row_scales = self._round(x)
+        return float8_product(rounded, row_scales, levels, scales, x.dtype)
 
     def _float8_product(self, x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
         rounded, row_scales = self._round(x)
