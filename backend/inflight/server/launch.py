@@ -16,6 +16,7 @@ from typing import Literal, TextIO
 from inflight.endpoint.path import endpoint_path
 from inflight.openai.options import OpenAiOptions
 from inflight.server import installation, ranks, runtime_directory
+from inflight.server.client_apis import ClientApis
 from inflight.server.drain import EngineDrain, IdleWatch, stubs_processor_time
 from inflight.server.errors import ServeError
 from inflight.server.keeper import Keeper
@@ -54,6 +55,7 @@ class ServerOptions:
         restarts: A supervisor gives up after so many starts in a row that came to nothing; 0: after the first.
         model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request, as
             an orchestrator does itself; everything in the repository is loaded at first in any mode.
+        client_apis: Which of Triton's APIs clients may use; to load and unload models takes its key.
         tp, pp, ep, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: what the repository says.
         write_repository: A folder to lay the models out in, for another program to load; nothing is started then.
     """
@@ -69,6 +71,7 @@ class ServerOptions:
     ready_timeout_s: int | None = None
     restarts: int = 0
     model_control: Literal["none", "explicit"] = "none"
+    client_apis: ClientApis = field(default_factory=ClientApis)
     tp: int | None = None
     pp: int | None = None
     ep: int | None = None
@@ -336,6 +339,7 @@ class TritonServer:
             f"{backend}shm-growth-byte-size={_SHARED_MEMORY_BYTES}",
             f"{backend}stub-timeout-seconds={_STUB_TIMEOUT_S}",
             *control,
+            *self._options.client_apis.arguments(),
             *gpu,
         ]
 

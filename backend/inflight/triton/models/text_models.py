@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from inflight.config import Role
-from inflight.errors import InflightError, InvalidArgument, StepFailed, Unsupported
+from inflight.errors import InflightError, InvalidArgument, Unsupported, unexpected
 from inflight.server.guard import guard_in_server
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.text_encoder import TextEncoder
@@ -80,7 +80,7 @@ class TextModel(ABC):
         except InflightError as error:
             return self._error(error)
         except Exception as error:  # a bug that one request meets must not end the others
-            return self._error(StepFailed(f"{self.role.value} failed: {error!r}"))
+            return self._error(unexpected(f"{self.role.value} failed", error))
         wanted = set(request.requested_output_names())
         tensors = [self._tensor(name, arrays) for name, arrays in outputs.items() if name in wanted]
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
