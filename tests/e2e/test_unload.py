@@ -15,12 +15,13 @@ import pytest
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
+from inflight.server import runtime_directory
 from inflight.server.config_text import set_parameters
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.testing.fake_server import serve_fake
 
 from .clients import CONTROL, CONTROLLED, TIMEOUT_S, Answer, Stream, ask, completion, infer, wait_until
-from .footprint import Footprint
+from .footprint import Footprint, folder_of
 
 DEMO_MODEL = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
 EXPLICIT = ServerOptions(model_control="explicit", client_apis=CONTROLLED)
@@ -43,6 +44,11 @@ LONG = 400
 def server(elsewhere) -> Iterator[TritonServer]:
     with serve_fake(settings=FAKE, options=EXPLICIT) as running:
         yield running
+
+
+def test_only_this_user_reads_the_models_shared_memory(server) -> None:
+    regions = runtime_directory.shared_memory_files(folder_of(server))
+    assert len(regions) == 6 and not any(region.stat().st_mode & 0o077 for region in regions)
 
 
 def unload(server: TritonServer, model: str = ENGINE) -> None:

@@ -148,7 +148,7 @@ class SocketEngineClient:
             made = _Connection(self._path)
         except Unreachable as error:
             if not self._is_away:
-                _log.warning("no engine at %s: %s", self._path, error)
+                _log.info("no engine at %s: %s", self._path, error)
             self._is_away = True
             raise
         self._is_away = False

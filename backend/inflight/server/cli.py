@@ -6,6 +6,7 @@ stderr by a thread of `log.ServerLog`.
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import TextIO, cast, get_args
 from inflight.engine_folder import is_engine_folder
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, add_arguments, read_arguments
 from inflight.progress import ProgressEcho
+from inflight.server import descriptors
 from inflight.server.checkpoint import find_checkpoint
 from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE, ClientApis
 from inflight.server.errors import OptionError, ServeError
@@ -25,11 +27,13 @@ from inflight.server.ranks import Mode
 from inflight.server.repository import Wanted, default_repository
 from inflight.server.supervisor import Signals, Supervisor
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal says to end; returns the exit status."""
+    descriptors.raise_limit()
     try:
         options = parse(arguments)
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
@@ -38,6 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
     except ServeError as error:
         print(f"serve: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, *_NO_ROOM):
+            raise
+        why = (
+            descriptors.explanation()
+            if error.errno == errno.EMFILE
+            else f"{error}; TMPDIR may lead elsewhere"
+        )
+        print(f"serve: {why}", file=sys.stderr)
+        return ServeError.exit_code
 
 
 def parse(arguments: list[str] | None) -> ServerOptions:
