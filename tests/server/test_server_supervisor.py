@@ -100,7 +100,7 @@ def test_a_server_that_never_becomes_ready_is_given_up_and_says_why(
 
 STARVED_ONCE = """
 import os, pathlib, signal, subprocess
-mark = pathlib.Path(__file__).resolve().with_name("was-starved")
+mark = pathlib.Path(MARK)
 if not mark.exists():
     mark.touch()
     subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
@@ -113,7 +113,8 @@ if not mark.exists():
 def test_a_first_start_that_gets_no_processor_time_is_tried_again(counting_repository: Path) -> None:
     """tritonserver aborts, or waits for ever, where a model that loads shows no sign of life for a second."""
     model = counting_repository / "tensorrt_llm" / "1" / "model.py"
-    lines = [" " * 8 + line for line in STARVED_ONCE.strip().splitlines()]
+    starved_once = STARVED_ONCE.replace("MARK", repr(str(counting_repository.with_name("was starved"))))
+    lines = [" " * 8 + line for line in starved_once.strip().splitlines()]
     begins = "    def initialize(self, args):\n"
     model.write_text(model.read_text().replace(begins, begins + "\n".join(lines) + "\n", 1))
     with command(counting_repository) as serving:
