@@ -186,6 +186,7 @@ def test_a_dead_batcher_answers_through_the_socket(front_end, batcher) -> None:
 
 
 def test_a_front_end_finds_an_engine_that_comes_later_and_comes_back(batcher, path, caplog) -> None:
+    caplog.set_level("INFO", "inflight.endpoint")
     client = SocketEngineClient(path)
     for _ in range(2):
         with pytest.raises(Unavailable, match="cannot be reached") as away:

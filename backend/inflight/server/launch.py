@@ -42,7 +42,7 @@ _ANSWER_MARGIN_S = 4.0
 # Of that, what the OpenAI endpoint has to send these answers in; tritonserver has the rest.
 _SENDING_SHARE = 0.25
 # What it takes to kill all processes and see them gone; a share of a short exit timeout.
-_KILL_S, _KILL_SHARE = 1.0, 0.25
+_KILL_S, _KILL_SHARE = 0.5, 0.25
 # Loading a large checkpoint happens inside the stub, which must not be taken for stuck.
 _STUB_TIMEOUT_S = 1200
 # Each instance's share of /dev/shm to begin with; small enough for many models in a container's usual 64 MB.
