@@ -19,9 +19,15 @@ none, are in `executor/errors.py`.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from inflight.file_names import readable
+
+_PLACES = re.compile(
+    r"(?<![\w/.])/[\w.+@~-]+(?:/[^\s'\":,;)]*)+"  # a path of two parts and more
+    r"|inflight-server-\w[\w-]*|\w*shm_region\w*"  # names in /dev/shm, this server's and Triton's own
+)
 
 
 class InflightError(Exception):
@@ -68,7 +74,7 @@ class Unavailable(RequestError):
 
 
 class Unreachable(Unavailable):
-    """The engine is away. The message says where it was looked for, which is for the operator to read."""
+    """The engine is away. The log says where it was looked for, and this message does not: clients read it."""
 
 
 class Cancelled(RequestError):
@@ -117,3 +123,13 @@ def error_from_plain(kind: type, value: Any) -> RequestError:
             return error_from_code(code, message)
         case _:
             raise ValueError(f"expected an error's code and message, got {value!r}")
+
+
+def without_places(text: str) -> str:
+    """A text for clients, without what it names of this machine: paths, sockets and regions of shared memory."""
+    return _PLACES.sub("…", text)
+
+
+def unexpected(what: str, error: Exception) -> StepFailed:
+    """An error that nobody foresaw, as the client that met it is told of it; the log has all of it."""
+    return StepFailed(f"{what}: {without_places(repr(error))}")

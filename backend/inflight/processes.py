@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PARENT, MINOR_FAULTS, MAJOR_FAULTS = 1, 7, 9
+STATE, PARENT, MINOR_FAULTS, MAJOR_FAULTS = 0, 1, 7, 9
 """Indices of `stat_fields`."""
 _START_TIME = 19
 

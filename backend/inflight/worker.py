@@ -49,6 +49,7 @@ def main(load: LoadModel = load_model) -> int:
     if not _is_started_with_others():
         print("inflight.worker: mpirun or srun --mpi=pmix has to start it (see --help)", file=sys.stderr)  # noqa: T201
         return _WRONG_USE
+    os.umask(0o077)  # as the server's processes have it; on another host nobody has set it
     _end_with_parent()
     report = _take_stdout()
     # It is of the host that started the ranks; another does not have it.

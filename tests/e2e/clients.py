@@ -14,6 +14,7 @@ import tritonclient.grpc as grpc
 import tritonclient.http as http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from inflight.server.client_apis import CONTROL_KEY_HEADER, ClientApis
 from inflight.triton.tensor_reader import NUMPY_TYPES
 from inflight.triton.tensor_spec import Vocabulary
 from inflight.triton.tensors import INPUTS
@@ -23,6 +24,9 @@ DTYPES = {
     name: NUMPY_TYPES[spec.dtype] for vocabulary in Vocabulary for name, spec in INPUTS.declared(vocabulary)
 }
 TIMEOUT_S = 60
+CONTROLLED = ClientApis(key="key-of-the-tests")
+"""For a server whose models are loaded and unloaded by requests, over gRPC with the metadata of `CONTROL`."""
+CONTROL = {f"triton-grpc-protocol-{CONTROL_KEY_HEADER}": "key-of-the-tests"}
 
 
 @dataclass(frozen=True)

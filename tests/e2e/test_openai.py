@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from inflight.openai.options import API_KEYS_VARIABLE
+from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE
 from inflight.server.runtime_directory import find_processes
 from inflight.testing.fake_server import make_fake_repository
 from tests.commands import Command, children_running, command, eventually, is_alive, shared_memory_of
@@ -29,6 +30,7 @@ SETTINGS = {
 }
 NUM_TOKENS = 300
 KEY = "sk-of-the-environment"
+CONTROL_KEY = "key-of-the-operator"
 
 
 @pytest.fixture
@@ -37,6 +39,7 @@ def serving(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     settings = [f"--set={key}={value}" for key, value in SETTINGS.items()]
     flags = ["--served-model-name", "code", "--model-control", "explicit"]
     monkeypatch.setenv(API_KEYS_VARIABLE, KEY)
+    monkeypatch.setenv(CONTROL_KEY_VARIABLE, CONTROL_KEY)
     with command(make_fake_repository(tmp_path / "models"), *settings, "--openai-port", "0", *flags) as made:
         yield made
 
@@ -57,7 +60,8 @@ def curl(*arguments: str) -> tuple[int, dict]:
 
 def repository(http: str, what: str) -> None:
     url = f"http://{http}/v2/repository/models/tensorrt_llm/{what}"
-    urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=60).read()
+    asked = urllib.request.Request(url, b"{}", {CONTROL_KEY_HEADER: CONTROL_KEY})
+    urllib.request.urlopen(asked, timeout=60).read()
 
 
 def test_v1_lives_with_its_server(serving: Command) -> None:

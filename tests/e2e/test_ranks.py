@@ -21,7 +21,7 @@ from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.repository import Wanted
 
-from .clients import Answer, Stream, ask, completion, infer, wait_until
+from .clients import CONTROL, CONTROLLED, Answer, Stream, ask, completion, infer, wait_until
 from .conftest import POST_PROCESSORS
 from .rank_processes import Processes, shared_memory
 
@@ -40,7 +40,7 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 @pytest.fixture(scope="module")
 def server(elsewhere, long_model) -> Iterator[TritonServer]:
     """Two ranks of the demo model, started by the model itself."""
-    options = ServerOptions(tp=2, mode="orchestrator")
+    options = ServerOptions(tp=2, mode="orchestrator", client_apis=CONTROLLED)
     with serve(model=long_model, dtype="float32", settings=SETTINGS, options=options) as running:
         yield running
 
@@ -124,13 +124,13 @@ def tokens(server: TritonServer) -> list[int]:
 
 def unload(server: TritonServer) -> None:
     with grpc.InferenceServerClient(server.grpc) as client:
-        client.unload_model(ENGINE)
+        client.unload_model(ENGINE, headers=CONTROL)
     wait_until(lambda: not {"mpirun", "rank 0", "rank 1", "stub"} & set(Processes.of(server).by_name))
 
 
 def load(server: TritonServer) -> None:
     with grpc.InferenceServerClient(server.grpc) as client:
-        client.load_model(ENGINE)
+        client.load_model(ENGINE, headers=CONTROL)
 
 
 def reload(server: TritonServer) -> None:
@@ -228,7 +228,7 @@ def test_a_load_over_a_loaded_model_replaces_its_ranks(server):
     path = server.repository.path / ENGINE / "config.pbtxt"
     path.write_text(set_parameters(path.read_text(), {"iter_stats_max_iterations": "10"}))
     with grpc.InferenceServerClient(server.grpc) as client:
-        client.load_model(ENGINE)
+        client.load_model(ENGINE, headers=CONTROL)
     assert tokens(server) == expected
     wait_until(lambda: not set(before.by_name.values()) & Processes.of(server).all)
 
@@ -260,15 +260,15 @@ def test_a_leader_that_loses_a_rank_ends_although_it_has_nothing_to_do(elsewhere
 
 
 def test_a_leaders_model_is_not_loaded_twice(elsewhere):
-    options = ServerOptions(tp=2, mode="leader", model_control="explicit")
+    options = ServerOptions(tp=2, mode="leader", model_control="explicit", client_apis=CONTROLLED)
     with (
         serve(dtype="float32", settings=SETTINGS, options=options) as server,
         grpc.InferenceServerClient(server.grpc) as client,
     ):
-        client.unload_model(ENGINE)
+        client.unload_model(ENGINE, headers=CONTROL)
         wait_until(lambda: not {"rank 1", "stub"} & set(Processes.of(server).by_name))
         with pytest.raises(InferenceServerException, match="start the server again"):
-            client.load_model(ENGINE)
+            client.load_model(ENGINE, headers=CONTROL)
 
 
 @pytest.mark.parametrize("mode", ["orchestrator", "leader"])

@@ -14,7 +14,7 @@ from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.testing.make_model import make_model
 from tests.models.zoo import ZooModel
 
-from .clients import ask, completion, infer, wait_until
+from .clients import CONTROL, CONTROLLED, ask, completion, infer, wait_until
 from .conftest import REPOSITORY
 from .footprint import folder_of, left_of
 
@@ -75,16 +75,16 @@ def test_two_engines_in_one_server_do_not_know_of_each_other(exact_server, two_e
         SECOND: alone.greedy(tuple(REQUEST["input_ids"]), REQUEST["request_output_len"]),
     }
     assert expected["tensorrt_llm"] != expected[SECOND]
-    options = ServerOptions(two_engines, mode="orchestrator")
+    options = ServerOptions(two_engines, mode="orchestrator", client_apis=CONTROLLED)
     with serve(two_engines, dtype="float32", settings=SMALL_CACHE, options=options) as server:
         for model, ids in expected.items():
             assert tokens(server, model) == ids
             by_front_end = infer(server.http, f"{model}_infer", exclude_input_in_output=True, **REQUEST)
             assert by_front_end.as_numpy("output_ids").reshape(-1).tolist() == ids
         with grpc.InferenceServerClient(server.grpc) as client:
-            client.unload_model(SECOND)
+            client.unload_model(SECOND, headers=CONTROL)
             wait_until(lambda: not client.is_model_ready(SECOND))
             assert tokens(server) == expected["tensorrt_llm"]
-            client.load_model(SECOND)
+            client.load_model(SECOND, headers=CONTROL)
             assert tokens(server, SECOND) == expected[SECOND]
     assert left_of(folder_of(server)) == []

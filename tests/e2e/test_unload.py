@@ -15,15 +15,16 @@ import pytest
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
+from inflight.server import runtime_directory
 from inflight.server.config_text import set_parameters
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.testing.fake_server import serve_fake
 
-from .clients import TIMEOUT_S, Answer, Stream, ask, completion, infer, wait_until
-from .footprint import Footprint
+from .clients import CONTROL, CONTROLLED, TIMEOUT_S, Answer, Stream, ask, completion, infer, wait_until
+from .footprint import Footprint, folder_of
 
 DEMO_MODEL = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
-EXPLICIT = ServerOptions(model_control="explicit")
+EXPLICIT = ServerOptions(model_control="explicit", client_apis=CONTROLLED)
 ENGINE, FRONT_ENDS = "tensorrt_llm", ("ensemble", "tensorrt_llm_infer")
 PROMPT = [3, 1, 4]
 # Two long requests fill the KV cache.
@@ -45,16 +46,21 @@ def server(elsewhere) -> Iterator[TritonServer]:
         yield running
 
 
+def test_only_this_user_reads_the_models_shared_memory(server) -> None:
+    regions = runtime_directory.shared_memory_files(folder_of(server))
+    assert len(regions) == 6 and not any(region.stat().st_mode & 0o077 for region in regions)
+
+
 def unload(server: TritonServer, model: str = ENGINE) -> None:
     """Triton takes the model away at once, and ends its process when nobody uses it any more."""
     with grpc.InferenceServerClient(server.grpc) as client:
-        client.unload_model(model)
+        client.unload_model(model, headers=CONTROL)
         wait_until(lambda: not client.is_model_ready(model))
 
 
 def load(server: TritonServer, model: str = ENGINE) -> None:
     with grpc.InferenceServerClient(server.grpc) as client:
-        client.load_model(model)
+        client.load_model(model, headers=CONTROL)
         assert client.is_model_ready(model)
 
 

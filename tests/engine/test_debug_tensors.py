@@ -121,6 +121,55 @@ def test_a_disk_that_cannot_be_written_ends_the_files_and_no_request(
     assert line.startswith("debug tensors are not written any more:")
 
 
+@pytest.mark.parametrize("planted", ["root", "rank", "file"])
+def test_a_link_that_somebody_has_planted_is_not_followed(
+    zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture, planted: str
+) -> None:
+    root, elsewhere = tmp_path / "debug", tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    kept = elsewhere / "kept.npy"
+    kept.write_text("somebody's")
+    if planted == "root":
+        root.symlink_to(elsewhere)
+    elif planted == "rank":
+        root.mkdir(mode=0o700)
+        (root / "PP_1").symlink_to(elsewhere)
+    else:
+        folder = root / "PP_1" / "TP_1" / "iteration_0"
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / "positions.npy").symlink_to(kept)
+    engine = load_engine(zoo["gpt2"].folder, debug_tensor_names=("positions",), debug_tensors_dir=str(root))
+    driver = Driver(engine)
+    driver.generate(driver.start(zoo["gpt2"].prompt(6)), 2)
+    assert [each.name for each in elsewhere.iterdir()] == ["kept.npy"]
+    assert kept.read_text() == "somebody's"
+    (line,) = [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
+    assert f"debug_tensors_dir {root}" in line
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+def test_a_folder_that_others_may_write_to_gets_no_files(
+    zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    root = tmp_path / "debug"
+    root.mkdir()
+    root.chmod(mode)
+    engine = load_engine(zoo["gpt2"].folder, debug_tensor_names=("positions",), debug_tensors_dir=str(root))
+    driver = Driver(engine)
+    driver.generate(driver.start(zoo["gpt2"].prompt(6)), 2)
+    assert list(root.iterdir()) == []
+    assert "others own it, or may write to it" in caplog.text
+
+
+def test_only_this_user_reads_the_files(zoo: Zoo, tmp_path: Path) -> None:
+    root = tmp_path / "new" / "debug"
+    engine = load_engine(zoo["gpt2"].folder, debug_tensor_names=("positions",), debug_tensors_dir=str(root))
+    driver = Driver(engine)
+    driver.generate(driver.start(zoo["gpt2"].prompt(6)), 2)
+    made = [root, *root.rglob("*")]
+    assert len(made) > 3 and not any(each.stat().st_mode & 0o077 for each in made)
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones(zoo: Zoo) -> None:
     known = "input_ids, positions, sequence_length, logits"
     with pytest.raises(ConfigError, match=rf"debug_tensor_names is \('weights',\), expected some of {known}"):

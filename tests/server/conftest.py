@@ -81,7 +81,11 @@ parameters { key: "mpirun_arguments" value { string_value: "" } }
 @pytest.fixture
 def counting_repository(tmp_path: Path) -> Path:
     """`tensorrt_llm` in name and parameters, a counter in behavior, with an empty demo model."""
-    repository = tmp_path / "a repository"
+    return make_counting_repository(tmp_path / "a repository")
+
+
+def make_counting_repository(repository: Path) -> Path:
+    """Write the models of `counting_repository` into a folder, and return it."""
     version = repository / "tensorrt_llm" / "1"
     (version / "demo_model").mkdir(parents=True)
     (version / "demo_model" / "config.json").write_text("{}")

@@ -2,7 +2,10 @@
 
 import io
 
-from inflight.server.log import ServerLog, find_cause
+import pytest
+
+from inflight.server import descriptors
+from inflight.server.log import ServerLog, find_cause, was_starved
 
 FAILED = r"""I1121 07:32:04.136206 3786 model_lifecycle.cc:472] "loading: m:1"
 hello from the model
@@ -12,6 +15,12 @@ I1121 07:32:05.547399 3786 server.cc:604] "table"
 E1121 07:32:05.600000 3786 main.cc:11] "error: creating server"
 more of it
 """
+ABORTED = """I1121 07:32:04.136206 3786 model_lifecycle.cc:472] "loading: m:1"
+terminate called after throwing an instance of 'boost::interprocess::lock_exception'
+  what():  boost::interprocess::lock_exception
+"""
+UNHEALTHY = FAILED.replace("ValueError: no", "Internal: Stub process 'm_0_0' is not healthy.")
+GUARD = "E1121 07:32:05.438735 77 guard.py] the process of the model m has ended: the server ends\n"
 DRIVER_LINE = 'E1121 07:32:04.135175 3786 server.cc:241] "CudaDriverHelper has not been initialized."\n'
 
 
@@ -61,3 +70,20 @@ def test_a_reader_that_goes_away_does_not_stop_the_log() -> None:
     log = ServerLog(io.BytesIO(b"one\ntwo\n"), echo, has_gpu=True)
     log.join(5)
     assert log.text() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "starved"),
+    [(ABORTED, True), (UNHEALTHY, True), (FAILED, False), (FAILED + ABORTED, False), (GUARD + ABORTED, False)]
+    + [("", False), ("all is well\n", False)],
+)
+def test_a_start_was_starved_where_nothing_else_is_the_cause(log: str, starved: bool) -> None:
+    assert was_starved(log) is starved
+
+
+def test_that_descriptors_have_run_out_is_explained_once() -> None:
+    echo = io.StringIO()
+    line = "[warn] Error from accept() call: Too many open files\n"
+    log = ServerLog(io.BytesIO(3 * line.encode()), echo, has_gpu=True)
+    log.join(5)
+    assert echo.getvalue() == f"{line}serve: {descriptors.explanation()}\n{line}{line}"

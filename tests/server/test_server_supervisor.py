@@ -96,3 +96,39 @@ def test_a_server_that_never_becomes_ready_is_given_up_and_says_why(
         r"loaded, for \d+ s; the last progress was 3 s ago; its log is above",
         line,
     )
+
+
+STARVED_ONCE = """
+import os, pathlib, signal, subprocess
+mark = pathlib.Path(MARK)
+if not mark.exists():
+    mark.touch()
+    subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    from inflight.server.runtime_directory import note_initialized
+    note_initialized("tensorrt_llm")
+"""
+
+
+def test_a_first_start_that_gets_no_processor_time_is_tried_again(counting_repository: Path) -> None:
+    """tritonserver aborts, or waits for ever, where a model that loads shows no sign of life for a second."""
+    model = counting_repository / "tensorrt_llm" / "1" / "model.py"
+    starved_once = STARVED_ONCE.replace("MARK", repr(str(counting_repository.with_name("was starved"))))
+    lines = [" " * 8 + line for line in starved_once.strip().splitlines()]
+    begins = "    def initialize(self, args):\n"
+    model.write_text(model.read_text().replace(begins, begins + "\n".join(lines) + "\n", 1))
+    with command(counting_repository) as serving:
+        serving.ready_line()
+        serving.process.terminate()
+        _, errors = serving.process.communicate(timeout=120)
+    assert serving.process.returncode == 0
+    (said,) = [line for line in errors.splitlines() if line.startswith("serve: ")]
+    assert "got no processor time" in said and said.endswith("the server is started again now")
+
+
+def test_nobody_else_may_read_what_a_server_makes(counting_repository: Path) -> None:
+    with command(counting_repository) as serving:
+        serving.ready_line()
+        assert not serving.folder().stat().st_mode & 0o077
+        for process in psutil.Process(serving.process.pid).children(recursive=True):
+            assert "Umask:\t0077\n" in Path(f"/proc/{process.pid}/status").read_text()

@@ -269,9 +269,13 @@ def test_none_says_what_to_do() -> None:
         finder.require()
 
 
-def test_a_folder_without_one_says_where(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match=str(tmp_path)):
+def test_a_folder_without_one_is_named_in_the_log_and_not_to_clients(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Unsupported, match="this model serves no text") as refused:
         TokenizerFinder(str(tmp_path)).require()
+    assert str(tmp_path) not in str(refused.value)
+    assert str(tmp_path) in caplog.text
 
 
 # -------------------------------------------------------------------- special tokens in stop strings

@@ -68,6 +68,7 @@ class SocketEngineClient:
         self._ids = itertools.count(1)
         self._connection: _Connection | None = None
         self._closed = False
+        self._is_away = False
 
     def describe(self) -> EngineDescription:
         """The engine's description; raises Unavailable while it cannot be reached."""
@@ -88,7 +89,7 @@ class SocketEngineClient:
         for _ in range(_CONNECTIONS_TRIED):
             if self._connected().submit(request_id, parts, on_response):
                 return request_id
-        raise Unreachable(f"the engine at {self._path} ends every connection; a later try may work")
+        raise Unreachable("the engine ends every connection; a later try may work")
 
     def reserve_id(self) -> int:
         """An id that no request will run under."""
@@ -138,8 +139,20 @@ class SocketEngineClient:
             if self._closed:
                 raise Unavailable("the server is shutting down")
             if self._connection is None or self._connection.ended:
-                self._connection = _Connection(self._path)
+                self._connection = self._connect()
             return self._connection
+
+    def _connect(self) -> _Connection:
+        """Make a new connection; of tries that fail in a row, the log has the first, with where the engine was."""
+        try:
+            made = _Connection(self._path)
+        except Unreachable as error:
+            if not self._is_away:
+                _log.info("no engine at %s: %s", self._path, error)
+            self._is_away = True
+            raise
+        self._is_away = False
+        return made
 
 
 class _Connection:
@@ -159,9 +172,9 @@ class _Connection:
         except (OSError, BadFrame) as error:
             self._socket.close()
             raise Unreachable(
-                f"the engine cannot be reached at {path} ({error}): check that the model that holds it "
-                "(tensorrt_llm, or what tensorrt_llm_model_name or tensorrt_llm_draft_model_name says) is loaded "
-                "and READY, and that both models have the same engine_endpoint"
+                f"the engine cannot be reached ({_why(error)}): check that the model that holds it (tensorrt_llm, "
+                "or what tensorrt_llm_model_name or tensorrt_llm_draft_model_name says) is loaded and READY, and "
+                "that both models have the same engine_endpoint"
             ) from error
         self._reader = threading.Thread(target=self._read, name="endpoint-client", daemon=True)
         self._reader.start()
@@ -224,7 +237,7 @@ class _Connection:
         try:
             return answer.result(None if timeout_s is None else timeout_s + _MARGIN_S)
         except NotInTime:
-            raise Unreachable(f"the engine at {self._path} did not tell {what} in {timeout_s:g} s") from None
+            raise Unreachable(f"the engine did not tell {what} in {timeout_s:g} s") from None
         finally:
             with self._lock:
                 self._questions.pop(question.question, None)
@@ -300,9 +313,14 @@ class _Connection:
 
     def _lost(self) -> Unreachable:
         return Unreachable(
-            f"the connection to the engine at {self._path} was lost while the request was in flight; "
-            "the server's log may say why, and a later try may work"
+            "the connection to the engine was lost while the request was in flight; the server's log may say "
+            "why, and a later try may work"
         )
+
+
+def _why(error: OSError | BadFrame) -> str:
+    """What went wrong, without the path that an OSError may name."""
+    return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
 
 
 def drain_engine(path: str, timeout_s: float) -> bool:

@@ -6,13 +6,16 @@ thread writes; any thread may read.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import stat
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,12 +49,17 @@ class DebugTensors:
     Args:
         names: Which.
         max_iterations: For how many iterations they are kept; 0: they go to files.
-        folder: Where the files go, `iteration_<number>/<tensor>.npy`.
+        folder: Where the files go; a place where others can make files is a place where they can lay traps, so
+            it has to be a folder of this user's that nobody else may write to, or one that is not there yet.
+        rank: The folders below it that lead to this rank's files, `iteration_<number>/<tensor>.npy`.
     """
 
-    def __init__(self, names: frozenset[str], max_iterations: int, folder: Path) -> None:
+    def __init__(
+        self, names: frozenset[str], max_iterations: int, folder: Path, rank: tuple[str, ...] = ()
+    ) -> None:
         self._names = names
         self._folder = None if max_iterations else folder
+        self._rank = rank
         self._lock = threading.Lock()
         self._kept: deque[DebugTensorsPerIteration] = deque(maxlen=max_iterations)
 
@@ -65,11 +73,15 @@ class DebugTensors:
         }
         if not names:
             return None
-        folder = Path(config.debug_tensors_dir, f"PP_{pp_rank + 1}", f"TP_{tp_rank + 1}")
+        folder, rank = Path(config.debug_tensors_dir), (f"PP_{pp_rank + 1}", f"TP_{tp_rank + 1}")
         most = config.debug_tensors_max_iterations
-        where = f"are kept for the last {most} iterations" if most else f"of every iteration go to {folder}"
+        where = (
+            f"are kept for the last {most} iterations"
+            if most
+            else f"of every iteration go to {folder.joinpath(*rank)}"
+        )
         _log.warning("debug tensors (%s) %s: this is slow", ", ".join(sorted(names)), where)
-        return cls(frozenset(names), most, folder)
+        return cls(frozenset(names), most, folder, rank)
 
     def write(self, iteration: int, packed: PackedBatch, logits: Tensor | None) -> None:
         """Write an iteration down; waits for the device.
@@ -90,7 +102,7 @@ class DebugTensors:
             tensors["logits"] = lambda: logits[packed.sampled_rows.argsort()]
         found = {name: make().cpu().numpy().copy() for name, make in tensors.items() if name in self._names}
         if self._folder is not None:
-            self._save(self._folder / f"iteration_{iteration}", found)
+            self._save(self._folder, (*self._rank, f"iteration_{iteration}"), found)
             return
         with self._lock:
             self._kept.append(DebugTensorsPerIteration(iteration, found))
@@ -102,11 +114,40 @@ class DebugTensors:
             self._kept.clear()
         return kept
 
-    def _save(self, folder: Path, found: Mapping[str, NDArray[Any]]) -> None:
+    def _save(self, root: Path, below: tuple[str, ...], found: Mapping[str, NDArray[Any]]) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for name, values in found.items():
-                np.save(folder / f"{name}.npy", values)
+            with _opened(root, below) as folder:
+                for name, values in found.items():
+                    with _created(f"{name}.npy", folder) as file:
+                        np.save(file, values)
         except OSError as error:  # requests must not end for a full disk
-            _log.error("debug tensors are not written any more: %s", error)
+            _log.error("debug tensors are not written any more: debug_tensors_dir %s: %s", root, error)
             self._names = frozenset()
+
+
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def _opened(root: Path, below: tuple[str, ...]) -> Iterator[int]:
+    """A descriptor of a folder below `root`, made where it is missing; OSError where files are not safe there."""
+    root.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.ExitStack() as stack:
+        folder = None
+        for name in (str(root), *below):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=folder)
+            folder = os.open(name, _FOLDER, dir_fd=folder)
+            stack.callback(os.close, folder)
+            found = os.fstat(folder)
+            if found.st_uid != os.geteuid() or found.st_mode & _WRITABLE_BY_OTHERS:
+                raise PermissionError("others own it, or may write to it: take a folder of your own")
+        assert folder is not None, "there is a root at least"
+        yield folder
+
+
+def _created(name: str, folder: int) -> IO[bytes]:
+    """A new or emptied file in a folder, never what a link leads to."""
+    return open(name, "wb", opener=lambda path, _: os.open(path, _FILE, 0o600, dir_fd=folder))

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from inflight.core.request.sampling_config import CONTROLS
-from inflight.errors import InflightError, InvalidArgument, Unavailable, Unreachable, Unsupported
+from inflight.errors import InflightError, InvalidArgument, Unavailable, Unreachable, Unsupported, unexpected
 
 _log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
@@ -130,7 +130,7 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
         if status == 503 and _QUEUE_IS_FULL in str(error):
             status = 429
         return status, error_body(status, str(error), None, error.code.lower())
-    return 500, error_body(500, f"the server failed: {error!r}", None, "internal_error")
+    return 500, error_body(500, str(unexpected("the server failed", error)), None, "internal_error")
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from pathlib import Path
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
 from inflight.core.request.request import EngineDescription
-from inflight.errors import Unavailable, Unsupported
+from inflight.errors import Unavailable, Unsupported, without_places
 from inflight.hub import checkpoint_name
 from inflight.openai.errors import ApiError, unsupported
 from inflight.openai.options import OpenAiOptions
@@ -190,7 +190,7 @@ class _Checkpoint:
             try:
                 self._template = load_chat_template(folder, self._template_file)
             except Exception as error:  # whatever a broken file raises: completions are served all the same
-                self._problem = str(error)
+                self._problem = without_places(str(error))
                 _log.error("chats will be refused: %s", error)
 
     def tokenizer(self) -> Tokenizer:

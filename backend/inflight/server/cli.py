@@ -6,6 +6,7 @@ stderr by a thread of `log.ServerLog`.
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from typing import TextIO, cast, get_args
 from inflight.engine_folder import is_engine_folder
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, add_arguments, read_arguments
 from inflight.progress import ProgressEcho
+from inflight.server import descriptors
 from inflight.server.checkpoint import find_checkpoint
+from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE, ClientApis
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer, lay_out
 from inflight.server.option_types import count, named_folder, port, seconds, setting, whole
@@ -24,18 +27,31 @@ from inflight.server.ranks import Mode
 from inflight.server.repository import Wanted, default_repository
 from inflight.server.supervisor import Signals, Supervisor
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal says to end; returns the exit status."""
+    descriptors.raise_limit()
     try:
         options = parse(arguments)
-        os.environ.pop(API_KEYS_VARIABLE, None)  # which is none of tritonserver's business, nor its models'
+        for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
+            os.environ.pop(variable, None)  # which are none of the models' business
         return _serve(options)
     except ServeError as error:
         print(f"serve: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, *_NO_ROOM):
+            raise
+        why = (
+            descriptors.explanation()
+            if error.errno == errno.EMFILE
+            else f"{error}; TMPDIR may lead elsewhere"
+        )
+        print(f"serve: {why}", file=sys.stderr)
+        return ServeError.exit_code
 
 
 def parse(arguments: list[str] | None) -> ServerOptions:
@@ -66,6 +82,13 @@ def parse(arguments: list[str] | None) -> ServerOptions:
         ready_timeout_s=given.ready_timeout,
         restarts=given.restarts,
         model_control=given.model_control,
+        client_apis=ClientApis(
+            shared_memory=given.allow_shared_memory,
+            logging=given.allow_logging,
+            trace=given.allow_trace,
+            model_config=not given.restrict_model_config,
+            key=os.environ.get(CONTROL_KEY_VARIABLE) or None,
+        ),
         tp=given.tp,
         pp=given.pp,
         ep=given.ep,
@@ -103,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(parser)
     _add_address_options(parser)
     _add_running_options(parser)
+    _add_api_options(parser)
     _add_program_options(parser)
     _add_rank_options(parser)
     add_arguments(parser)
@@ -174,10 +198,28 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         "--model-control",
         choices=("none", "explicit"),
         default="none",
-        help="explicit: models can be unloaded and loaded by request, as an orchestrator does itself "
-        "(default: %(default)s)",
+        help="explicit: models can be unloaded and loaded by requests that bring the key of "
+        f"{CONTROL_KEY_VARIABLE} in the header {CONTROL_KEY_HEADER} (default: %(default)s)",
     )
     add("--log-verbose", action="store_true", help="tritonserver's verbose log, and nothing left out of it")
+
+
+def _add_api_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--allow-shared-memory",
+        action="store_true",
+        help="let every client register shared memory of this machine, as perf_analyzer --shared-memory does: it "
+        "can then read and write what the server's processes have in /dev/shm",
+    )
+    add("--allow-logging", action="store_true", help="let every client change the settings of Triton's log")
+    add("--allow-trace", action="store_true", help="let every client change the settings of Triton's traces")
+    add(
+        "--restrict-model-config",
+        action="store_true",
+        help="keep the models' configurations, which name folders of this machine, from clients; perf_analyzer "
+        "asks for them",
+    )
 
 
 def _add_program_options(parser: argparse.ArgumentParser) -> None:

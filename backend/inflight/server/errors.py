@@ -1,6 +1,7 @@
 """What can go wrong between the command line and a ready server.
 
 ServeError            starting or running the server failed            exit 1
+├── Starved           a start failed that may work when tried again    exit 1
 └── OptionError       what was asked for cannot be done as it stands   exit 2
 """
 
@@ -9,6 +10,10 @@ class ServeError(Exception):
     """The server could not be started, or ended by itself; the message says why."""
 
     exit_code = 1
+
+
+class Starved(ServeError):
+    """The server ended before it was ready because the machine had no time for one of its processes."""
 
 
 class OptionError(ServeError):

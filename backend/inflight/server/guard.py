@@ -23,7 +23,7 @@ from enum import Enum
 from pathlib import Path
 
 from inflight.processes import ProcessId, this_parent
-from inflight.server.runtime_directory import note_loss
+from inflight.server.runtime_directory import UMASK, note_loss
 
 _END, _DISMISS, _REST = b"end", b"dismiss", b"rest"
 _RANKS, _FILES, _BEAT = b"ranks", b"files", b"beat"
@@ -99,6 +99,16 @@ class Guard:
         with contextlib.suppress(OSError, ValueError):  # somebody has killed the guard, or it is dismissed
             assert self._process.stdin is not None
             self._process.stdin.write(line + b"\n")
+
+
+def keep_private() -> None:
+    """Have nobody but this user read what this process makes, nor its shared memory; for a stub of tritonserver's.
+
+    tritonserver lets everybody read a stub's shared memory, whatever the umask says.
+    """
+    if name := _region(os.getpid()):
+        os.umask(UMASK)
+        (_SHARED_MEMORY / name).chmod(0o600)
 
 
 def guard_in_server(model: str) -> Guard | None:

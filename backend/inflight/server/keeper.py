@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from inflight.server import runtime_directory
+from inflight.server import orphans, runtime_directory
 
 _DONE = b"done\n"
 _GRACE_S = 10.0
@@ -27,7 +27,9 @@ class Keeper:
             stderr=subprocess.DEVNULL,
             cwd="/",
             start_new_session=True,
+            umask=runtime_directory.UMASK,
         )
+        orphans.is_own(self._process)
 
     def dismiss(self) -> None:
         """End the keeper, as the server has ended and left nothing."""

@@ -15,11 +15,12 @@ from typing import Literal, TextIO
 
 from inflight.endpoint.path import endpoint_path
 from inflight.openai.options import OpenAiOptions
-from inflight.server import installation, ranks, runtime_directory
+from inflight.server import descriptors, installation, ranks, runtime_directory
+from inflight.server.client_apis import ClientApis
 from inflight.server.drain import EngineDrain, IdleWatch, stubs_processor_time
-from inflight.server.errors import ServeError
+from inflight.server.errors import ServeError, Starved
 from inflight.server.keeper import Keeper
-from inflight.server.log import ServerLog, find_cause
+from inflight.server.log import ServerLog, find_cause, was_starved
 from inflight.server.openai_process import OpenAiProcess
 from inflight.server.ports import Ports, resolve_host, resolve_ports
 from inflight.server.process import ServerProcess
@@ -27,8 +28,10 @@ from inflight.server.repository import RuntimeRepository, Wanted, assemble, defa
 from inflight.server.runtime_directory import PID_FILE
 from inflight.server.startup import Startup, is_ready, num_bytes
 
+_STARVED = "as one of its processes got no processor time for a second or more while a model was loaded"
 _MAIN_ENGINE = "tensorrt_llm"
 _POLL_INTERVAL_S = 0.1
+_TRIES = 3  # of a start that was starved
 _UNREADY_GRACE_S = 5.0  # nothing can be in flight
 # How long a server with nothing left to do may take to end (see `drain` for why it may not end at all). Of an
 # engine it is known that there is nothing left; of other models it is concluded from this much quiet.
@@ -36,6 +39,10 @@ _DRAINED_GRACE_S = 2.0
 _QUIET_S = 5.0
 # What is still in flight is answered with UNAVAILABLE so long before the server gives up on it.
 _ANSWER_MARGIN_S = 4.0
+# Of that, what the OpenAI endpoint has to send these answers in; tritonserver has the rest.
+_SENDING_SHARE = 0.25
+# What it takes to kill all processes and see them gone; a share of a short exit timeout.
+_KILL_S, _KILL_SHARE = 0.5, 0.25
 # Loading a large checkpoint happens inside the stub, which must not be taken for stuck.
 _STUB_TIMEOUT_S = 1200
 # Each instance's share of /dev/shm to begin with; small enough for many models in a container's usual 64 MB.
@@ -54,6 +61,7 @@ class ServerOptions:
         restarts: A supervisor gives up after so many starts in a row that came to nothing; 0: after the first.
         model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request, as
             an orchestrator does itself; everything in the repository is loaded at first in any mode.
+        client_apis: Which of Triton's APIs clients may use; to load and unload models takes its key.
         tp, pp, ep, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: what the repository says.
         write_repository: A folder to lay the models out in, for another program to load; nothing is started then.
     """
@@ -69,6 +77,7 @@ class ServerOptions:
     ready_timeout_s: int | None = None
     restarts: int = 0
     model_control: Literal["none", "explicit"] = "none"
+    client_apis: ClientApis = field(default_factory=ClientApis)
     tp: int | None = None
     pp: int | None = None
     ep: int | None = None
@@ -91,7 +100,7 @@ class TritonServer:
         self._echo = echo
         self._address = resolve_host(options.host)
         self.ports = resolve_ports(self._address, options.ports)
-        self._folder = runtime_directory.make()
+        self._folder = _make_folder()
         self._keeper: Keeper | None = None
         self._process: ServerProcess | None = None
         self._log: ServerLog | None = None
@@ -180,6 +189,8 @@ class TritonServer:
                 raise self.ended()
             if self._openai and self._openai.failure:
                 raise ServeError(f"the OpenAI endpoint does not start: {self._openai.failure}")
+            if forgotten := startup.forgotten():
+                raise Starved(f"{forgotten}, {_STARVED}")
             if stalled := startup.check():
                 raise ServeError(f"{stalled}; {_where_log_is(self._echo)}\n{find_cause(self.log_text())}")
             if deadline is not None and time.monotonic() > deadline:
@@ -203,6 +214,7 @@ class TritonServer:
             lambda: num_bytes(runtime_directory.find_processes(self._folder)),
             self._options.ready_timeout_s,
             tell,
+            initialized=lambda: runtime_directory.initialized_models(self._folder),
         )
 
     @property
@@ -214,10 +226,15 @@ class TritonServer:
         """The error to raise for a server that has ended although nobody asked it to."""
         if self._log:
             self._log.join(timeout=2)
+        log = self.log_text()
+        if not self._ready and was_starved(log):
+            return Starved(
+                f"tritonserver ended before it was ready (exit status {self.returncode}), {_STARVED}:\n"
+                f"{find_cause(log)}"
+            )
         when = "" if self._ready else " before it was ready"
-        return ServeError(
-            f"tritonserver ended{when} (exit status {self.returncode}):\n{find_cause(self.log_text())}"
-        )
+        why = f": {descriptors.explanation()}" if descriptors.TOO_MANY in log else ":"
+        return ServeError(f"tritonserver ended{when} (exit status {self.returncode}){why}\n{find_cause(log)}")
 
     def shut_down(self, hurry: Callable[[], bool] = lambda: False) -> bool:
         """Let requests in flight finish, refuse new ones, and end; at once where `hurry` says so.
@@ -227,7 +244,9 @@ class TritonServer:
 
         Returns whether it ended in order, everything in flight answered within that time.
         """
-        timeout_s = max(1.0, self._options.exit_timeout_s) if self._ready else _UNREADY_GRACE_S
+        timeout_s = max(1.0, self._options.exit_timeout_s)
+        timeout_s = timeout_s if self._ready else min(timeout_s, _UNREADY_GRACE_S)
+        timeout_s -= min(_KILL_S, _KILL_SHARE * timeout_s)
         begun_s = time.monotonic()
         watch: EngineDrain | IdleWatch | None = self._drain_engines()
         # An engine in a tritonserver that ends waits some seconds for requests that did not come through Triton:
@@ -254,8 +273,12 @@ class TritonServer:
         sockets = list(self._folder.glob("*.sock"))
         if elsewhere := self._options.wanted.settings.get("engine_endpoint"):
             sockets.append(Path(elsewhere))
-        timeout = self._options.exit_timeout_s
-        return EngineDrain(sockets, max(timeout - _ANSWER_MARGIN_S, timeout / 2)) if sockets else None
+        return EngineDrain(sockets, self._drain_timeout_s()) if sockets else None
+
+    def _drain_timeout_s(self) -> float:
+        """How long requests in flight may go on at the end."""
+        timeout_s = self._options.exit_timeout_s
+        return max(timeout_s - _ANSWER_MARGIN_S, timeout_s / 2)
 
     def kill(self) -> None:
         """End the server, its stubs and its ranks at once."""
@@ -298,7 +321,9 @@ class TritonServer:
             metrics_url=f"http://{self._address}:{self.ports.metrics}/metrics",
         )
         find_socket = partial(self._engine_socket, engine, engines[engine])
-        return OpenAiProcess(wanted, find_socket, self._folder, options.exit_timeout_s, self._echo)
+        drain_s = self._drain_timeout_s()
+        timeout_s = int(drain_s + _SENDING_SHARE * (options.exit_timeout_s - drain_s))
+        return OpenAiProcess(wanted, find_socket, self._folder, timeout_s, self._echo)
 
     def _engine_socket(self, engine: str, endpoint: str) -> Path | None:
         """Where an engine's socket is, or will be; None while tritonserver's process id is not known."""
@@ -336,6 +361,7 @@ class TritonServer:
             f"{backend}shm-growth-byte-size={_SHARED_MEMORY_BYTES}",
             f"{backend}stub-timeout-seconds={_STUB_TIMEOUT_S}",
             *control,
+            *self._options.client_apis.arguments(),
             *gpu,
         ]
 
@@ -363,13 +389,38 @@ def serve(
         settings={**given.wanted.settings, **(settings or {})},
     )
     repository = model_repository or given.model_repository
-    server = TritonServer(replace(given, model_repository=repository, wanted=wanted))
+    server = _started(replace(given, model_repository=repository, wanted=wanted), ready_timeout)
     try:
-        server.start()
-        server.wait_ready(ready_timeout)
         yield server
     finally:
         server.close()
+
+
+def _started(options: ServerOptions, ready_timeout: float) -> TritonServer:
+    """A ready server; one that was starved is started again."""
+    for tries_left in reversed(range(_TRIES)):
+        server = TritonServer(options)
+        try:
+            server.start()
+            server.wait_ready(ready_timeout)
+        except BaseException as error:  # also Ctrl-C: the server must not stay behind
+            server.close()
+            if not (isinstance(error, Starved) and tries_left):
+                raise
+        else:
+            return server
+    raise AssertionError("the last try returns or raises")
+
+
+def _make_folder() -> Path:
+    try:
+        return runtime_directory.make()
+    except OSError as error:
+        os.close(os.open("/", os.O_RDONLY))  # raises if descriptors have run out, which `error` does not tell
+        raise ServeError(
+            f"no folder for the server's files can be made ({error.strerror or error}): set TMPDIR to a folder "
+            "that can be written to"
+        ) from None
 
 
 def _find(program: Path | None, folder: Path) -> installation.Installation:

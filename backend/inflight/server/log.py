@@ -10,9 +10,12 @@ import time
 from collections.abc import Iterable
 from typing import IO, TextIO
 
+from inflight.server import descriptors
+
 _KEPT_LINES = 20_000
 _RECORD = re.compile(r"(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
 _STACK = "\n\nAt:\n"  # as pybind11 begins it
+_NO_SIGN_OF_LIFE = re.compile(r"lock_exception|is not healthy|Failed to obtain the health mutex")
 # Said at every start on a machine without a GPU, where there is nothing to be done about them.
 _WITHOUT_GPU = (
     "CudaDriverHelper has not been initialized",
@@ -37,6 +40,7 @@ class ServerLog:
         self.num_lines = 0
         self._changed = threading.Condition()
         self._last_line_at = time.monotonic()
+        self._has_explained = False  # that descriptors have run out
         self._thread = threading.Thread(target=self._copy, name="server-log", daemon=True)
         self._thread.start()
 
@@ -67,6 +71,9 @@ class ServerLog:
                 self._last_line_at = time.monotonic()
                 self._changed.notify_all()
             self._pass_on(line)
+            if descriptors.TOO_MANY in line and not self._has_explained:
+                self._has_explained = True
+                self._pass_on(f"serve: {descriptors.explanation()}\n")
 
     def _pass_on(self, line: str) -> None:
         if self._echo is None:
@@ -86,6 +93,18 @@ def find_cause(text: str, most_lines: int = 40) -> str:
     errors = [_without_stack(error.replace("\\n", "\n")) for error in errors]
     lines = "\n".join(errors).splitlines() or text.splitlines()
     return "\n".join(line for line in lines[-most_lines:] if line.strip())
+
+
+def was_starved(text: str) -> bool:
+    """Whether a start came to nothing because a process of a model got no processor time for too long.
+
+    While a model loads, tritonserver 2.51 wants a sign of life of its process each second. It gives up one that is
+    late, as any may be on a machine with far too much to do, though that process works on in memory that both
+    share; mostly tritonserver itself then aborts on a lock there. A model with an error of its own says that too.
+    """
+    said = ["\n".join(record) for record in _records(text.splitlines()) if record[0][:1] in "EF"]
+    errors = [error for error in said if "failed to load" in error] or said
+    return bool(_NO_SIGN_OF_LIFE.search(text)) and all(_NO_SIGN_OF_LIFE.search(error) for error in errors)
 
 
 def _without_stack(error: str) -> str:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TextIO
 
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, to_arguments
+from inflight.server import orphans
 from inflight.server.log import ServerLog
-from inflight.server.runtime_directory import FOLDER_VARIABLE
+from inflight.server.runtime_directory import FOLDER_VARIABLE, UMASK
 
 _SOCKET_CHECK_S = 0.1
 _POLL_S = 0.05
@@ -146,7 +147,9 @@ class OpenAiProcess:
                 cwd=self._folder,
                 env={**environment, FOLDER_VARIABLE: str(self._folder)},
                 start_new_session=True,
+                umask=UMASK,
             )
+            orphans.is_own(self._process)
             assert self._process.stdin is not None, "it was started with a pipe"
             with (
                 contextlib.suppress(BrokenPipeError),

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO
 
 from inflight.processes import ProcessId
-from inflight.server import runtime_directory
-from inflight.server.runtime_directory import FOLDER_VARIABLE, PID_FILE, read_pid
+from inflight.server import orphans, runtime_directory
+from inflight.server.runtime_directory import FOLDER_VARIABLE, PID_FILE, UMASK, read_pid
 
 # What ranks may take to end once tritonserver has; one that is stopped never does.
 _RANKS_END_S = 10.0
@@ -53,7 +53,9 @@ class ServerProcess:
             cwd=folder,
             env={**environment, FOLDER_VARIABLE: str(folder)},
             start_new_session=True,
+            umask=UMASK,
         )
+        orphans.is_own(self._child)
         if is_mpirun:
             threading.Thread(target=self._end_with_tritonserver, name="ranks-end", daemon=True).start()
         else:

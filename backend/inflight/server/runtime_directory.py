@@ -2,8 +2,9 @@
 
 That is shared memory under names that start with the folder's name, and processes: tritonserver, its stubs, mpirun
 and the ranks on this machine. mpirun gives every rank a process group of its own, and a process that loses its
-parent gets another one; so they are known by the folder, which the environment that they inherit names. Two notes
-in the folder say which process tritonserver is, and that the server was ended because it could not serve any more.
+parent gets another one; so they are known by the folder, which the environment that they inherit names. Notes
+in the folder say which process tritonserver is, which models have loaded what they need, and that the server was
+ended because it could not serve any more.
 Standard library only, as the keeper and the guards run it beside tritonserver. Any thread.
 """
 
@@ -22,7 +23,11 @@ FOLDER_VARIABLE = "XDG_RUNTIME_DIR"
 PID_FILE = "tritonserver.pid"
 """In the server's folder: tritonserver's process id, on a line."""
 
+UMASK = 0o077
+"""Of all processes of a server: what they make is for this user alone, Triton's shared memory too."""
+
 _LOSS_FILE = "lost"  # in the server's folder: a guard has ended the server, whatever its exit status says
+_INITIALIZED = "initialized-"  # and a model's name: a process of that model is done with what it loads
 _PREFIX = "inflight-server-"
 _SHARED_MEMORY = Path("/dev/shm")
 _END_S = 10.0  # a process that hangs in a device driver cannot be ended, nor waited for
@@ -99,6 +104,19 @@ def note_loss() -> None:
 def was_lost(folder: Path) -> bool:
     """Whether a process of the server's has called `note_loss`."""
     return (folder / _LOSS_FILE).exists()
+
+
+def note_initialized(model: str) -> None:
+    """Say, from a process of the server's, that this process has loaded what its model needs."""
+    folder = Path(os.environ.get(FOLDER_VARIABLE, "."))
+    if read_pid(folder) is not None:
+        with contextlib.suppress(OSError):
+            (folder / f"{_INITIALIZED}{model}").touch()
+
+
+def initialized_models(folder: Path) -> set[str]:
+    """The models of which a process has called `note_initialized`."""
+    return {path.name.removeprefix(_INITIALIZED) for path in folder.glob(f"{_INITIALIZED}*")}
 
 
 def _environment(pid: int) -> list[bytes]:

@@ -8,7 +8,7 @@ thread that waits.
 import http.client
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import psutil
 
@@ -21,6 +21,7 @@ _SAMPLE_EVERY_S = 5.0
 _LEAST_BYTES = 4_000_000  # in that time; a server that only answers whether it is ready stays far below
 _PAGE_BYTES = 4096
 _ANSWER_S = 5.0
+_FORGOTTEN_S = 15.0  # tritonserver calls a model loaded at once when its process is done
 
 
 def is_ready(address: str, http_port: int, metrics_port: int, models: Sequence[str]) -> bool:
@@ -53,6 +54,7 @@ class Startup:
         stall_timeout_s: Most seconds without progress; None: for ever.
         say: Called with a line for people from time to time; None: nobody wants it.
         now: Monotonic seconds.
+        initialized: The models whose processes have loaded what they need.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class Startup:
         stall_timeout_s: float | None,
         say: Callable[[str], None] | None = None,
         now: Callable[[], float] = time.monotonic,
+        initialized: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._models = models
+        self._find_initialized = initialized
         self._log = log
         self._count_bytes = num_bytes
         self._stall_timeout_s = stall_timeout_s
@@ -87,6 +91,19 @@ class Startup:
             f"not ready, and no progress in {self._stall_timeout_s:g} s (--ready-timeout): {self._state(now)}"
         )
 
+    def forgotten(self) -> str | None:
+        """What to say where tritonserver waits for the end of a model's process that waits for it; else None.
+
+        It has given that process up, see `log.was_starved`.
+        """
+        if self._now() - self._last_progress_s < _FORGOTTEN_S:
+            return None
+        models = set(self._find_initialized()).difference(self._loaded())
+        return f"tritonserver does not take notice of {', '.join(sorted(models))}" if models else None
+
+    def _loaded(self) -> list[str]:
+        return _LOADED.findall(self._log.text())
+
     def _has_progress(self, now: float) -> bool:
         num_lines, self._num_lines = self._num_lines, self._log.num_lines
         if self._num_lines != num_lines:
@@ -98,7 +115,7 @@ class Startup:
         return abs(self._num_bytes - num_bytes) >= _LEAST_BYTES
 
     def _state(self, now: float) -> str:
-        loaded = _LOADED.findall(self._log.text())
+        loaded = self._loaded()
         missing = [model for model in self._models if model not in loaded]
         what = f"{', '.join(missing)} to be loaded" if missing else "it to answer, with all models loaded"
         waited_s, idle_s = now - self._begun_s, now - self._last_progress_s

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TextIO
 
-from inflight.server.errors import ServeError
+from inflight.server import orphans
+from inflight.server.errors import ServeError, Starved
 from inflight.server.launch import ServerOptions, TritonServer
 
 _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
@@ -94,9 +95,13 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until told to end; returns the exit status. ServeError if no server can be kept up."""
+        orphans.adopt()
         while (server := self._start()) is not None:
-            with contextlib.closing(server):
-                loss = self._watch(server)
+            try:
+                with contextlib.closing(server):
+                    loss = self._watch(server)
+            finally:
+                orphans.reap()
             if loss is None:
                 break
             self._pause(loss)
@@ -109,7 +114,8 @@ class Supervisor:
                 return self._start_once()
             except ServeError as error:
                 self._num_failed_starts += 1
-                if not self._has_served or self._num_failed_starts >= self._options.restarts:
+                may_work = self._has_served or isinstance(error, Starved)
+                if not may_work or self._num_failed_starts >= self._options.restarts:
                     raise
                 self._pause(str(error).splitlines()[0].rstrip(":"))
         return None
@@ -134,7 +140,7 @@ class Supervisor:
         self._has_served, self._num_failed_starts = True, 0
         ready_at = time.monotonic()
         self._on_ready(server)
-        self._signals.wait(until=lambda: server.returncode is not None)
+        self._signals.wait(until=lambda: self._has_ended(server))
         if self._signals.any():
             self._shut_down(server)
             return None
@@ -143,6 +149,10 @@ class Supervisor:
         if time.monotonic() - ready_at > _PROVEN_S:
             self._num_lost = 0
         return str(server.ended()).splitlines()[0].rstrip(":")
+
+    def _has_ended(self, server: TritonServer) -> bool:
+        orphans.reap()
+        return server.returncode is not None
 
     def _shut_down(self, server: TritonServer) -> None:
         in_order = server.shut_down(hurry=self._signals.several)
@@ -154,7 +164,8 @@ class Supervisor:
         pause_s = _PAUSES_S[min(self._num_lost, len(_PAUSES_S) - 1)]
         self._num_lost += 1
         when = f"in {pause_s:g} s" if pause_s else "now"
-        self._say(f"{loss}; what was in flight is lost, and the server is started again {when}")
+        lost = "what was in flight is lost, and " if self._has_served else ""
+        self._say(f"{loss}; {lost}the server is started again {when}")
         self._signals.wait(until=lambda: False, timeout=pause_s)
 
     def _say(self, line: str) -> None:

@@ -15,7 +15,7 @@ from inflight.additional_outputs import GENERATION
 from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import AdditionalOutput, Result
 from inflight.core.request.stop import FinishReason
-from inflight.errors import Unsupported
+from inflight.errors import Unsupported, without_places
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.stop_strings import StopStringFinder, StopStrings
 from inflight.text.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class TokenizerFinder:
         try:
             self._found = self._load(directory)
         except Exception as error:  # whatever a broken file raises: ids are served all the same
-            self._problem = str(error)
+            self._problem = without_places(str(error))
             _log.warning("text will be refused: %s", error)
 
 

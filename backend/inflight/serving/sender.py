@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from inflight.core.request.response import Response
 from inflight.endpoint.mailbox import Mailbox
-from inflight.errors import InflightError, StepFailed
+from inflight.errors import InflightError, StepFailed, unexpected
 from inflight.serving.background import give_way
 from inflight.serving.in_flight import Arrival, Ending, InFlight, error_of_ending
 from inflight.serving.pacing import Pacing
@@ -135,7 +135,7 @@ class Sender:
         """Answer with an error because a response could not be made or sent, and stop the request."""
         entry = arrival.entry
         _log.debug("request %s could not be answered: %r", entry, error)
-        failed = error if isinstance(error, InflightError) else StepFailed(f"response not sent: {error!r}")
+        failed = error if isinstance(error, InflightError) else unexpected("response not sent", error)
         if not arrival.is_last:
             entry.send_failure = failed
             self._in_flight.cancel(entry, Ending.SEND_FAILED)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
-from inflight.errors import InflightError, StepFailed
+from inflight.errors import InflightError, unexpected
 from inflight.triton.responses import ResponseBuilder, TritonStream
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class AdapterRequests:
             return self._responses.error(error)
         except Exception as error:  # a bug, and whoever asked waits for an answer
             _log.exception("a command could not be carried out")
-            return self._responses.error(StepFailed(f"the command could not be carried out: {error!r}"))
+            return self._responses.error(unexpected("the command could not be carried out", error))
 
 
 def as_json(adapters: Iterable[AdapterState]) -> str:

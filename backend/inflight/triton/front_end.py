@@ -18,7 +18,7 @@ from typing import Any
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.request import EngineDescription
-from inflight.errors import InflightError, StepFailed, Unsupported
+from inflight.errors import InflightError, Unsupported, unexpected
 from inflight.serving.client_lanes import ClientLanes
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.in_flight import ClientStream, Ending, InFlight, InFlightRequest, error_of_ending
@@ -121,7 +121,7 @@ class FrontEnd:
                 self._refuse(stream, error)
             except Exception as error:  # a bug that one request meets must not end the others
                 self._pb_utils.Logger.log_error(f"execute: {error!r}")
-                self._refuse(stream, StepFailed(f"the front end failed: {error!r}"))
+                self._refuse(stream, unexpected("the front end failed", error))
 
     def close(self) -> None:
         """Answer everything in flight, then release the client and the threads. Idempotent."""
@@ -190,7 +190,7 @@ class FrontEnd:
             error = raised
         except Exception as raised:  # a bug must not end the thread that runs other requests' jobs
             self._pb_utils.Logger.log_error(f"a request could not be started: {raised!r}")
-            error = StepFailed(f"the front end failed: {raised!r}")
+            error = unexpected("the front end failed", raised)
         self._in_flight.withdraw(entry)
         self._refuse(entry.stream, error)
 
@@ -310,4 +310,4 @@ class _StateRequests:
             return error
         except Exception as error:  # whatever a bug raises, those who asked wait for an answer
             _log.exception("the state could not be read")
-            return StepFailed(f"the state could not be read: {error!r}")
+            return unexpected("the state could not be read", error)

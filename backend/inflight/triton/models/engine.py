@@ -22,7 +22,8 @@ from inflight.processes import this_parent
 from inflight.ranks.job import Job
 from inflight.ranks.launch import LaunchMode, find_launch_mode, waits_for_leader
 from inflight.ranks.orchestrator import ModelControl, Orchestrator, Surroundings
-from inflight.server.guard import Guard, guard_in_server
+from inflight.server.guard import Guard, guard_in_server, keep_private
+from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.metric_table import Batching
 from inflight.triton.front_end import FrontEnd
@@ -53,6 +54,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine; raises ConfigError with everything that is wrong with config.pbtxt."""
+        keep_private()
         pb_utils = import_pb_utils()
         log_to_triton(pb_utils)
         self._pb_utils = pb_utils
@@ -73,6 +75,7 @@ class TritonPythonModel:
             self._front_end = FrontEnd(pb_utils, engine.client, self._close_engine, model, tokenizers)
             if self._guard is not None and self._mode is not LaunchMode.IN_PROCESS:
                 self._guard.beat(model.parameters.rank_timeout_ms / 1000)
+            note_initialized(model.name)
         except BaseException:  # Triton calls no finalize where initialize fails
             if self._engine is not None:
                 self._engine.close()

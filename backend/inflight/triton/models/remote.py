@@ -17,7 +17,8 @@ from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.drafting import DraftingClient
 from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError
-from inflight.server.guard import guard_in_server
+from inflight.server.guard import guard_in_server, keep_private
+from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import complete_config, import_pb_utils, log_to_triton, read_model_args
@@ -36,6 +37,7 @@ class Infer:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the front end; raises ConfigError with everything that is wrong with config.pbtxt."""
+        keep_private()
         pb_utils = import_pb_utils()
         log_to_triton(pb_utils)
         model = read_model_args(args, self.role)
@@ -47,6 +49,7 @@ class Infer:
         self._front_end = FrontEnd(pb_utils, client, client.close, model, tokenizers, self.vocabulary)
         # Last, as Triton calls no finalize where this fails.
         self._guard = guard_in_server(model.name)
+        note_initialized(model.name)
 
     def make_client(self, parameters: Parameters) -> EngineClient:
         """The way to the engine; the front end closes it."""

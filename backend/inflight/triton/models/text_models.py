@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from inflight.config import Role
-from inflight.errors import InflightError, InvalidArgument, StepFailed, Unsupported
-from inflight.server.guard import guard_in_server
+from inflight.errors import InflightError, InvalidArgument, Unsupported, unexpected
+from inflight.server.guard import guard_in_server, keep_private
+from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.text_encoder import TextEncoder
 from inflight.text.words import biased_ids
@@ -47,6 +48,7 @@ class TextModel(ABC):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer; raises ConfigError with everything that is wrong with config.pbtxt."""
+        keep_private()
         self._pb_utils = import_pb_utils()
         log_to_triton(self._pb_utils)
         self.parameters = read_model_args(args, self.role).parameters
@@ -54,6 +56,7 @@ class TextModel(ABC):
         self.tokenizers.find()
         # Last, as Triton calls no finalize where this fails.
         self._guard = guard_in_server(args["model_name"])
+        note_initialized(args["model_name"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer every request on the spot: one response for each, in order."""
@@ -80,7 +83,7 @@ class TextModel(ABC):
         except InflightError as error:
             return self._error(error)
         except Exception as error:  # a bug that one request meets must not end the others
-            return self._error(StepFailed(f"{self.role.value} failed: {error!r}"))
+            return self._error(unexpected(f"{self.role.value} failed", error))
         wanted = set(request.requested_output_names())
         tensors = [self._tensor(name, arrays) for name, arrays in outputs.items() if name in wanted]
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
