@@ -9,9 +9,10 @@
     formats.py    formats
     spaces.py     the white space between the tokens of JSON
 
-A text that follows what is written is valid by the schema, in the dialect that it names. The reverse does not always
-hold: where all valid texts cannot be had, some can (an array of unique items in the order of their enum). What cannot
-be followed is refused by its path. Annotations are left out, also formats that nobody knows. Plain functions.
+A text that follows what is written is valid by the schema, in the dialect that it names. The reverse does not hold
+everywhere: where not all valid texts can be had, some are (unique items may have to come in the order of an enum).
+What cannot be followed is refused by its path. Annotations are left out, and so are formats that nobody knows.
+Plain functions; any thread.
 """
 
 from inflight.guided.schemas.writer import followed_schema

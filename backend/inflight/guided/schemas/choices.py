@@ -1,4 +1,4 @@
-"""oneOf, not and if, written for llguidance, which knows allOf and anyOf. Functions over the writer they belong to."""
+"""oneOf, not and if, written for llguidance, which knows allOf and anyOf. Functions over a document's writer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _DEEPEST = 12
 
 def other_kinds(kinds: Iterable[str]) -> list[str]:
     """All values of the `type` keyword but these; without integer there is no number."""
-    named = set(kinds) | ({"number"} if {"integer", "fraction"} & set(kinds) else set())
+    named = set(kinds)
+    named |= {"number"} if {"integer", "fraction"} & named else set()
     return [kind for kind in _KINDS if kind not in named]
 
 
@@ -162,7 +163,7 @@ def _negated_properties(
 
 
 def values_but(values: list[Any]) -> Written:
-    """A schema of values that are none of these: all kinds that are not among them, and all else that is simple."""
+    """A schema of values that are none of these. It leaves out arrays or objects where one of these is such."""
     kinds = other_kinds(type_of(value) for value in values)
     options: list[Written] = [{"type": kinds}] if kinds else []
     texts = [value for value in values if isinstance(value, str)]

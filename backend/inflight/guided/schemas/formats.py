@@ -1,7 +1,7 @@
 """The formats of JSON schemas that are followed, each as a regular expression of Rust for the whole text.
 
-Every text that an expression matches is of its format. Where that would need more than an expression says, not every
-text of a format is matched (a host has at most ten labels here). All other formats are annotations: `regex`, and
+Every text that an expression matches is of its format. Where that would need more than an expression says, not all
+texts of a format are matched (a host has at most ten labels here). All other formats are annotations: `regex`, and
 whatever a library makes up, such as password, path or cuid2.
 """
 

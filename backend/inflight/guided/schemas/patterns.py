@@ -1,7 +1,7 @@
 """Regular expressions of JSON schemas, as expressions that llguidance reads the same way.
 
-A schema's `pattern` is of ECMA 262, validators in Python take it for one of their own, and llguidance reads Rust's.
-Where they differ, the result matches what all of them match. Plain functions; any thread.
+A schema's `pattern` is of ECMA 262; validators in Python take it for one of their own; llguidance reads Rust's.
+Where these differ, the result matches what all of them match. Plain functions; any thread.
 """
 
 from __future__ import annotations
