@@ -31,7 +31,7 @@ VALIDATORS = [
     (Draft4Validator, "http://json-schema.org/draft-04/schema#"),
     (Draft3Validator, "http://json-schema.org/draft-03/schema#"),
 ]
-_NAMES = ["a", "b", "kind", "é", "x-y", 'q"', "n\n"]
+_NAMES = ["a", "b", "kind", "é", "x-y", 'q"', "n\nn"]
 _TEXTS = ["", "a", "ab", "b", "kind", "2023-02-29", "2024-02-29", "é", "-", "1", "a\nb", "A", "_", "aa.b"]
 _PATTERNS = [
     *(

@@ -274,6 +274,8 @@ def _part_objects(first: _Option, second: _Option, kind: str) -> bool:
 
 def _written_option(writer: Writer, option: _Option) -> Written:
     parts = [writer.write(option.node)]
+    if option.facts.types <= option.kinds:
+        return False
     if option.kinds:
         if len(option.kinds & {"integer", "fraction"}) == 1 and {"integer", "fraction"} <= option.facts.types:
             raise refused(

@@ -1,8 +1,8 @@
 """The formats of JSON schemas that are followed, each as a regular expression of Rust for the whole text.
 
 Every text that an expression matches is of its format. Where that would need more than an expression says, not all
-texts of a format are matched (a host has at most ten labels here). All other formats are annotations: `regex`, and
-whatever a library makes up, such as password, path or cuid2.
+texts of a format are matched (a host has at most ten labels here). All other formats are annotations,
+such as password, path or cuid2.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ _TEMPLATE = (
 _POINTER = "(?:/(?:[^/~]|~[01])*)*"
 _UUID = "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
+# Of the regular expressions, those that nobody reads in another way: groups without groups inside.
+_CLASS = "\\[\\^?(?:[A-Za-z0-9_ ]|a-z|A-Z|0-9|\\\\[dws])+\\]"
+_ESCAPE = "\\\\[dDwWsS.\\\\/+*?()\\[\\]{}|^$-]"
+_TIMES = "(?:[*+?]|\\{[0-9]{1,2}\\})?"
+_PIECE = f"(?:[A-Za-z0-9 _,:;@#%&=!<>~'\"/.-]|{_ESCAPE}|{_CLASS}){_TIMES}"
+_GROUP = f"\\((?:\\?:)?(?:{_PIECE}|\\|)*\\){_TIMES}"
+_REGEX = f"\\^?(?:{_PIECE}|{_GROUP}|\\|)*\\$?"
+
 FORMATS = {
     name: f"^(?:{expression})$"
     for name, expression in {
@@ -79,6 +87,7 @@ FORMATS = {
         "json-pointer": _POINTER,
         "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
         "uuid": _UUID,
+        "regex": _REGEX,
     }.items()
 }
 """By the name of a format: the names of drafts 3 to 2020-12."""

@@ -79,7 +79,8 @@ def _write_names(writer: Writer, node: Node, words: Mapping[str, Any], written: 
         written["additionalProperties"] = False
         written.pop("patternProperties", None)
         return
-    form = _format_of(writer, names)
+    # There is one expression for names, so that a format beside a pattern is the annotation that many take it for.
+    form = "" if facts.patterns else _format_of(writer, names)
     if not facts.words and not form:
         return
     if "patternProperties" in written:

@@ -17,7 +17,7 @@ from inflight.guided.schemas.documents import Document, Node, keywords_of
 
 TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 """JSON's types; a number is an integer or a fraction."""
-_MOST_STEPS = 20000
+_MOST_STEPS = 15000
 """In all questions about a document together; then nothing is certain any more."""
 _DEEPEST = 6
 _INFINITE = float("inf")
@@ -140,12 +140,16 @@ class Overlaps:
     def __init__(self, document: Document) -> None:
         self._document = document
         self._steps = 0
+        self._known: dict[tuple[tuple[int, str], ...], tuple[tuple[Node, ...], Facts]] = {}
 
     def facts(self, nodes: Sequence[Node]) -> Facts:
         """What is certain of a value that is valid by all of these."""
-        facts = Facts()
-        self._gather(nodes, facts, 0)
-        return facts
+        key = tuple((id(node.value), node.path) for node in nodes)
+        if key not in self._known:
+            facts = Facts()
+            self._gather(nodes, facts, 0)
+            self._known[key] = (tuple(nodes), facts)
+        return self._known[key][1]
 
     def shared_types(self, first: Sequence[Node], second: Sequence[Node]) -> set[str]:
         """The types of which some value may be valid by both; each is a list of schemas that hold together."""
