@@ -157,6 +157,11 @@ def test_keywords_of_every_draft_are_followed(
             [{"a": 1, "b": 1}, {}],
         ),
         ({"oneOf": [{"type": "string"}, {"enum": ["a", 1]}]}, ["b", 1], ["a"]),
+        (
+            {"oneOf": [{"items": {"type": kind}, "type": "array"} for kind in ("string", "null")]},
+            [["a"], [None, None]],
+            [[], ["a", None]],
+        ),
         ({"oneOf": [{"type": ["string", "null"]}, {"type": ["null", "boolean"]}]}, ["a", True], [None]),
         (
             {

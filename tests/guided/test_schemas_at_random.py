@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from jsonschema import SchemaError
+from jsonschema import Draft3Validator, SchemaError
 
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
@@ -33,6 +34,22 @@ def is_valid(validator: Any, value: Any) -> bool:
         return True
 
 
+def make_validator(kind: Any, url: str, schema: Any) -> Any:
+    """jsonschema's validator; None for a schema that is not of its dialect, which it reads in a way of its own."""
+    text = json.dumps(schema)
+    if isinstance(schema, bool) or (
+        not url and re.search('"(extends|disallow|divisibleBy|dependencies)":', text)
+    ):
+        return None
+    if kind is Draft3Validator and re.search('"required": \\[|: (true|false)[,}]|\\[(true|false)', text):
+        return None
+    try:
+        kind.check_schema(schema)
+    except SchemaError:
+        return None
+    return kind(schema, format_checker=kind.FORMAT_CHECKER)
+
+
 @pytest.mark.parametrize("seed", range(_SEEDS))
 def test_no_text_that_a_guide_allows_breaks_its_schema(backend: GuideBackend, seed: int) -> None:
     rng = random.Random(seed)
@@ -50,11 +67,9 @@ def test_no_text_that_a_guide_allows_breaks_its_schema(backend: GuideBackend, se
             assert str(error).startswith("guided_decoding_guide cannot be used: "), (schema, error)
             continue
         counts["taken"] += 1
-        try:
-            kind.check_schema(schema)
-        except SchemaError:  # such as a keyword of draft 4 in a schema of 2020-12: nobody knows what is valid
+        validator = make_validator(kind, url, schema)
+        if validator is None:
             continue
-        validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
         texts = [make_text(rng) for _ in range(_VALUES)]
         texts = [text for text in texts if follows(matcher, text)]
         counts["values"] += len(texts)

@@ -194,6 +194,7 @@ class _Option:
         kinds: Types that another has too.
         values: Values that another has too.
         names: Properties that another requires, and that therefore tell the two apart.
+        is_filled: Whether it has no empty arrays, as another has these, and no others of its own.
     """
 
     node: Node
@@ -201,6 +202,7 @@ class _Option:
     kinds: set[str] = field(default_factory=set[str])
     values: list[Any] = field(default_factory=list[Any])
     names: list[str] = field(default_factory=list[str])
+    is_filled: bool = False
 
 
 def _one_of(writer: Writer, node: Node, given: list[Node]) -> Written:
@@ -213,7 +215,11 @@ def _one_of(writer: Writer, node: Node, given: list[Node]) -> Written:
         for other in options[:index]:
             shared = writer.overlaps.shared_types([around, other.node], [around, one.node])
             for kind in sorted(shared):
-                if not (_part_values(writer, other, one, kind) or _part_objects(other, one, kind)):
+                if not (
+                    _part_values(writer, other, one, kind)
+                    or _part_arrays(writer, other, one, kind)
+                    or _part_objects(other, one, kind)
+                ):
                     raise refused(
                         one.node.path,
                         f"{other.node.path} may hold too, for {_ARTICLES[kind]}, and a text of both would not be "
@@ -256,6 +262,15 @@ def _part_values(writer: Writer, first: _Option, second: _Option, kind: str) -> 
     return True
 
 
+def _part_arrays(writer: Writer, first: _Option, second: _Option, kind: str) -> bool:
+    """Keep apart alternatives of arrays whose items differ: the empty one is what both have."""
+    items, others = first.facts.items, second.facts.items
+    if kind != "array" or not items or not others or writer.overlaps.shared_types(items, others):
+        return False
+    first.is_filled = second.is_filled = True
+    return True
+
+
 def _part_objects(first: _Option, second: _Option, kind: str) -> bool:
     """Keep apart alternatives that require different properties, by leaving those of the other out."""
     if kind != "object":
@@ -286,6 +301,8 @@ def _written_option(writer: Writer, option: _Option) -> Written:
         parts.append({"type": kinds} if kinds else False)
     if option.values:
         parts.append(values_but(option.values))
+    if option.is_filled:
+        parts.append({"minItems": 1})
     if option.names:
         parts.append({"properties": dict.fromkeys(option.names, False)})
     return _all_of(parts)

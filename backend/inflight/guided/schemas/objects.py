@@ -62,10 +62,21 @@ def _patterns(writer: Writer, node: Node, given: Mapping[str, Any]) -> dict[str,
             groups.append(([pattern], schema))
         else:
             same.append(pattern)
-    return {
+    written = {
         "|".join(f"(?:{each})" for each in patterns) if len(patterns) > 1 else patterns[0]: schema
         for patterns, schema in groups
     }
+    if any(map(_is_of_ascii, given)):
+        # For some \w is a letter of any script: no name is written that is taken in two ways.
+        written.setdefault(r"[^\x00-\x7f]", False)
+    return written
+
+
+def _is_of_ascii(expression: str) -> bool:
+    """Whether an expression matches whole names, with letters or digits of ASCII here and of any script elsewhere."""
+    outside = re.sub(r"\[(?!\^)(?:[^\]\\]|\\[^WDS])*\]", "w", expression)
+    is_whole = re.fullmatch(r"\^[^|^\[.]*\$", outside) is not None
+    return is_whole and bool(re.search(r"\\[wd]", expression)) and not re.search(r"\\[WDS.]", outside)
 
 
 def _write_names(writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any]) -> None:
