@@ -60,7 +60,8 @@ class LLMatcher:
     def consume(self, token_ids: Sequence[int]) -> None:
         """As `Matcher.consume`."""
         if token_ids and not self.matcher.consume_tokens(list(token_ids)):
-            raise refusal(self.matcher.get_error() or f"it does not allow the tokens {list(token_ids)}")
+            error = self.matcher.get_error()
+            raise refusal(_explained(error) if error else f"it does not allow the tokens {list(token_ids)}")
 
     def fork(self) -> LLMatcher:
         """As `Matcher.fork`."""
@@ -107,7 +108,9 @@ class LLGuidanceBackend:
         for matcher, job in zip(own, jobs):
             if job.draft:
                 self._fill_behind(matcher, job, place)
-        return {index: refusal(each.get_error()) for index, each in enumerate(own) if each.is_error()}
+        return {
+            index: refusal(_explained(each.get_error())) for index, each in enumerate(own) if each.is_error()
+        }
 
     def _fill_behind(self, matcher: llguidance.LLMatcher, job: MaskJob, place: tuple[int, int, int]) -> None:
         """Fill the masks of a job with a draft, as far as that is allowed; beyond, a matcher would fail."""
@@ -136,7 +139,7 @@ class LLGuidanceBackend:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         _check(matcher)
         if warnings := matcher.get_grammar_warnings():
-            raise refusal("; ".join(warnings))
+            raise refusal(_explained("; ".join(warnings)))
         return matcher
 
     def _grammar(self, guide: Guide) -> str:

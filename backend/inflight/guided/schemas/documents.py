@@ -237,7 +237,11 @@ def _modernise_draft_3(node: Node, known: dict[str, Any]) -> None:
         if marked and isinstance(known.get("required", []), list):
             known["required"] = [*known.get("required", []), *marked]
     if "divisibleBy" in known:
-        known.setdefault("multipleOf", known.pop("divisibleBy"))
+        factor = known.pop("divisibleBy")
+        if "multipleOf" in known:
+            known["allOf"] = [*known.get("allOf", []), {"multipleOf": factor}]
+        else:
+            known["multipleOf"] = factor
     extends = known.pop("extends", None)
     if isinstance(extends, dict | list):
         known["allOf"] = [*known.get("allOf", []), *(extends if isinstance(extends, list) else [extends])]

@@ -73,7 +73,7 @@ def _patterns(writer: Writer, node: Node, given: Mapping[str, Any]) -> dict[str,
 
 
 def _is_of_ascii(expression: str) -> bool:
-    """Whether an expression matches whole names, with letters or digits of ASCII here and of any script elsewhere."""
+    """Whether an expression matches whole names, of ASCII as ECMA 262 has \\w and \\d, and of more elsewhere."""
     outside = re.sub(r"\[(?!\^)(?:[^\]\\]|\\[^WDS])*\]", "w", expression)
     is_whole = re.fullmatch(r"\^[^|^\[.]*\$", outside) is not None
     return is_whole and bool(re.search(r"\\[wd]", expression)) and not re.search(r"\\[WDS.]", outside)
