@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import numpy as np
 import pytest
 
 from inflight.guided.backend import MaskJob, make_backend
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.openai.errors import ApiError
 from inflight.openai.guides import read_guide
 from inflight.openai.protocol import CompletionBody
 from tests.guided.factories import check_tokens, has_bit
@@ -40,3 +44,40 @@ def test_a_choice_may_have_any_characters(library: str, choice: str) -> None:
     backend.fill([MaskJob(backend.load(guide, backend.compile(guide)), 0)], masks)
     first = {byte for byte in range(256) if has_bit(masks[0], 3 + byte)}
     assert first == {ord("o"), choice.encode()[0]}
+
+
+def test_white_space_as_vllm_asks_for_it() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    for fields, spaced, is_allowed in (
+        ({"structured_outputs": {"json": schema}}, "[ 1]", True),
+        ({"structured_outputs": {"json": schema, "disable_any_whitespace": True}}, "[ 1]", False),
+        ({"structured_outputs": {"json": schema, "disable_any_whitespace": True}}, "[1]", True),
+        ({"structured_outputs": {"json": schema, "whitespace_pattern": r"\n?"}}, "[ 1]", False),
+        ({"structured_outputs": {"json": json.dumps(schema), "whitespace_pattern": r"\n?"}}, "[\n1]", True),
+        ({"guided_json": schema, "guided_whitespace_pattern": "[ ]?"}, "[ 1]", True),
+        ({"guided_json": schema, "guided_whitespace_pattern": "[ ]?"}, "[  1]", False),
+    ):
+        guide = read_guide(CompletionBody.model_validate({"prompt": "x", **fields}))
+        assert guide is not None
+        backend = make_backend("llguidance", BYTES)
+        if is_allowed:
+            check_tokens(backend, BYTES, guide, ids_of(spaced), has_ended=True)
+        else:
+            with pytest.raises(AssertionError):
+                check_tokens(backend, BYTES, guide, ids_of(spaced), has_ended=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "white space for a guide of type regex",
+        ),
+        ({"guided_whitespace_pattern": " "}, "is for guided_json, which is missing"),
+        ({"structured_outputs": {"json": "{", "whitespace_pattern": " "}}, "must have a JSON schema"),
+    ],
+)
+def test_white_space_is_asked_for_where_there_is_json(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message):
+        read_guide(CompletionBody.model_validate({"prompt": "x", **fields}))

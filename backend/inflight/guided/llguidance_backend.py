@@ -5,7 +5,6 @@ Both are lazy: little is compiled ahead, and what a step may take is bounded by 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 
@@ -17,13 +16,14 @@ from numpy.typing import NDArray
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import MaskJob, Matcher, refusal
-from inflight.guided.structural_tags import as_lark, refuse_misread
+from inflight.guided.schemas import followed_schema
+from inflight.guided.structural_tags import as_lark, read_tags
 from inflight.guided.vocabulary import GuideVocabulary
 
 _FEW_MASKS = 8
 """Filling so many takes no longer than to wake other threads for it, tens of microseconds each."""
 
-_ANY_JSON = json.dumps({"type": ["object", "array"]})
+_ANY_JSON = '{"type": ["object", "array"]}'
 
 
 class _Tokenizer:
@@ -60,7 +60,8 @@ class LLMatcher:
     def consume(self, token_ids: Sequence[int]) -> None:
         """As `Matcher.consume`."""
         if token_ids and not self.matcher.consume_tokens(list(token_ids)):
-            raise refusal(self.matcher.get_error() or f"it does not allow the tokens {list(token_ids)}")
+            error = self.matcher.get_error()
+            raise refusal(_explained(error) if error else f"it does not allow the tokens {list(token_ids)}")
 
     def fork(self) -> LLMatcher:
         """As `Matcher.fork`."""
@@ -79,9 +80,12 @@ class LLGuidanceBackend:
     def compile(self, guide: Guide) -> bytes:
         """As `GuideBackend.compile`: the guide as llguidance's own kind of grammar, and its first mask."""
         grammar = self._grammar(guide)
-        matcher = self._matcher(grammar)
-        matcher.compute_bitmask()
-        _check(matcher)
+        try:
+            self._prove(grammar)
+        except InvalidArgument:
+            if guide.type is GuideType.STRUCTURAL_TAG:
+                self._blame(guide)
+            raise
         return grammar.encode()
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
@@ -104,7 +108,9 @@ class LLGuidanceBackend:
         for matcher, job in zip(own, jobs):
             if job.draft:
                 self._fill_behind(matcher, job, place)
-        return {index: refusal(each.get_error()) for index, each in enumerate(own) if each.is_error()}
+        return {
+            index: refusal(_explained(each.get_error())) for index, each in enumerate(own) if each.is_error()
+        }
 
     def _fill_behind(self, matcher: llguidance.LLMatcher, job: MaskJob, place: tuple[int, int, int]) -> None:
         """Fill the masks of a job with a draft, as far as that is allowed; beyond, a matcher would fail."""
@@ -114,20 +120,34 @@ class LLGuidanceBackend:
         else:
             self._executor.unsafe_compute_mask_ptr([(matcher, job.row)], *place)
 
+    def _prove(self, grammar: str) -> None:
+        matcher = self._matcher(grammar)
+        matcher.compute_bitmask()
+        _check(matcher)
+
+    def _blame(self, guide: Guide) -> None:
+        """Raise the error of the structure that is at fault, if one alone is."""
+        for one in read_tags(guide.text).structures:
+            schema = followed_schema(one.schema, one.path)
+            try:
+                self._prove(llguidance.LLMatcher.grammar_from_json_schema(schema))
+            except InvalidArgument as error:
+                reason = str(error).partition(": ")[2]
+                raise refusal(f"at {one.path}: {reason}") from None
+
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         _check(matcher)
         if warnings := matcher.get_grammar_warnings():
-            raise refusal("; ".join(warnings))
+            raise refusal(_explained("; ".join(warnings)))
         return matcher
 
     def _grammar(self, guide: Guide) -> str:
         try:
             if guide.type is GuideType.JSON:
-                return llguidance.LLMatcher.grammar_from_json_schema(_ANY_JSON)
+                return llguidance.LLMatcher.grammar_from_json_schema(followed_schema(_ANY_JSON))
             if guide.type is GuideType.JSON_SCHEMA:
-                refuse_misread(json.loads(guide.text))
-                return llguidance.LLMatcher.grammar_from_json_schema(guide.text)
+                return llguidance.LLMatcher.grammar_from_json_schema(followed_schema(guide.text))
             if guide.type is GuideType.REGEX:
                 return llguidance.LLMatcher.grammar_from_regex(guide.text)
             if guide.type is GuideType.EBNF_GRAMMAR:
@@ -136,9 +156,36 @@ class LLGuidanceBackend:
         except InvalidArgument:
             raise
         except Exception as error:  # the library raises nothing more specific
-            raise refusal(str(error)) from None
+            raise refusal(_explained(str(error))) from None
 
 
 def _check(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
-        raise refusal(matcher.get_error())
+        raise refusal(_explained(matcher.get_error()))
+
+
+def _explained(reason: str) -> str:
+    """What a reason of the library means, in front of its own words."""
+    for sign, meaning in _MEANINGS.items():
+        if sign in reason:
+            return f"{meaning} (llguidance: {reason})"
+    return f"llguidance, which follows it, says: {reason}"
+
+
+_MEANINGS = {
+    "are not disjoint": "two patternProperties may match one name, which cannot be followed",
+    "patternProperty": "patternProperties are too complex to be told apart",
+    "circular references": "a $ref that comes back to itself may have no keywords beside it",
+    "Unsatisfiable": "no text fits it, as its parts contradict each other",
+    "does not contain a multiple": "no text fits it, as its parts contradict each other",
+    "too many digits": "multipleOf may have at most nine digits",
+    "lookarounds": "^, $ and \\b are followed only at the ends of a regular expression",
+    "look-around": "look-ahead and look-behind cannot be followed",
+    "backreferences": "back references cannot be followed",
+    "regex parse error": "it has something that is no regular expression",
+    "too large": "it is too large",
+    "too many": "it is too large",
+    "Unable to determine if regex is empty": "its pattern, format and length together are too complex",
+    "stack level": "it is nested too deeply, or its parts refer to each other",
+}
+"""By a part of the library's reason, what it means for who has sent the guide."""

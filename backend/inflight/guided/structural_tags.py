@@ -15,12 +15,13 @@ are empty, and there may be many structures. Plain functions; any thread.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import llguidance
 
 from inflight.errors import InvalidArgument
+from inflight.guided.schemas import followed_schema
 from inflight.guided.vocabulary import GuideVocabulary
 
 _SHAPE = '{"structures": [{"begin": "…", "schema": {…}, "end": "…"}], "triggers": ["…"]}'
@@ -37,11 +38,18 @@ class Structure:
         begin: Its first text, which begins with a trigger.
         schema: The JSON schema of what follows, as text.
         end: The text behind that.
+        name: What errors call it: the key `name` of a structure, which may be left out.
     """
 
     begin: str
     schema: str
     end: str
+    name: str = ""
+
+    @property
+    def path(self) -> str:
+        """What errors call the root of the schema."""
+        return f"the tool {self.name}, #" if self.name else f"the structure {self.begin!r}, #"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,12 @@ def read_tags(text: str) -> Tags:
     try:
         parsed: Any = json.loads(text)
         structures = tuple(
-            Structure(_text(one["begin"]), json.dumps(_schema(one["schema"])), _text(one["end"]))
+            Structure(
+                _text(one["begin"]),
+                json.dumps(_schema(one["schema"])),
+                _text(one["end"]),
+                _text(one.get("name", "")),
+            )
             for one in parsed["structures"]
         )
         sequence = _sequence(parsed["sequence"]) if "sequence" in parsed else None
@@ -125,9 +138,8 @@ def _check_triggers(structures: tuple[Structure, ...], triggers: tuple[str, ...]
 def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
     """The guide as llguidance's grammar. A trigger that is a special token of the model is that token."""
     read = read_tags(text)
-    structures, triggers = read.structures, read.triggers
-    for one in structures:
-        refuse_misread(json.loads(one.schema))
+    structures = tuple(replace(one, schema=followed_schema(one.schema, one.path)) for one in read.structures)
+    triggers = read.triggers
     if read.sequence is not None:
         return _sequence_as_lark(structures, read.sequence)
     special = {vocabulary.tokens[index].decode(errors="replace") for index in vocabulary.special_ids}
@@ -168,31 +180,6 @@ def _sequence_as_lark(structures: tuple[Structure, ...], sequence: TagSequence) 
 def _quoted(text: str) -> str:
     """A text as lark has it; nothing for an empty one."""
     return json.dumps(text) if text else ""
-
-
-def refuse_misread(schema: Any) -> None:
-    """Raise InvalidArgument for what llguidance takes in a JSON schema and follows in a way of its own.
-
-    It rounds integers as float64 does, and lets `x-guidance` ask for texts that are no JSON.
-    """
-    if isinstance(schema, int) and abs(schema) > _LARGEST:
-        raise InvalidArgument(
-            f"guided_decoding_guide has the number {schema}, expected at most {_LARGEST} in magnitude"
-        )
-    if isinstance(schema, list):
-        for each in cast(list[Any], schema):
-            refuse_misread(each)
-    if not isinstance(schema, dict):
-        return
-    for keyword, value in cast(dict[str, Any], schema).items():
-        if keyword == "x-guidance":
-            raise InvalidArgument("guided_decoding_guide has the keyword x-guidance, which is not supported")
-        is_named = keyword in _NAMED and isinstance(value, dict)
-        refuse_misread(list(cast(dict[str, Any], value).values()) if is_named else value)
-
-
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
-_LARGEST = 2**53
 
 
 def _text(value: Any) -> str:

@@ -16,8 +16,12 @@ from numpy.typing import NDArray
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import MaskJob, Matcher, refusal
+from inflight.guided.schemas.formats import FORMATS
+from inflight.guided.schemas.spaces import MOST_SPACES, read_spaces
 from inflight.guided.structural_tags import SPACE_BEHIND, Structure, TagSequence, read_tags
 from inflight.guided.vocabulary import GuideVocabulary
+
+_ANY_JSON = '{"type": ["object", "array"]}'
 
 
 class XGrammarMatcher:
@@ -57,7 +61,7 @@ class XGrammarBackend:
             matcher = xgrammar.GrammarMatcher(compiled)
             matcher.fill_next_token_bitmask(xgrammar.allocate_token_bitmask(1, self._info.vocab_size))
         except (RuntimeError, ValueError, TypeError) as error:
-            raise refusal(str(error)) from None
+            raise refusal(f"xgrammar, which follows it, says: {error}") from None
         return compiled.serialize_json().encode()
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
@@ -78,10 +82,22 @@ class XGrammarBackend:
 
     def _compile(self, guide: Guide) -> xgrammar.CompiledGrammar:
         if guide.type is GuideType.JSON:
-            return self._compiler.compile_builtin_json_grammar()
+            return self._compiler.compile_json_schema(
+                _ANY_JSON, strict_mode=False, max_whitespace_cnt=MOST_SPACES
+            )
         if guide.type is GuideType.JSON_SCHEMA:
-            _refuse_ignored(json.loads(guide.text))
-            return self._compiler.compile_json_schema(guide.text, strict_mode=False)
+            schema = json.loads(guide.text)
+            _refuse_ignored(schema)
+            spaces = read_spaces(schema, "#")
+            if spaces.pattern:
+                raise refusal("xgrammar takes no whitespace_pattern; the library llguidance does")
+            return self._compiler.compile_json_schema(
+                guide.text,
+                strict_mode=False,
+                any_whitespace=spaces.is_flexible,
+                separators=None if spaces.is_flexible else (",", ":"),
+                max_whitespace_cnt=MOST_SPACES if spaces.is_flexible else None,
+            )
         if guide.type is GuideType.REGEX:
             _refuse_ignored_in_regex(guide.text)
             return self._compiler.compile_regex(guide.text)
@@ -124,7 +140,14 @@ def _refuse_ignored(schema: Any) -> None:
 
 def _ignored(schema: dict[str, Any]) -> str:
     """A keyword of a schema, those of its parts left out, that xgrammar ignores; "" if there is none."""
-    found = [keyword for keyword in schema if keyword in _IGNORED]
+    found = [
+        keyword
+        for keyword, value in schema.items()
+        if keyword in _IGNORED
+        and not any(value is each or value == each for each in _NEUTRAL.get(keyword, ()))
+    ]
+    if "format" in found and schema["format"] not in FORMATS:
+        found.remove("format")
     asserted = _TYPED & schema.keys()
     if "type" not in schema or {"$ref", "anyOf", "enum", "const"} & schema.keys():
         found += sorted(asserted)
@@ -160,6 +183,12 @@ _IGNORED = frozenset(
         *("unevaluatedItems", "unevaluatedProperties", "dependencies", "$dynamicRef", "$recursiveRef"),
     ]
 )
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+}
+"""By keyword, values that ask for nothing."""
 _TYPED = frozenset(
     [
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern"),
@@ -185,10 +214,21 @@ def _structural_tag(text: str) -> xgrammar.StructuralTag:
         _refuse_ignored(json.loads(one.schema))
     if tags.sequence is not None:
         return _sequence(tags.structures, tags.sequence)
-    items = [
-        xgrammar.StructuralTagItem(begin=one.begin, schema=one.schema, end=one.end) for one in tags.structures
-    ]
-    return xgrammar.StructuralTag.from_legacy_structural_tag(items, list(tags.triggers))
+    triggered = {
+        "type": "triggered_tags",
+        "triggers": list(tags.triggers),
+        "tags": [_tag(one) for one in tags.structures],
+    }
+    return xgrammar.StructuralTag.model_validate({"type": "structural_tag", "format": triggered})
+
+
+def _tag(one: Structure) -> dict[str, Any]:
+    content = {
+        "type": "json_schema",
+        "json_schema": json.loads(one.schema),
+        "max_whitespace_cnt": MOST_SPACES,
+    }
+    return {"type": "tag", "begin": one.begin, "content": content, "end": one.end}
 
 
 def _sequence(structures: Iterable[Structure], sequence: TagSequence) -> xgrammar.StructuralTag:
@@ -198,19 +238,10 @@ def _sequence(structures: Iterable[Structure], sequence: TagSequence) -> xgramma
         elements += [before, {"type": "regex", "pattern": SPACE_BEHIND}]
     if sequence.begin:
         elements.append({"type": "const_string", "value": sequence.begin})
-    tags = [
-        {
-            "type": "tag",
-            "begin": one.begin,
-            "content": {"type": "json_schema", "json_schema": json.loads(one.schema)},
-            "end": one.end,
-        }
-        for one in structures
-    ]
     elements.append(
         {
             "type": "tags_with_separator",
-            "tags": tags,
+            "tags": [_tag(one) for one in structures],
             "separator": sequence.separator,
             "at_least_one": True,
             "stop_after_first": sequence.only_one,

@@ -36,6 +36,13 @@ def read_guide(body: SamplingBody) -> Guide | None:
     for name, (kind, value) in given.items():
         if value is not None:
             found[name] = Guide(kind, _text(value))
+    if body.guided_whitespace_pattern is not None:
+        name = "guided_whitespace_pattern"
+        if "guided_json" not in found:
+            raise invalid(name, f"{name} is for guided_json, which is missing")
+        found["guided_json"] = _spaced(
+            found["guided_json"], name, {"whitespace_pattern": body.guided_whitespace_pattern}
+        )
     if body.guided_choice is not None:
         found["guided_choice"] = _choice("guided_choice", body.guided_choice)
     if body.structured_outputs is not None:
@@ -70,7 +77,27 @@ def _structured(asked: StructuredOutputs) -> Guide:
     if len(found) != 1:
         kinds = "json, json_object, regex, choice, grammar and structural_tag"
         raise invalid(name, f"{name} must have exactly one of {kinds}, got {len(found)}")
-    return found[0]
+    spaces: dict[str, Any] = {}
+    if asked.whitespace_pattern is not None:
+        spaces["whitespace_pattern"] = asked.whitespace_pattern
+    if asked.disable_any_whitespace:
+        spaces["whitespace_flexible"] = False
+    return _spaced(found[0], name, spaces) if spaces else found[0]
+
+
+def _spaced(guide: Guide, name: str, spaces: dict[str, Any]) -> Guide:
+    """A guide of JSON with what white space it may have, which a schema says by its keyword x-guidance."""
+    if guide.type is not GuideType.JSON_SCHEMA:
+        raise invalid(name, f"{name} has white space for a guide of type {guide.type.value}, expected json")
+    try:
+        schema = json.loads(guide.text)
+    except ValueError as error:
+        raise invalid(name, f"{name} must have a JSON schema, got {_shown(guide.text)}: {error}") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise invalid(name, f"{name} must have a JSON schema that is an object, got {_shown(schema)}")
+    return Guide(GuideType.JSON_SCHEMA, _text({**schema, "x-guidance": spaces}))
 
 
 def _response_format(asked: dict[str, Any]) -> Guide | None:

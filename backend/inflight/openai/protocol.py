@@ -79,13 +79,18 @@ class StreamOptions(Body):
 
 
 _OF_OTHER_LIBRARIES: dict[str, tuple[tuple[Any, ...], str]] = dict.fromkeys(
-    ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
+    ("disable_fallback", "disable_additional_properties"),
     ((False, ""), "guides have no such switch here"),
 )
 
 
 class StructuredOutputs(Body):
-    """vLLM's object for guided decoding; exactly one of its kinds."""
+    """vLLM's object for guided decoding; exactly one of its kinds.
+
+    Attributes:
+        whitespace_pattern: What white space there may be between the tokens of JSON, as a regular expression.
+        disable_any_whitespace: Whether there is none.
+    """
 
     not_served = _OF_OTHER_LIBRARIES
     json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
@@ -94,6 +99,8 @@ class StructuredOutputs(Body):
     choice: _Texts | None = None
     grammar: str | None = None
     structural_tag: str | dict[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
 
 
 _STORED = "this server keeps no completions"
@@ -161,6 +168,7 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: _Texts | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -95,6 +95,7 @@ def tool_guide(
     begin, end = ("<tool_call>\n", "\n</tool_call>") if style.end else ("", "")
     structures = [
         {
+            "name": name,
             "begin": f'{begin}{{"name": {json.dumps(name)}, "{style.arguments_key}": ',
             "schema": parameters,
             "end": f"}}{end}",

@@ -1,0 +1,308 @@
+"""oneOf, not and if, written for llguidance, which knows allOf and anyOf. Functions over a document's writer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from inflight.guided.schemas.documents import Node, keywords_of, refused
+from inflight.guided.schemas.overlap import SAYING, Facts, is_same, type_of, words_about
+from inflight.guided.schemas.patterns import other_than
+
+if TYPE_CHECKING:
+    from inflight.guided.schemas.writer import Writer, Written
+
+IN_PLACE = frozenset(
+    ["$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas"]
+)
+"""Keywords that apply schemas to the same value."""
+BARE_VALUES: tuple[tuple[str, Any], ...] = (("null", None), ("boolean", True), ("boolean", False))
+_KINDS = ("null", "boolean", "number", "string", "array", "object")
+_DEEPEST = 12
+
+
+def other_kinds(kinds: Iterable[str]) -> list[str]:
+    """All values of the `type` keyword but these; without integer there is no number."""
+    named = set(kinds)
+    named |= {"number"} if {"integer", "fraction"} & named else set()
+    return [kind for kind in _KINDS if kind not in named]
+
+
+def write_choices(writer: Writer, node: Node, words: Mapping[str, Any], parts: list[Written]) -> None:
+    """Write what these keywords, allOf and anyOf ask for into `parts`."""
+    if "allOf" in words:
+        parts += [writer.write(each) for each in writer.parts(node, words, "allOf")]
+    if "anyOf" in words:
+        parts.append(_any_of([writer.write(each) for each in writer.parts(node, words, "anyOf")]))
+    if "oneOf" in words:
+        parts.append(_one_of(writer, node, writer.parts(node, words, "oneOf")))
+    if "not" in words:
+        inner = node.inside(words["not"], "not")
+        opposite = negated(writer, inner)
+        if opposite is None:
+            raise refused(
+                inner.path,
+                "not cannot be followed for this schema: say what there may be, not what there may not",
+            )
+        parts.append(opposite)
+    if "if" in words and {"then", "else"} & words.keys():
+        condition = node.inside(words["if"], "if")
+        opposite = negated(writer, condition)
+        if opposite is None:
+            raise refused(
+                condition.path, "if cannot be followed for this schema: say with anyOf which cases there are"
+            )
+        then = writer.write(node.inside(words.get("then", True), "then"))
+        otherwise = writer.write(node.inside(words.get("else", True), "else"))
+        parts.append(_any_of([_all_of([writer.write(condition), then]), _all_of([opposite, otherwise])]))
+
+
+def _any_of(options: list[Written]) -> Written:
+    if any(each is True or each == {} for each in options):
+        return True
+    left = [each for each in options if each is not False]
+    return {"anyOf": left} if len(left) > 1 else left[0] if left else False
+
+
+def _all_of(parts: list[Written]) -> Written:
+    if False in parts:
+        return False
+    left = [each for each in parts if each is not True and each != {}]
+    return {"allOf": left} if len(left) > 1 else left[0] if left else True
+
+
+# -------------------------------------------------------------------- not
+
+
+def negated(writer: Writer, node: Node, depth: int = 0) -> Written | None:
+    """A schema of values that are not valid by another; None if there is none that leaves out no kind of them."""
+    if isinstance(node.value, bool):
+        return not node.value
+    if not isinstance(node.value, dict) or depth > _DEEPEST:
+        return None
+    words = keywords_of(node)
+    options: list[Written] = []
+    for keyword, value in words.items():
+        found = _negated_word(writer, node, words, keyword, value, depth)
+        if found is None:
+            return None
+        options += found
+    return _any_of(options)
+
+
+def _negated_word(
+    writer: Writer, node: Node, words: Mapping[str, Any], keyword: str, value: Any, depth: int
+) -> list[Written] | None:
+    """Schemas of the values that are not valid by one keyword; None if they cannot be written."""
+    match keyword:
+        case "type":
+            kinds = other_kinds(value if isinstance(value, list) else [value])
+            return [{"type": kinds}] if kinds else []
+        case "const" | "enum":
+            writer.write(
+                Node({keyword: value}, node.path, node.base, node.draft)
+            )  # refuses what no text can have
+            return [values_but(value if keyword == "enum" else [value])]
+        case "required" if isinstance(value, list):
+            return [{"type": "object", "properties": {name: False}} for name in value]
+        case "properties" if isinstance(value, dict):
+            return _negated_properties(writer, node, cast(dict[str, Any], value), depth)
+        case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
+            other = {
+                "minimum": "exclusiveMaximum",
+                "maximum": "exclusiveMinimum",
+                "exclusiveMinimum": "maximum",
+                "exclusiveMaximum": "minimum",
+            }[keyword]
+            inner = Node(
+                {"type": "number", other: writer.number(node, words, keyword)}, node.path, node.base, 0
+            )
+            return [writer.write(inner)]
+        case "minLength" | "minItems":
+            count = writer.count(node, words, keyword) or 0
+            kind = "string" if keyword == "minLength" else "array"
+            return [{"type": kind, keyword.replace("min", "max"): count - 1}] if count else []
+        case "maxLength" | "maxItems":
+            count = writer.count(node, words, keyword) or 0
+            kind = "string" if keyword == "maxLength" else "array"
+            return [{"type": kind, keyword.replace("max", "min"): count + 1}]
+        case "minProperties" if value == 1:
+            return [{"type": "object", "additionalProperties": False}]
+        case "maxProperties" if value == 0:
+            return [{"type": "object", "minProperties": 1}]
+        case "anyOf" | "oneOf":
+            inner = [negated(writer, each, depth + 1) for each in writer.parts(node, words, keyword)]
+            return None if None in inner else [_all_of(cast(list[Any], inner))]
+        case "allOf":
+            inner = [negated(writer, each, depth + 1) for each in writer.parts(node, words, keyword)]
+            return None if None in inner else cast(list[Any], inner)
+        case "not":
+            return [writer.write(node.inside(value, "not"))]
+        case "$ref":
+            opposite = negated(writer, writer.document.target(node, keyword, value), depth + 1)
+            return None if opposite is None else [opposite]
+        case _ if keyword in SAYING:
+            return None
+        case _:
+            return []
+
+
+def _negated_properties(
+    writer: Writer, node: Node, properties: Mapping[str, Any], depth: int
+) -> list[Written] | None:
+    options: list[Written] = []
+    for name, each in properties.items():
+        opposite = negated(writer, node.inside(each, "properties", name), depth + 1)
+        if opposite is None:
+            return None
+        if opposite is not False:
+            options.append({"type": "object", "required": [name], "properties": {name: opposite}})
+    return options
+
+
+def values_but(values: list[Any]) -> Written:
+    """A schema of values that are none of these. It leaves out arrays or objects where one of these is such."""
+    kinds = other_kinds(type_of(value) for value in values)
+    options: list[Written] = [{"type": kinds}] if kinds else []
+    texts = [value for value in values if isinstance(value, str)]
+    if texts:
+        options.append({"type": "string", "pattern": other_than(texts)})
+    flags = {value for value in values if isinstance(value, bool)}
+    if len(flags) == 1:
+        options.append({"const": not flags.pop()})
+    numbers = sorted({float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)})
+    if numbers:
+        edges: list[float | None] = [None, *numbers, None]
+        for low, high in itertools.pairwise(edges):
+            bounds = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+            options.append({"type": "number", **{k: v for k, v in bounds.items() if v is not None}})
+    return _any_of(options)
+
+
+# -------------------------------------------------------------------- oneOf
+
+
+@dataclass(slots=True)
+class _Option:
+    """An alternative of oneOf, and what has to be kept out of it.
+
+    Attributes:
+        node: The alternative.
+        facts: Of it.
+        kinds: Types that another has too.
+        values: Values that another has too.
+        names: Properties that another requires, and that therefore tell the two apart.
+        is_filled: Whether it has no empty arrays, as another has these, and no others of its own.
+    """
+
+    node: Node
+    facts: Facts
+    kinds: set[str] = field(default_factory=set[str])
+    values: list[Any] = field(default_factory=list[Any])
+    names: list[str] = field(default_factory=list[str])
+    is_filled: bool = False
+
+
+def _one_of(writer: Writer, node: Node, given: list[Node]) -> Written:
+    """Alternatives that no value has two of: as anyOf, without the values that more than one has."""
+    around = replace(
+        node, value={k: v for k, v in node.value.items() if k not in ("oneOf", "anyOf", "not", "if")}
+    )
+    options = [_Option(each, writer.overlaps.facts([each])) for each in given]
+    for index, one in enumerate(options):
+        for other in options[:index]:
+            shared = writer.overlaps.shared_types([around, other.node], [around, one.node])
+            for kind in sorted(shared):
+                if not (
+                    _part_values(writer, other, one, kind)
+                    or _part_arrays(writer, other, one, kind)
+                    or _part_objects(other, one, kind)
+                ):
+                    raise refused(
+                        one.node.path,
+                        f"{other.node.path} may hold too, for {_ARTICLES[kind]}, and a text of both would not be "
+                        "valid by oneOf: use anyOf, or tell them apart, such as by a property that both "
+                        "require, with another const in each",
+                    )
+    written = _any_of([_written_option(writer, each) for each in options])
+    if written is False:
+        raise refused(node.path, "oneOf has no value that is valid by exactly one of its schemas")
+    return written
+
+
+_ARTICLES = {
+    "null": "null",
+    "boolean": "a boolean",
+    "integer": "an integer",
+    "fraction": "a number",
+    "string": "a string",
+    "array": "an array",
+    "object": "an object",
+}
+
+
+def _part_values(writer: Writer, first: _Option, second: _Option, kind: str) -> bool:
+    """Keep apart alternatives of simple values; returns whether that can be."""
+    if words_about(first.facts, kind) or words_about(second.facts, kind):
+        return False
+    for one, other in ((first, second), (second, first)):
+        if one.facts.values is not None:
+            common = [
+                value
+                for value in one.facts.values
+                if type_of(value) == kind and not writer.overlaps.excludes(other.facts, value)
+            ]
+            for option in (first, second):
+                option.values += [v for v in common if not any(is_same(v, known) for known in option.values)]
+            return True
+    first.kinds.add(kind)
+    second.kinds.add(kind)
+    return True
+
+
+def _part_arrays(writer: Writer, first: _Option, second: _Option, kind: str) -> bool:
+    """Keep apart alternatives of arrays whose items differ: the empty one is what both have."""
+    items, others = first.facts.items, second.facts.items
+    if kind != "array" or not items or not others or writer.overlaps.shared_types(items, others):
+        return False
+    first.is_filled = second.is_filled = True
+    return True
+
+
+def _part_objects(first: _Option, second: _Option, kind: str) -> bool:
+    """Keep apart alternatives that require different properties, by leaving those of the other out."""
+    if kind != "object":
+        return False
+    for one, other in ((first, second), (second, first)):
+        telling = [name for name in other.facts.required if name not in one.facts.required]
+        telling.sort(key=lambda name: name in one.facts.properties)
+        if telling:
+            one.names += [] if any(name in one.names for name in telling) else telling[:1]
+        elif words_about(other.facts, kind) <= {"required"}:
+            one.kinds.add("object")  # all that the other asks for holds here too
+        else:
+            return False
+    return True
+
+
+def _written_option(writer: Writer, option: _Option) -> Written:
+    parts = [writer.write(option.node)]
+    if option.facts.types <= option.kinds:
+        return False
+    if option.kinds:
+        if len(option.kinds & {"integer", "fraction"}) == 1 and {"integer", "fraction"} <= option.facts.types:
+            raise refused(
+                option.node.path,
+                "another alternative of oneOf has all integers too, and numbers without them cannot be followed",
+            )
+        kinds = other_kinds(option.kinds)
+        parts.append({"type": kinds} if kinds else False)
+    if option.values:
+        parts.append(values_but(option.values))
+    if option.is_filled:
+        parts.append({"minItems": 1})
+    if option.names:
+        parts.append({"properties": dict.fromkeys(option.names, False)})
+    return _all_of(parts)

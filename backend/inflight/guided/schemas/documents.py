@@ -1,0 +1,263 @@
+"""A JSON schema as a document: which dialect its parts are of, what references point to, and where one is.
+
+Owns what a keyword means in each draft: `keywords_of` gives the keywords of a part as those of 2020-12. Plain
+functions and immutable values; any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+from urllib.parse import unquote, urldefrag, urljoin
+
+from inflight.errors import InvalidArgument
+
+_DRAFTS = {
+    "http://json-schema.org/draft-03/schema": 3,
+    "http://json-schema.org/draft-04/schema": 4,
+    "http://json-schema.org/draft-06/schema": 6,
+    "http://json-schema.org/draft-07/schema": 7,
+    "http://json-schema.org/draft/2019-09/schema": 8,
+    "http://json-schema.org/draft/2020-12/schema": 9,
+}
+_ALL = 0
+"""The dialect of a schema that names none: a keyword of any draft means what it does there."""
+_SINCE = {
+    **dict.fromkeys(("oneOf", "minProperties", "maxProperties"), 4),
+    **dict.fromkeys(("const", "contains", "propertyNames"), 6),
+    **dict.fromkeys(("if", "then", "else"), 7),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "minContains", "maxContains"), 8),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties", "$recursiveRef"), 8),
+    **dict.fromkeys(("prefixItems", "$dynamicRef"), 9),
+}
+"""The first draft that knows a keyword; before, it is an annotation. Those that draft 3 becomes are left out."""
+_UNTIL = {"extends": 3, "disallow": 3, "divisibleBy": 3, "$recursiveRef": 8}
+_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies")
+"""Keywords with an object of schemas."""
+_APPLICATORS = frozenset(
+    [
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "then",
+        "else",
+        "items",
+        "prefixItems",
+        "additionalItems",
+        "contains",
+    ]
+    + ["additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties", "extends"]
+)
+"""Keywords with a schema, or an array of them."""
+
+
+def refused(path: str, reason: str) -> InvalidArgument:
+    """The error for a schema that cannot be followed.
+
+    Args:
+        path: The part, as a JSON pointer.
+        reason: A sentence that begins with the keyword.
+    """
+    return InvalidArgument(f"guided_decoding_guide cannot be used: at {path}: {reason}")
+
+
+def shown(value: object) -> str:
+    """A value in an error."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A part of a document that is a schema.
+
+    Attributes:
+        value: The schema as it is written.
+        path: Where it is, as a JSON pointer.
+        base: The URI that its references are relative to, without a fragment.
+        draft: 3, 4, 6, 7, 8 (2019-09) or 9 (2020-12); 0 if none is named.
+    """
+
+    value: Any
+    path: str
+    base: str
+    draft: int
+
+    def inside(self, value: Any, *steps: str | int) -> Node:
+        """A part of this part."""
+        path = self.path + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
+        return entered(replace(self, value=value, path=path))
+
+
+def entered(node: Node) -> Node:
+    """A node with the base and the dialect that it names itself, if it does."""
+    if not isinstance(node.value, dict):
+        return node
+    value = cast(dict[str, Any], node.value)
+    base, draft = node.base, node.draft
+    named = value.get("$schema")
+    if isinstance(named, str):
+        draft = _DRAFTS.get(named.replace("https:", "http:").rstrip("#"), _ALL)
+    for keyword in ("$id", "id"):
+        given = value.get(keyword)
+        if isinstance(given, str) and not ("$ref" in value and 0 < draft <= 7):
+            base = urldefrag(urljoin(base, given)).url
+            break
+    return replace(node, base=base, draft=draft)
+
+
+class Document:
+    """A whole schema, in which references are looked up."""
+
+    def __init__(self, schema: Any, path: str = "#") -> None:
+        self.root = entered(Node(schema, path, "", _ALL))
+        self._targets: dict[str, Node] = {"": self.root}
+        self._dynamic: dict[str, list[Node]] = {}
+        self._index(self.root)
+
+    def _index(self, node: Node) -> None:
+        """Note what URIs and anchors stand for, here and in all parts."""
+        if isinstance(node.value, list):
+            for index, each in enumerate(cast(list[Any], node.value)):
+                self._index(node.inside(each, index))
+        if not isinstance(node.value, dict):
+            return
+        value = cast(dict[str, Any], node.value)
+        self._targets.setdefault(node.base, node)
+        for keyword in ("$id", "id"):
+            if isinstance(given := value.get(keyword), str) and given.startswith("#"):
+                self._targets.setdefault(node.base + given, node)
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(name := value.get(keyword), str):
+                self._targets.setdefault(f"{node.base}#{name}", node)
+                if keyword == "$dynamicAnchor":
+                    self._dynamic.setdefault(name, []).append(node)
+        if value.get("$recursiveAnchor") is True:
+            self._dynamic.setdefault("$recursiveAnchor", []).append(node)
+        for keyword, each in value.items():
+            if keyword in _MAPS and isinstance(each, dict):
+                for name, inner in cast(dict[str, Any], each).items():
+                    self._index(node.inside(inner, keyword, name))
+            elif keyword in _APPLICATORS:
+                self._index(node.inside(each, keyword))
+
+    def target(self, node: Node, keyword: str, reference: Any) -> Node:
+        """What a reference of a node points to. Raises InvalidArgument if that is not in this document."""
+        if not isinstance(reference, str):
+            raise refused(node.path, f"{keyword} is {shown(reference)}, expected a text")
+        names = "$recursiveAnchor" if keyword == "$recursiveRef" else reference.partition("#")[2]
+        if keyword != "$ref" and len(self._dynamic.get(names, ())) > 1:
+            raise refused(node.path, f"{keyword} {shown(reference)} may point to several places; use $ref")
+        url, fragment = urldefrag(urljoin(node.base, reference))
+        if reference.startswith("#"):
+            url, fragment = node.base, reference[1:]
+        found = self._targets.get(f"{url}#{fragment}" if fragment and fragment[0] != "/" else url)
+        if found is None:
+            raise refused(
+                node.path,
+                f"{keyword} {shown(reference)} points to nothing in this schema, and others are not fetched: "
+                "put it under $defs",
+            )
+        return self._walk(found, fragment, node, keyword) if fragment.startswith("/") else found
+
+    def _walk(self, found: Node, pointer: str, node: Node, keyword: str) -> Node:
+        for step in pointer.split("/")[1:]:
+            name = unquote(step).replace("~1", "/").replace("~0", "~")
+            value: Any = found.value
+            if isinstance(value, list) and name.isdigit() and int(name) < len(value):
+                found = found.inside(value[int(name)], name)
+            elif isinstance(value, dict) and name in value:
+                found = found.inside(value[name], name)
+            else:
+                raise refused(
+                    node.path, f"{keyword} {shown(node.value[keyword])} points to nothing: there is no {name}"
+                )
+        return found
+
+
+def keywords_of(node: Node) -> dict[str, Any]:
+    """The keywords of a schema that is an object, in its order, as those of 2020-12.
+
+    An array of `items` becomes `prefixItems`, `dependencies` the two keywords that it was made of, and so on. What
+    the dialect does not know is left out: there it is an annotation.
+    """
+    given = cast(dict[str, Any], node.value)
+    draft = node.draft
+    known = {key: value for key, value in given.items() if _is_known(key, draft)}
+    if 0 < draft <= 7 and "$ref" in known:
+        return {"$ref": known["$ref"]}
+    _modernise_arrays(known)
+    _modernise_bounds(known)
+    _modernise_draft_3(node, known)
+    dependencies = known.pop("dependencies", None)
+    if dependencies is not None:
+        if not isinstance(dependencies, dict):
+            raise refused(node.path, f"dependencies is {shown(dependencies)}, expected an object")
+        for name, each in dependencies.items():
+            if isinstance(each, str):
+                each = [each]
+            keyword = "dependentRequired" if isinstance(each, list) else "dependentSchemas"
+            known[keyword] = {**known.get(keyword, {}), name: each}
+    return known
+
+
+def _is_known(keyword: str, draft: int) -> bool:
+    if not draft:
+        return True
+    return _SINCE.get(keyword, 3) <= draft <= _UNTIL.get(keyword, 9)
+
+
+def _modernise_arrays(known: dict[str, Any]) -> None:
+    additional = known.pop("additionalItems", None)
+    if isinstance(known.get("items"), list):
+        known["prefixItems"] = known.pop("items")
+        if additional is not None:
+            known["items"] = additional
+
+
+def _modernise_bounds(known: dict[str, Any]) -> None:
+    """Draft 4 says whether a bound is exclusive by a boolean beside it."""
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(known.get(exclusive), bool):
+            is_exclusive = known.pop(exclusive)
+            if is_exclusive and bound in known:
+                known[exclusive] = known.pop(bound)
+
+
+def _modernise_draft_3(node: Node, known: dict[str, Any]) -> None:
+    if isinstance(known.get("required"), bool):  # read by the schema that this one is a property of
+        del known["required"]
+    properties = known.get("properties")
+    if isinstance(properties, dict) and node.draft in (_ALL, 3):
+        marked = [name for name, each in properties.items() if _is_marked_required(each)]
+        if marked and isinstance(known.get("required", []), list):
+            known["required"] = [*known.get("required", []), *marked]
+    if "divisibleBy" in known:
+        factor = known.pop("divisibleBy")
+        if "multipleOf" in known:
+            known["allOf"] = [*known.get("allOf", []), {"multipleOf": factor}]
+        else:
+            known["multipleOf"] = factor
+    extends = known.pop("extends", None)
+    if isinstance(extends, dict | list):
+        known["allOf"] = [*known.get("allOf", []), *(extends if isinstance(extends, list) else [extends])]
+    disallow = known.pop("disallow", None)
+    if isinstance(disallow, str | list):
+        known["not"] = {"anyOf": [known["not"], {"type": disallow}]} if "not" in known else {"type": disallow}
+    kinds = known.get("type")
+    if node.draft not in (_ALL, 3):
+        return
+    if kinds == "any" or (isinstance(kinds, list) and "any" in kinds):
+        del known["type"]
+    elif isinstance(kinds, list) and any(isinstance(each, dict) for each in kinds):
+        del known["type"]
+        options = [each if isinstance(each, dict) else {"type": each} for each in kinds]
+        known["allOf"] = [*known.get("allOf", []), {"anyOf": options}]
+
+
+def _is_marked_required(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and cast(Mapping[str, Any], schema).get("required") is True

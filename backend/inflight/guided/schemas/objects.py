@@ -1,0 +1,256 @@
+"""The keywords of objects, written for llguidance. Plain functions over the writer that they belong to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from inflight.guided.schemas import choices
+from inflight.guided.schemas.documents import Node, keywords_of, refused, shown
+from inflight.guided.schemas.formats import FORMATS
+
+if TYPE_CHECKING:
+    from inflight.guided.schemas.writer import Writer, Written
+
+_MOST_OPTIONS = 100
+_MOST_DEPENDENCIES = 8
+_MAPS = ("properties", "patternProperties", "dependentRequired", "dependentSchemas")
+
+
+def write_objects(
+    writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
+) -> None:
+    """Write all keywords of objects into `written`, and what has to hold beside it into `parts`."""
+    for keyword in _MAPS:
+        if not isinstance(words.get(keyword, {}), dict):
+            raise refused(node.path, f"{keyword} is {shown(words[keyword])}, expected an object")
+    required = words.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+        raise refused(node.path, f"required is {shown(required)}, expected an array of texts")
+    if "properties" in words:
+        written["properties"] = {
+            name: writer.write(node.inside(each, "properties", name))
+            for name, each in words["properties"].items()
+        }
+    if required:
+        written["required"] = list(dict.fromkeys(required))
+    if "patternProperties" in words:
+        written["patternProperties"] = _patterns(writer, node, words["patternProperties"])
+    if "additionalProperties" in words:
+        written["additionalProperties"] = writer.write(
+            node.inside(words["additionalProperties"], "additionalProperties")
+        )
+    if "propertyNames" in words:
+        _write_names(writer, node, words, written)
+    _write_dependencies(writer, node, words, written, parts)
+    if words.get("unevaluatedProperties", True) not in (True, {}):
+        _write_unevaluated(writer, node, words, parts)
+    _write_sizes(writer, node, words, written, parts)
+
+
+def _patterns(writer: Writer, node: Node, given: Mapping[str, Any]) -> dict[str, Written]:
+    """Schemas by expressions of names. Those that are equal share an expression, as llguidance has no overlaps."""
+    groups: list[tuple[list[str], Written]] = []
+    for expression, each in given.items():
+        pattern = writer.pattern(node, expression, "patternProperties")
+        schema = writer.write(node.inside(each, "patternProperties", expression))
+        same = next((patterns for patterns, other in groups if other == schema), None)
+        if same is None:
+            groups.append(([pattern], schema))
+        else:
+            same.append(pattern)
+    written = {
+        "|".join(f"(?:{each})" for each in patterns) if len(patterns) > 1 else patterns[0]: schema
+        for patterns, schema in groups
+    }
+    if any(map(_is_of_ascii, given)):
+        # For some \w is a letter of any script: no name is written that is taken in two ways.
+        written.setdefault(r"[^\x00-\x7f]", False)
+    return written
+
+
+def _is_of_ascii(expression: str) -> bool:
+    """Whether an expression matches whole names, of ASCII as ECMA 262 has \\w and \\d, and of more elsewhere."""
+    outside = re.sub(r"\[(?!\^)(?:[^\]\\]|\\[^WDS])*\]", "w", expression)
+    is_whole = re.fullmatch(r"\^[^|^\[.]*\$", outside) is not None
+    return is_whole and bool(re.search(r"\\[wd]", expression)) and not re.search(r"\\[WDS.]", outside)
+
+
+def _write_names(writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any]) -> None:
+    """`propertyNames`: names that are listed become properties, and an expression one of patternProperties."""
+    names = node.inside(words["propertyNames"], "propertyNames")
+    facts = writer.overlaps.facts([names])
+    properties: dict[str, Any] = dict(written.get("properties", {}))
+    additional: Written = written.get("additionalProperties", True)
+    if "string" not in facts.types or names.value is False:
+        written["properties"] = dict.fromkeys(properties, False)
+        written["additionalProperties"] = False
+        written.pop("patternProperties", None)
+        return
+    # There is one expression for names, so that a format beside a pattern is the annotation that many take it for.
+    form = "" if facts.patterns else _format_of(writer, names)
+    if not facts.words and not form:
+        return
+    if "patternProperties" in written:
+        raise refused(node.path, "propertyNames beside patternProperties cannot be followed: use one of them")
+    listed = writer.listed(names)
+    if listed is not None:
+        allowed = [each for each in listed if isinstance(each, str)]
+        written["properties"] = {
+            **{name: each if name in allowed else False for name, each in properties.items()},
+            **{name: additional for name in allowed if name not in properties},
+        }
+        written["additionalProperties"] = False
+        return
+    length = ""
+    if facts.words & {"minLength", "maxLength"}:
+        low, high = facts.bounds["length"]
+        highest = str(int(high)) if math.isfinite(high) else ""
+        length = f"^(?s:.){{{int(max(0, low))},{highest}}}$"
+    rules = [
+        *(rule for each in facts.patterns for rule in writer.patterns(names, each, "pattern")),
+        *filter(None, [form, length]),
+    ]
+    if facts.words - {"pattern", "minLength", "maxLength"} or len(rules) != 1:
+        raise refused(
+            names.path,
+            "propertyNames can be followed where it is an enum, a pattern, a format or a length, and one of them",
+        )
+    wanted = facts.patterns[0] if facts.patterns else rules[0]
+    written["properties"] = {
+        name: each if re.search(wanted, name) else False for name, each in properties.items()
+    }
+    written["patternProperties"] = {rules[0]: additional}
+    written["additionalProperties"] = False
+
+
+def _format_of(writer: Writer, node: Node) -> str:
+    """The expression of a schema's format; "" if it has none that is known."""
+    while isinstance(node.value, dict):
+        words = keywords_of(node)
+        if "$ref" not in words:
+            return FORMATS.get(str(words.get("format")), "")
+        node = writer.document.target(node, "$ref", words["$ref"])
+    return ""
+
+
+def _write_dependencies(
+    writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
+) -> None:
+    required: list[str] = written.get("required", [])
+    kinds = {"type": written["type"]} if "type" in written else {}
+    options: list[Written] = []
+    for name, others in words.get("dependentRequired", {}).items():
+        if not isinstance(others, list) or not all(isinstance(each, str) for each in others):
+            raise refused(node.path, f"dependentRequired has {shown(others)}, expected an array of texts")
+        if name in required:
+            required += [each for each in others if each not in required]
+        elif others:
+            needed = {**kinds, "required": list(dict.fromkeys([name, *others]))}
+            options.append({"anyOf": [{**kinds, "properties": {name: False}}, needed]})
+    for name, each in words.get("dependentSchemas", {}).items():
+        schema = writer.write(node.inside(each, "dependentSchemas", name))
+        if name in required:
+            parts.append(schema)
+        elif schema is False:
+            parts.append({**kinds, "properties": {name: False}})
+        elif schema is not True:
+            present = {"allOf": [{**kinds, "required": [name]}, schema]}
+            options.append({"anyOf": [{**kinds, "properties": {name: False}}, present]})
+    if len(options) > _MOST_DEPENDENCIES:
+        raise refused(
+            node.path,
+            f"there are {len(options)} properties that others depend on, expected at most {_MOST_DEPENDENCIES}",
+        )
+    parts += options
+
+
+def _write_unevaluated(writer: Writer, node: Node, words: Mapping[str, Any], parts: list[Written]) -> None:
+    names: dict[str, bool] = {}
+    patterns: dict[str, bool] = {}
+    if _gather_evaluated(writer, node, names, patterns, "unevaluatedProperties", 0):
+        return
+    other = writer.write(node.inside(words["unevaluatedProperties"], "unevaluatedProperties"))
+    part: dict[str, Any] = {"properties": names, "additionalProperties": other}
+    if patterns:
+        part["patternProperties"] = patterns
+    parts.append(part)
+
+
+def _gather_evaluated(
+    writer: Writer, node: Node, names: dict[str, bool], patterns: dict[str, bool], asker: str, depth: int
+) -> bool:
+    """Gather the properties that a schema knows; returns whether it knows all there may be."""
+    if not isinstance(node.value, dict) or depth > 20:
+        return False
+    words = keywords_of(node)
+    knows_all = "additionalProperties" in words or (depth > 0 and "unevaluatedProperties" in words)
+    for name in words.get("properties", {}):
+        names[name] = True
+    for expression in words.get("patternProperties", {}):
+        patterns[writer.pattern(node, expression, "patternProperties")] = True
+    inner = writer.parts(node, words, "allOf") if "allOf" in words else []
+    if "$ref" in words:
+        inner.append(writer.document.target(node, "$ref", words["$ref"]))
+    for each in inner:
+        knows_all = _gather_evaluated(writer, each, names, patterns, asker, depth + 1) or knows_all
+    if other := (choices.IN_PLACE - {"allOf", "$ref", "not"}) & words.keys():
+        raise refused(
+            node.path, f"{asker} beside {sorted(other)[0]} cannot be followed: use additionalProperties"
+        )
+    return knows_all
+
+
+def _write_sizes(
+    writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
+) -> None:
+    """How many properties there are: llguidance counts those that have no schema of their own."""
+    least = writer.count(node, words, "minProperties") or 0
+    most = writer.count(node, words, "maxProperties")
+    required: list[str] = written.get("required", [])
+    properties: dict[str, Written] = written.get("properties", {})
+    optional = [name for name, each in properties.items() if name not in required and each is not False]
+    is_closed = written.get("additionalProperties") is False and not written.get("patternProperties")
+    if most is not None and is_closed and len(optional) + len(required) <= most:
+        most = None
+    missing = max(0, least - len(required))
+    if not missing and most is None:
+        return
+    if most is not None and most < max(least, len(required)):
+        parts.append(False if written.get("type") == "object" else {"type": choices.other_kinds({"object"})})
+        return
+    sizes = {
+        **({"minProperties": len(required) + missing} if missing else {}),
+        **({"maxProperties": most} if most is not None else {}),
+    }
+    if not optional:
+        if missing > 1:
+            raise refused(node.path, f"minProperties {least}: {_MORE_THAN_ONE}")
+        written.update(sizes)
+        return
+    kinds = {"type": written["type"]} if "type" in written else {}
+    options: list[Written] = []
+    highest = missing if most is None else min(most - len(required), len(optional))
+    for size in range(missing, highest + 1):
+        if sum(math.comb(len(optional), each) for each in range(missing, size + 1)) > _MOST_OPTIONS:
+            raise refused(
+                node.path,
+                f"minProperties or maxProperties beside {len(optional)} properties cannot be followed",
+            )
+        for names in itertools.combinations(optional, size):
+            option: dict[str, Any] = {**kinds, "required": [*required, *names]}
+            if most is not None:
+                option["properties"] = dict.fromkeys(option["required"], True)
+                option["additionalProperties"] = False
+            options.append(option)
+    if not is_closed and missing <= 1:
+        options.append({**kinds, "properties": dict.fromkeys(optional, False), **sizes})
+    parts.append({"anyOf": options} if options else False)
+
+
+_MORE_THAN_ONE = (
+    "several properties that are not named in properties cannot be asked for, as one of them may come twice"
+)

@@ -1,0 +1,317 @@
+"""Whether some value can be valid by two JSON schemas at once: what `oneOf` has to know.
+
+Answers are safe: schemas are disjoint only where that is certain. Plain functions; any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from inflight.errors import InvalidArgument
+from inflight.guided.schemas.documents import Document, Node, keywords_of
+
+TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
+"""JSON's types; a number is an integer or a fraction."""
+_MOST_STEPS = 15000
+"""In all questions about a document together; then nothing is certain any more."""
+_DEEPEST = 6
+_INFINITE = float("inf")
+
+
+@dataclass(slots=True)
+class Facts:
+    """What is certain of every value that is valid by some schemas together.
+
+    Attributes:
+        types: What it may be.
+        values: What it is one of; None if that is not said.
+        bounds: By what is bounded (value, length, items), the lowest and the highest.
+        required: Properties that an object has.
+        properties: By name, schemas of a property.
+        closed: Names that an object may have; one set for each schema that allows no others.
+        items: Schemas of every item of an array.
+        patterns: Expressions that a string matches.
+        choices: Alternatives of which it is at least one.
+        words: The keywords of SAYING that there are.
+    """
+
+    types: set[str] = field(default_factory=lambda: set(TYPES))
+    values: list[Any] | None = None
+    bounds: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    required: list[str] = field(default_factory=list[str])
+    properties: dict[str, list[Node]] = field(default_factory=dict[str, list[Node]])
+    closed: list[set[str]] = field(default_factory=list[set[str]])
+    items: list[Node] = field(default_factory=list[Node])
+    patterns: list[str] = field(default_factory=list[str])
+    choices: list[list[Node]] = field(default_factory=list[list[Node]])
+    words: set[str] = field(default_factory=set[str])
+
+
+_BOUNDS = {
+    "minimum": ("value", 0),
+    "exclusiveMinimum": ("value", 0),
+    "maximum": ("value", 1),
+    "exclusiveMaximum": ("value", 1),
+    "minLength": ("length", 0),
+    "maxLength": ("length", 1),
+    "minItems": ("items", 0),
+    "maxItems": ("items", 1),
+}
+SAYING = frozenset(
+    [
+        "const",
+        "enum",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "$dynamicRef",
+        "$recursiveRef",
+        "multipleOf",
+        "pattern",
+    ]
+    + [
+        "items",
+        "prefixItems",
+        "contains",
+        "uniqueItems",
+        "unevaluatedItems",
+        "properties",
+        "patternProperties",
+    ]
+    + [
+        "additionalProperties",
+        "propertyNames",
+        "required",
+        "minProperties",
+        "maxProperties",
+        "dependentRequired",
+    ]
+    + ["dependentSchemas", "unevaluatedProperties", *_BOUNDS]
+)
+"""Keywords that say more of a value than its type, but for `$ref`, and for `format`, which many only note."""
+
+
+_ABOUT = {
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
+    **dict.fromkeys(("minLength", "maxLength", "pattern"), "string"),
+    **dict.fromkeys(("minItems", "maxItems", "items", "prefixItems", "contains", "uniqueItems"), "array"),
+    **dict.fromkeys(("unevaluatedItems",), "array"),
+    **dict.fromkeys(("properties", "patternProperties", "additionalProperties", "propertyNames"), "object"),
+    **dict.fromkeys(("required", "minProperties", "maxProperties", "dependentRequired"), "object"),
+    **dict.fromkeys(("dependentSchemas", "unevaluatedProperties"), "object"),
+}
+"""The type that a keyword is about; others are about all."""
+
+
+def words_about(facts: Facts, kind: str) -> set[str]:
+    """The keywords that say something of values of a type, but for a list of values, and for allOf."""
+    about = "number" if kind in ("integer", "fraction") else kind
+    words = facts.words - {"enum", "const", "allOf"}
+    return {word for word in words if _ABOUT.get(word, about) == about}
+
+
+def types_of(kinds: Any) -> set[str]:
+    """The types that a `type` keyword names."""
+    named = {str(each) for each in (cast(list[Any], kinds) if isinstance(kinds, list) else [kinds])}
+    return {"integer", "fraction"} | (named - {"number"}) if "number" in named else named
+
+
+def type_of(value: Any) -> str:
+    """The type of a value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "integer" if float(value).is_integer() else "fraction"
+    return {str: "string", list: "array"}.get(type(value), "object")
+
+
+class Overlaps:
+    """Compares schemas of one document, in a bounded number of steps."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._steps = 0
+        self._known: dict[tuple[tuple[int, str], ...], tuple[tuple[Node, ...], Facts]] = {}
+
+    def facts(self, nodes: Sequence[Node]) -> Facts:
+        """What is certain of a value that is valid by all of these."""
+        key = tuple((id(node.value), node.path) for node in nodes)
+        if key not in self._known:
+            facts = Facts()
+            self._gather(nodes, facts, 0)
+            self._known[key] = (tuple(nodes), facts)
+        return self._known[key][1]
+
+    def shared_types(self, first: Sequence[Node], second: Sequence[Node]) -> set[str]:
+        """The types of which some value may be valid by both; each is a list of schemas that hold together."""
+        return self._shared(first, second, 0)
+
+    def _shared(
+        self,
+        first: Sequence[Node],
+        second: Sequence[Node],
+        depth: int,
+        chosen: frozenset[str] = frozenset(),
+    ) -> set[str]:
+        """As `shared_types`; `chosen` are the paths of alternatives that one was already chosen of."""
+        self._steps += 1
+        a, b = self.facts(first), self.facts(second)
+        shared = a.types & b.types
+        if self._steps > _MOST_STEPS or depth > _DEEPEST:
+            return shared
+        shared = {each for each in shared if not self._is_disjoint(a, b, each, depth)}
+        for one, nodes, other in ((a, first, second), (b, second, first)):
+            for choice in one.choices:
+                if not shared or not choice or choice[0].path in chosen:
+                    continue
+                found: set[str] = set()
+                for option in choice:
+                    found |= self._shared([*nodes, option], other, depth + 1, chosen | {choice[0].path})
+                shared &= found
+        return shared
+
+    def _is_disjoint(self, a: Facts, b: Facts, kind: str, depth: int) -> bool:
+        for one, other in ((a, b), (b, a)):
+            if one.values is not None and all(
+                self.excludes(other, value) for value in one.values if type_of(value) == kind
+            ):
+                return True
+        measured = {"integer": "value", "fraction": "value", "string": "length", "array": "items"}.get(
+            kind, ""
+        )
+        if measured:
+            low_a, high_a = a.bounds.get(measured, (-_INFINITE, _INFINITE))
+            low_b, high_b = b.bounds.get(measured, (-_INFINITE, _INFINITE))
+            if max(low_a, low_b) > min(high_a, high_b):
+                return True
+        if kind == "array":
+            is_filled = max(facts.bounds.get("items", (0, 0))[0] for facts in (a, b)) >= 1
+            return bool(is_filled and a.items and b.items and not self._shared(a.items, b.items, depth + 1))
+        if kind == "object":
+            return any(
+                self._is_disjoint_by(a, b, name, depth) for name in dict.fromkeys([*a.required, *b.required])
+            )
+        return False
+
+    def _is_disjoint_by(self, a: Facts, b: Facts, name: str, depth: int) -> bool:
+        if any(name not in names for facts in (a, b) for names in facts.closed):
+            return True
+        first, second = a.properties.get(name), b.properties.get(name)
+        return bool(first and second and not self._shared(first, second, depth + 1))
+
+    def excludes(self, facts: Facts, value: Any, depth: int = 0) -> bool:
+        """Whether a value is certainly not valid."""
+        kind = type_of(value)
+        if kind not in facts.types:
+            return True
+        if facts.values is not None and not any(is_same(value, each) for each in facts.values):
+            return True
+        measured = {"integer": "value", "fraction": "value", "string": "length", "array": "items"}.get(kind)
+        if measured:
+            low, high = facts.bounds.get(measured, (-_INFINITE, _INFINITE))
+            size = value if measured == "value" else len(value)
+            if not low <= size <= high:
+                return True
+        if kind == "string" and any(not _may_match(pattern, value) for pattern in facts.patterns):
+            return True
+        if kind == "object":
+            if any(name not in value for name in facts.required):
+                return True
+            if any(name not in names for names in facts.closed for name in value):
+                return True
+            if depth < _DEEPEST:
+                return any(
+                    self.excludes(self.facts(nodes), value[name], depth + 1)
+                    for name, nodes in facts.properties.items()
+                    if name in value
+                )
+        return False
+
+    def _gather(self, nodes: Iterable[Node], facts: Facts, depth: int) -> None:
+        for node in nodes:
+            if node.value is False:
+                facts.types.clear()
+            if not isinstance(node.value, dict) or depth > _DEEPEST * 3:
+                facts.words |= {"…"} if isinstance(node.value, dict) else set()
+                continue
+            words = keywords_of(node)
+            if "$ref" in words:
+                try:
+                    self._gather([self._document.target(node, "$ref", words["$ref"])], facts, depth + 1)
+                except InvalidArgument:  # said where the schema is written
+                    facts.words.add("$ref")
+            self._note(node, words, facts)
+            if isinstance(all_of := words.get("allOf"), list):
+                parts = [node.inside(each, "allOf", index) for index, each in enumerate(all_of)]
+                self._gather(parts, facts, depth + 1)
+            for keyword in ("anyOf", "oneOf"):
+                if isinstance(options := words.get(keyword), list):
+                    facts.choices.append(
+                        [node.inside(each, keyword, index) for index, each in enumerate(options)]
+                    )
+
+    def _note(self, node: Node, words: Mapping[str, Any], facts: Facts) -> None:
+        facts.words |= words.keys() & SAYING
+        if "type" in words:
+            facts.types &= types_of(words["type"])
+        values = [words["const"]] if "const" in words else words.get("enum")
+        if isinstance(values, list):
+            given = cast(list[Any], values)
+            facts.values = [
+                each for each in given if facts.values is None or any(is_same(each, v) for v in facts.values)
+            ]
+            facts.types &= {type_of(each) for each in facts.values}
+        for keyword, (measured, side) in _BOUNDS.items():
+            bound = words.get(keyword)
+            if isinstance(bound, int | float) and not isinstance(bound, bool):
+                if keyword.startswith("exclusive"):
+                    bound = math.nextafter(bound, -_INFINITE if side else _INFINITE)
+                low, high = facts.bounds.get(measured, (-_INFINITE, _INFINITE))
+                facts.bounds[measured] = (max(low, bound), high) if side == 0 else (low, min(high, bound))
+        if isinstance(pattern := words.get("pattern"), str):
+            facts.patterns.append(pattern)
+        if isinstance(required := words.get("required"), list):
+            facts.required += [str(each) for each in cast(list[Any], required)]
+        properties = words.get("properties", {})
+        if isinstance(properties, dict):
+            for name, each in cast(dict[str, Any], properties).items():
+                facts.properties.setdefault(name, []).append(node.inside(each, "properties", name))
+            if words.get("additionalProperties") is False and not words.get("patternProperties"):
+                facts.closed.append(set(cast(dict[str, Any], properties)))
+        if "items" in words and "prefixItems" not in words:
+            facts.items.append(node.inside(words["items"], "items"))
+
+
+def is_same(first: Any, second: Any) -> bool:
+    """Whether two values are equal as JSON has it: 1 is 1.0 and not true."""
+    if isinstance(first, bool) or isinstance(second, bool) or first is None or second is None:
+        return first is second
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(is_same, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(is_same(first[key], second[key]) for key in first)
+    return (type(first) in (int, float) and type(second) in (int, float) and first == second) or (
+        isinstance(first, str) and first == second
+    )
+
+
+def _may_match(pattern: str, text: str) -> bool:
+    """Whether a text may match an expression; one that Python does not know may match anything."""
+    try:
+        return re.search(pattern, text) is not None
+    except re.error:
+        return True
+
+
+def key_of(value: Any) -> str:
+    """A text that is the same for equal values only."""
+    return json.dumps(value, sort_keys=True)

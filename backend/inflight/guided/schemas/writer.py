@@ -1,0 +1,350 @@
+"""Writes a JSON schema as one that llguidance follows exactly. See the package for what that means."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from inflight.errors import InvalidArgument
+from inflight.guided.schemas import choices, objects
+from inflight.guided.schemas.documents import Document, Node, keywords_of, refused, shown
+from inflight.guided.schemas.formats import FORMATS
+from inflight.guided.schemas.overlap import Overlaps, is_same, key_of, types_of
+from inflight.guided.schemas.patterns import UnreadablePattern, rust_patterns
+from inflight.guided.schemas.spaces import KEYWORD, read_spaces
+
+LARGEST = 2**53
+"""Beyond, integers are no longer exact as float64, which llguidance has them as."""
+_KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
+_ESCAPES = 'nrbtf\\"'
+"""No \\u: it would allow a second spelling of a property that there may be once."""
+_MOST_ORDERS = 400
+
+Written = dict[str, Any] | bool
+
+
+def followed_schema(text: str, path: str = "#") -> str:
+    """A JSON schema as one that llguidance follows.
+
+    Args:
+        text: The schema.
+        path: What errors call its root.
+
+    Raises:
+        InvalidArgument: It is none, or has something that cannot be followed; the message has its path.
+    """
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+        spaces = read_spaces(schema, path)
+        writer = Writer(Document(schema, path))
+        written = writer.write(writer.document.root)
+    except RecursionError:
+        raise refused(path, "the schema is nested too deeply") from None
+    except ValueError as error:
+        raise InvalidArgument(
+            f"guided_decoding_guide must be a JSON schema, got {text[:80]!r}: {error}"
+        ) from None
+    if written is False:
+        raise refused(path, "the schema is false: no value is valid by it")
+    options = {**spaces.options(), "json_allowed_escapes": _ESCAPES}
+    whole = {KEYWORD: options, "$defs": writer.definitions, **({} if written is True else written)}
+    return json.dumps(whole)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"it has {name}, which is no JSON")
+
+
+class Writer:
+    """Writes the parts of one document.
+
+    Attributes:
+        document: What is read.
+        overlaps: Compares its parts.
+        definitions: What references have been written as, by their new names.
+    """
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.overlaps = Overlaps(document)
+        self.definitions: dict[str, Written] = {}
+        self._names: dict[tuple[str, str], str] = {}
+        self._open: set[str] = set()  # definitions that are being written
+
+    def write(self, node: Node) -> Written:
+        """A schema as llguidance is to read it."""
+        if isinstance(node.value, bool):
+            return node.value
+        if not isinstance(node.value, dict):
+            raise refused(node.path, f"the schema is {shown(node.value)}, expected an object or a boolean")
+        words = keywords_of(node)
+        written: dict[str, Any] = {}
+        parts: list[Written] = []
+        kinds = self._kinds(node, words)
+        if kinds is not None:
+            written["type"] = kinds if len(kinds) != 1 else kinds[0]
+        types = types_of(kinds) if kinds is not None else types_of(list(_KINDS))
+        self._write_values(node, words, written)
+        if types & {"integer", "fraction"}:
+            self._write_numbers(node, words, written)
+        if "string" in types:
+            self._write_strings(node, words, written, parts)
+        if "array" in types:
+            self._write_arrays(node, words, written, parts)
+        if "object" in types:
+            objects.write_objects(self, node, words, written, parts)
+        choices.write_choices(self, node, words, parts)
+        reference = self._reference(node, words)
+        if isinstance(reference, bool):
+            parts.append(reference)
+        return _assembled(node, written, parts, {} if isinstance(reference, bool) else reference)
+
+    def number(self, node: Node, words: Mapping[str, Any], keyword: str) -> int | float | None:
+        """A keyword that is a number; None if it is not there."""
+        value = words.get(keyword)
+        if value is None and keyword not in words:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise refused(node.path, f"{keyword} is {shown(value)}, expected a number")
+        return int(value) if float(value).is_integer() else value
+
+    def count(self, node: Node, words: Mapping[str, Any], keyword: str) -> int | None:
+        """A keyword that says how many; None if it is not there."""
+        value = self.number(node, words, keyword)
+        if value is not None and (not isinstance(value, int) or not 0 <= value <= LARGEST):
+            raise refused(node.path, f"{keyword} is {shown(value)}, expected an integer of at least 0")
+        return value
+
+    def pattern(self, node: Node, expression: Any, keyword: str) -> str:
+        """A regular expression of the schema, as one of Rust."""
+        found = self.patterns(node, expression, keyword)
+        if len(found) > 1:
+            raise refused(
+                node.path, f"{keyword} {shown(expression)} has a look-ahead, which cannot be followed here"
+            )
+        return found[0]
+
+    def patterns(self, node: Node, expression: Any, keyword: str) -> list[str]:
+        """A regular expression of the schema, as those of Rust that all have to match."""
+        if not isinstance(expression, str):
+            raise refused(node.path, f"{keyword} is {shown(expression)}, expected a text")
+        try:
+            return rust_patterns(expression)
+        except UnreadablePattern as error:
+            raise refused(node.path, f"{keyword} {shown(expression)} {error}") from None
+
+    def parts(self, node: Node, words: Mapping[str, Any], keyword: str) -> list[Node]:
+        """The schemas that a keyword lists."""
+        value = words.get(keyword, [])
+        if not isinstance(value, list) or (keyword in words and not value and keyword != "prefixItems"):
+            raise refused(node.path, f"{keyword} is {shown(value)}, expected schemas in an array")
+        return [node.inside(each, keyword, index) for index, each in enumerate(cast(list[Any], value))]
+
+    def _kinds(self, node: Node, words: Mapping[str, Any]) -> list[str] | None:
+        if "type" not in words:
+            return None
+        value = words["type"]
+        kinds = cast(list[Any], value if isinstance(value, list) else [value])
+        if not kinds or any(each not in _KINDS for each in kinds):
+            raise refused(
+                node.path, f"type is {shown(value)}, expected one or several of {', '.join(_KINDS)}"
+            )
+        return list(dict.fromkeys(kinds))
+
+    def _reference(self, node: Node, words: Mapping[str, Any]) -> dict[str, str] | bool:
+        """What is written of a reference; a boolean where that is all it refers to, and true without one."""
+        found = [keyword for keyword in ("$ref", "$dynamicRef", "$recursiveRef") if keyword in words]
+        if not found:
+            return True
+        if len(found) > 1:
+            raise refused(node.path, f"{found[0]} and {found[1]} came together, expected one of them")
+        target = self.document.target(node, found[0], words[found[0]])
+        key = (target.path, target.base)
+        if key not in self._names:
+            name = self._names[key] = f"s{len(self._names)}"
+            self._open.add(name)
+            self.definitions[name] = self.write(target)
+            self._open.remove(name)
+        name = self._names[key]
+        if name not in self._open and isinstance(done := self.definitions[name], bool):
+            return done
+        return {"$ref": f"#/$defs/{self._names[key]}"}
+
+    def _write_values(self, node: Node, words: Mapping[str, Any], written: dict[str, Any]) -> None:
+        if "const" in words:
+            _check_value(node, words["const"], "const")
+            written["const"] = words["const"]
+        if "enum" in words:
+            values = words["enum"]
+            if not isinstance(values, list) or not values:
+                raise refused(node.path, f"enum is {shown(values)}, expected an array of values")
+            for value in cast(list[Any], values):
+                _check_value(node, value, "enum")
+            written["enum"] = values
+
+    def _write_numbers(self, node: Node, words: Mapping[str, Any], written: dict[str, Any]) -> None:
+        for keyword in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+            bound = self.number(node, words, keyword)
+            if bound is None:
+                continue
+            is_low = "Min" in keyword or keyword == "minimum"
+            if (bound if is_low else -bound) > LARGEST:
+                raise refused(
+                    node.path, f"{keyword} is {shown(bound)}, expected at most {LARGEST} in magnitude"
+                )
+            written[keyword] = max(bound, -LARGEST) if is_low else min(bound, LARGEST)
+        factor = self.number(node, words, "multipleOf")
+        if factor is not None:
+            if factor <= 0:
+                raise refused(node.path, f"multipleOf is {shown(factor)}, expected a number above 0")
+            written["multipleOf"] = factor
+
+    def _write_strings(
+        self, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
+    ) -> None:
+        for keyword in ("minLength", "maxLength"):
+            length = self.count(node, words, keyword)
+            if length is not None:
+                written[keyword] = length
+        patterns = self.patterns(node, words["pattern"], "pattern") if "pattern" in words else []
+        form = words.get("format")
+        if isinstance(form, str) and form in FORMATS:
+            patterns.append(FORMATS[form])
+        kinds = {"type": written["type"]} if "type" in written else {}
+        for index, each in enumerate(patterns):
+            if index:
+                parts.append({**kinds, "pattern": each})
+            else:
+                written["pattern"] = each
+
+    # ---------------------------------------------------------------- arrays
+
+    def _write_arrays(
+        self, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
+    ) -> None:
+        least, most = self.count(node, words, "minItems"), self.count(node, words, "maxItems")
+        contained = self._contained(node, words)
+        if contained is not None:
+            least = max(least or 0, contained[0])
+            most = min(most if most is not None else LARGEST, contained[1])
+        if words.get("uniqueItems", False) is not False and (most is None or most > 1):
+            if words["uniqueItems"] is not True:
+                raise refused(
+                    node.path, f"uniqueItems is {shown(words['uniqueItems'])}, expected true or false"
+                )
+            parts.append(self._unique(node, words, least or 0, most))
+            return
+        if least:
+            written["minItems"] = least
+        if most is not None and most < LARGEST:
+            written["maxItems"] = most
+        if "prefixItems" in words:
+            written["prefixItems"] = [self.write(each) for each in self.parts(node, words, "prefixItems")]
+        if "items" in words:
+            written["items"] = self.write(node.inside(words["items"], "items"))
+        elif words.get("unevaluatedItems", True) not in (True, {}):
+            other = choices.IN_PLACE & words.keys()
+            if other:
+                raise refused(
+                    node.path, f"unevaluatedItems beside {sorted(other)[0]} cannot be followed: use items"
+                )
+            written["items"] = self.write(node.inside(words["unevaluatedItems"], "unevaluatedItems"))
+
+    def _contained(self, node: Node, words: Mapping[str, Any]) -> tuple[int, int] | None:
+        """How many items `contains` asks for, where it asks for no special ones."""
+        if "contains" not in words:
+            return None
+        least, most = self.count(node, words, "minContains"), self.count(node, words, "maxContains")
+        least = 1 if least is None else least
+        if least == 0 and most is None:
+            return None
+        if words["contains"] in (True, {}):
+            return least, LARGEST if most is None else most
+        raise refused(
+            node.path,
+            "contains cannot be followed, as the item may come at any place: say with prefixItems at which",
+        )
+
+    def _unique(self, node: Node, words: Mapping[str, Any], least: int, most: int | None) -> Written:
+        """Arrays whose items all differ: all of them, or those in the order of the enum, or none."""
+        values = self.listed(node.inside(words["items"], "items")) if "items" in words else None
+        if values is None or {"prefixItems", "contains"} & words.keys():
+            raise refused(
+                node.path,
+                "uniqueItems is true, and that no two items are equal is followed only where items is an enum "
+                "or boolean, or maxItems is 1: leave it out, and check the answer",
+            )
+        sizes = range(least, min(len(values), len(values) if most is None else most) + 1)
+        if sum(math.perm(len(values), size) for size in sizes) <= _MOST_ORDERS:
+            arrays = [list(each) for size in sizes for each in itertools.permutations(values, size)]
+        elif sum(math.comb(len(values), size) for size in sizes) <= _MOST_ORDERS:
+            arrays = [list(each) for size in sizes for each in itertools.combinations(values, size)]
+        else:
+            raise refused(
+                node.path,
+                f"uniqueItems is true for an enum of {len(values)} values, which makes more than {_MOST_ORDERS} "
+                "arrays: lower maxItems, or leave it out and check the answer",
+            )
+        others = [kind for kind in _KINDS if kind != "array"]
+        return {"anyOf": [*([{"enum": arrays}] if arrays else []), {"type": others}]}
+
+    def listed(self, node: Node) -> list[Any] | None:
+        """The values of a schema that lists all of them, no two equal; None if it does not."""
+        facts = self.overlaps.facts([node])
+        if facts.words - {"enum", "const"}:
+            return None
+        values = facts.values
+        if values is None and facts.types and facts.types <= {"boolean", "null"}:
+            values = [value for kind, value in choices.BARE_VALUES if kind in facts.types]
+        if values is None:
+            return None
+        distinct: dict[str, Any] = {}
+        for value in values:
+            _check_value(node, value, "enum")
+            if not self.overlaps.excludes(facts, value) and not any(
+                is_same(value, v) for v in distinct.values()
+            ):
+                distinct[key_of(value)] = value
+        return list(distinct.values())
+
+
+def _check_value(node: Node, value: Any, keyword: str) -> None:
+    """Refuse what a text cannot have, in a value or what is in it."""
+    if isinstance(value, list):
+        for each in cast(list[Any], value):
+            _check_value(node, each, keyword)
+    elif isinstance(value, dict):
+        for each in cast(dict[str, Any], value).values():
+            _check_value(node, each, keyword)
+    elif isinstance(value, str):
+        wrong = next(
+            (char for char in value if (ord(char) < 32 and char not in "\n\r\t\b\f") or char == "\x7f"), ""
+        )
+        if wrong or any(0xD800 <= ord(char) < 0xE000 for char in value):
+            what = f"the control character U+{ord(wrong):04X}" if wrong else "half a character"
+            raise refused(node.path, f"{keyword} has a text with {what}, which cannot be followed")
+    elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > LARGEST:
+        raise refused(node.path, f"{keyword} has {shown(value)}, expected at most {LARGEST} in magnitude")
+
+
+def _assembled(
+    node: Node, written: dict[str, Any], parts: list[Written], reference: dict[str, str]
+) -> Written:
+    """One schema of what was found. Properties come in the order in which they are first mentioned."""
+    parts = [each for each in parts if each is not True and each != {}]
+    if False in parts:
+        return False
+    combined: dict[str, Any] = dict(reference)
+    if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].keys() == {"anyOf"}:
+        combined["anyOf"] = parts[0]["anyOf"]
+    elif parts:
+        combined["allOf"] = parts
+    if not written and not combined:
+        return True
+    order = [
+        each for each in node.value if each in ("properties", "$ref", "allOf", "anyOf", "oneOf", "extends")
+    ]
+    return {**written, **combined} if not order or order[0] == "properties" else {**combined, **written}

@@ -1,0 +1,415 @@
+"""JSON schemas as pydantic, zod and people write them: what guides of them allow, and how they are refused."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from enum import Enum
+from typing import Annotated, Any, Literal
+from uuid import UUID
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+from pydantic import BaseModel, Field, TypeAdapter
+
+from inflight.core.request.guide import Guide, GuideType
+from inflight.errors import InvalidArgument
+from inflight.guided.backend import GuideBackend, Matcher, make_backend
+from inflight.serving.chat.tool_guides import tool_guide
+from tests.guided.schemas_at_random import BYTES, follows, write
+
+
+@pytest.fixture(scope="module")
+def backend() -> GuideBackend:
+    return make_backend("llguidance", BYTES)
+
+
+def compiled(backend: GuideBackend, schema: Any) -> Matcher:
+    guide = Guide(GuideType.JSON_SCHEMA, json.dumps(schema))
+    return backend.load(guide, backend.compile(guide))
+
+
+def text_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def allowed(backend: GuideBackend, schema: Any, *values: Any) -> list[Any]:
+    """Those of some values that a guide allows."""
+    matcher = compiled(backend, schema)
+    return [value for value in values if follows(matcher, text_of(value))]
+
+
+def refusal_of(backend: GuideBackend, schema: Any) -> str:
+    with pytest.raises(InvalidArgument) as found:
+        compiled(backend, schema)
+    return str(found.value).removeprefix("guided_decoding_guide cannot be used: ")
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"type": "object", "propertyNames": {"type": "string"}},
+        {"type": "object", "propertyNames": {}, "unevaluatedProperties": True},
+        {"type": "object", "minContains": 0, "x-order": 3, "nullable": True, "deprecated": True},
+        *(
+            {"format": name}
+            for name in ("password", "path", "base64", "jwt", "cuid", "date-time-local", "ipvanyaddress")
+        ),
+        {"uniqueItems": False, "unevaluatedItems": True, "contentSchema": {"type": "integer"}},
+        {"contains": {"type": "integer"}, "minContains": 0, "$comment": "c", "examples": [{"not": {}}]},
+        {"if": {"contains": {}}, "example": {"$ref": "#/nowhere"}, "x-guide": {"format": 3}},
+    ],
+)
+def test_what_asks_for_nothing_is_taken(backend: GuideBackend, keywords: dict[str, Any]) -> None:
+    value: Any = {"a": "b"} if keywords.get("type") == "object" else "any text"
+    assert allowed(backend, keywords, value, [1, 1], 3)[0] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        (
+            "date",
+            ["2024-02-29", "2000-02-29", "1999-12-31"],
+            ["2023-02-29", "1900-02-29", "2024-04-31", "0000-01-01"],
+        ),
+        (
+            "date-time",
+            ["2024-02-29T23:59:59Z", "2023-01-01T00:00:00.5+02:00"],
+            ["2023-02-29T00:00:00Z", "2023-01-01"],
+        ),
+        ("time", ["12:00:00Z"], ["24:00:00Z", "12:00:00", "12:00:61Z"]),
+        ("duration", ["P1DT2H", "P4W", "PT5M"], ["P", "PT", "P1D2H", "1D"]),
+        ("email", ["a.b@example.com"], [".a@b.c", "a..b@c.d", "a@-b.c", "a"]),
+        ("hostname", ["a-b.example.com", "localhost"], ["-a.b", "a..b", "a_b", ""]),
+        ("ipv4", ["192.168.0.1"], ["256.0.0.1", "1.2.3", "01.2.3.4"]),
+        (
+            "ipv6",
+            ["::1", "1:2:3:4:5:6:7:8", "::ffff:1.2.3.4", "fe80::1"],
+            ["1:2:3", "1::2::3", ":1", "12345::"],
+        ),
+        ("uuid", ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
+        ("uri", ["https://a.b/c?d=e#f", "mailto:a@b.c", "urn:x:y"], ["/a", "a b", "http://a\\b"]),
+        ("uri-reference", ["/a/b?c", "../x", "#f", "http://a"], ["a b", "\\"]),
+        ("regex", ["^a+b*$", r"(?:\d{2}|[a-z])?", ""], ["(a", "a**", "[", "a)"]),
+        ("json-pointer", ["", "/a/~1b"], ["a", "/~2"]),
+    ],
+)
+def test_known_formats_are_right(
+    backend: GuideBackend, name: str, right: list[str], wrong: list[str]
+) -> None:
+    for schema in ({"type": "string", "format": name}, {"format": name}):
+        assert allowed(backend, schema, *right, *wrong) == right
+    assert allowed(backend, {"format": name}, 3, [None]) == [3, [None]]
+
+
+@pytest.mark.parametrize(
+    ("draft", "schema", "right", "wrong"),
+    [
+        ("draft-03", {"type": "integer", "divisibleBy": 50, "minimum": 1, "maximum": 99}, [50], [13, 23, 21]),
+        ("draft-03", {"disallow": ["string", "null"]}, [1, []], ["a", None]),
+        ("draft-03", {"extends": {"minimum": 3}, "type": "integer"}, [3], [2]),
+        ("draft-03", {"properties": {"a": {"required": True}}}, [{"a": 1}], [{}, {"b": 1}]),
+        (
+            "draft-03",
+            {"type": ["integer", {"properties": {"a": {"type": "null"}}, "type": "object"}]},
+            [1],
+            [{"a": 1}],
+        ),
+        ("draft-04", {"minimum": 3, "exclusiveMinimum": True, "type": "integer"}, [4], [3]),
+        (
+            "draft-04",
+            {"items": [{"type": "null"}], "additionalItems": False},
+            [[None], []],
+            [[1], [None, None]],
+        ),
+        ("draft-06", {"const": 3, "if": False}, [3], [4]),
+        (
+            "draft-07",
+            {"dependencies": {"a": ["b"], "c": {"required": ["d"]}}},
+            [{"b": 1}],
+            [{"a": 1}, {"c": 1}],
+        ),
+        (
+            "draft-07",
+            {"definitions": {"a": {"type": "null"}}, "$ref": "#/definitions/a", "const": 1},
+            [None],
+            [1],
+        ),
+        ("", {"divisibleBy": 2, "type": "integer"}, [2], [3]),
+        ("", {"definitions": {"a": {"type": "null"}}, "$ref": "#/definitions/a", "const": None}, [None], [1]),
+    ],
+)
+def test_keywords_of_every_draft_are_followed(
+    backend: GuideBackend, draft: str, schema: dict[str, Any], right: list[Any], wrong: list[Any]
+) -> None:
+    named = {"$schema": f"http://json-schema.org/{draft}/schema#"} if draft else {}
+    assert allowed(backend, {**named, **schema}, *right, *wrong) == right
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (
+            {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"},
+            [{"a": 1}, {"b": 1}],
+            [{"a": 1, "b": 1}, {}],
+        ),
+        ({"oneOf": [{"type": "string"}, {"enum": ["a", 1]}]}, ["b", 1], ["a"]),
+        (
+            {"oneOf": [{"items": {"type": kind}, "type": "array"} for kind in ("string", "null")]},
+            [["a"], [None, None]],
+            [[], ["a", None]],
+        ),
+        ({"oneOf": [{"type": ["string", "null"]}, {"type": ["null", "boolean"]}]}, ["a", True], [None]),
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+                "$defs": {
+                    "cat": {"properties": {"kind": {"const": "cat"}}, "required": ["kind"], "type": "object"},
+                    "dog": {
+                        "properties": {"kind": {"enum": ["dog"]}},
+                        "required": ["kind"],
+                        "type": "object",
+                    },
+                },
+            },
+            [{"kind": "cat"}, {"kind": "dog"}],
+            [{"kind": "cow"}],
+        ),
+        (
+            {"oneOf": [{"maximum": 3, "type": "integer"}, {"exclusiveMinimum": 3, "type": "integer"}]},
+            [3, 4],
+            ["a"],
+        ),
+        ({"not": {"enum": ["a", "ab", 1, None]}}, ["abc", "", 2, True], ["a", "ab", 1, None]),
+        ({"type": "object", "not": {"required": ["a"]}}, [{}, {"b": 1}], [{"a": 1}]),
+        (
+            {"if": {"properties": {"k": {"const": 1}}, "required": ["k"]}, "then": {"required": ["z"]}},
+            [{"k": 1, "z": 2}, {"k": 2}, {}],
+            [{"k": 1}],
+        ),
+        (
+            {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
+            [["b", "a"], []],
+            [["a", "a"]],
+        ),
+        ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[1]], [[1, 1]]),
+        ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, [{"a": 1, "b": 2}, {}], [{"c": 1}]),
+        ({"type": "object", "propertyNames": {"pattern": "^x-"}}, [{"x-a": 1}], [{"a": 1}]),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {}, "b": {}},
+                "minProperties": 1,
+                "additionalProperties": False,
+            },
+            [{"a": 1}, {"b": 1}],
+            [{}],
+        ),
+        (
+            {"allOf": [{"properties": {"a": {}}}], "properties": {"b": {}}, "unevaluatedProperties": False},
+            [{"b": 1}],
+            [{"c": 1}],
+        ),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [-5, 2**53], [0.5, 2**64]),
+    ],
+)
+def test_what_llguidance_does_not_know_is_said_in_what_it_knows(
+    backend: GuideBackend, schema: dict[str, Any], right: list[Any], wrong: list[Any]
+) -> None:
+    assert allowed(backend, schema, *right, *wrong) == right
+    validator = Draft202012Validator(schema)
+    assert [each for each in [*right, *wrong] if validator.is_valid(each)] == right or "maximum" in schema
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (r"^(?!\.)(?!.*\.\.)[a-z.]*[a-z]@[a-z]+$", ["a.b@c"], [".a@c", "a..b@c"]),  # zod's of an address
+        (r"^(?=.{1,5}$)[a-z]+(\.[a-z]+)*$", ["ab.cd"], ["abcd.ef"]),
+        ("^(?!con|nul)[a-z]+$", ["co", "context"[:2] + "p"], ["con", "conx", "nul"]),
+        ("[[a]]", ["a]", "[]"], ["a"]),
+        ("^[a&&b]$", ["a", "&"], ["c"]),
+        (r"^\w\W$", ["a-"], ["aé", "é-"]),
+        (r"^[\w.-]+$", ["a.b-c"], ["a b"]),
+        ("^a|b$", ["ax", "xb"], ["xax"]),
+        (r"^\u0041\/\x42$", ["A/B"], ["a/b"]),
+        (r"^(?<year>\d{4})$", ["2024"], ["x"]),
+    ],
+)
+def test_patterns_are_read_as_ecma_and_python_do(
+    backend: GuideBackend, pattern: str, right: list[str], wrong: list[str]
+) -> None:
+    assert allowed(backend, {"type": "string", "pattern": pattern}, *right, *wrong) == right
+
+
+def test_a_property_has_one_spelling(backend: GuideBackend) -> None:
+    schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "boolean"}}
+    matcher = compiled(backend, schema)
+    assert follows(matcher, '{"a":1,"b":true}')
+    for again in ('"a":true', '"\\u0061":true'):
+        assert not follows(matcher, '{"a":1,' + again + "}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (
+            {"properties": {"a/b": {"pattern": "^x(?=y)"}}},
+            r'at #/properties/a~1b: pattern "\^x\(\?=y\)" has a look-ahead',
+        ),
+        ({"items": {"pattern": "(?<!a)b"}}, "at #/items: .*negative look-behind"),
+        ({"pattern": r"(a)\1"}, "back reference"),
+        ({"pattern": r"\bfoo"}, "word boundary"),
+        ({"items": {"pattern": "(a"}}, "at #/items: .*is no regular expression"),
+        ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "at #: uniqueItems is true"),
+        (
+            {"properties": {"m": {"propertyNames": {"not": {}, "minLength": 1}}}},
+            "at #/properties/m/propertyNames",
+        ),
+        (
+            {"oneOf": [{"type": "string"}, {"pattern": "a", "type": "string"}]},
+            "at #/oneOf/1: #/oneOf/0 may hold too, for a",
+        ),
+        ({"oneOf": [{"type": "null"}, {"type": "null"}]}, "oneOf has no value"),
+        ({"contains": {"type": "null"}}, "contains cannot be followed"),
+        ({"not": {"pattern": "a"}}, "at #/not: not cannot be followed"),
+        ({"if": {"multipleOf": 3}, "then": False}, "at #/if: if cannot be followed"),
+        ({"$ref": "other.json"}, r'\$ref "other.json" points to nothing in this schema'),
+        ({"$ref": "#/$defs/a"}, "there is no"),
+        ({"type": "object", "minProperties": 2}, "minProperties 2: several"),
+        ({"minimum": "3"}, 'minimum is "3", expected a number'),
+        ({"maxLength": -1}, "maxLength is -1, expected an integer of at least 0"),
+        ({"properties": []}, r"properties is \[\], expected an object"),
+        ({"required": "a"}, 'required is "a", expected an array of texts'),
+        ({"enum": []}, r"enum is \[\], expected an array of values"),
+        ({"type": "str"}, 'type is "str", expected one or several of null'),
+        ({"items": 3}, "at #/items: the schema is 3, expected an object or a boolean"),
+        ({"allOf": [{"type": "null"}, {"type": "string"}]}, r"no text fits it, .* \(llguidance: "),
+        (
+            {"patternProperties": {"a": True, "ab": {"type": "null"}}},
+            "two patternProperties may match one name",
+        ),
+        ({"const": "\u0001"}, r"control character U\+0001"),
+        (
+            {"x-guidance": {"whitespace_pattern": "[a ]"}},
+            "whitespace_pattern is .*expected a regular expression of white space",
+        ),
+        (False, "the schema is false"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_its_path(
+    backend: GuideBackend, schema: Any, words: str
+) -> None:
+    refusal = refusal_of(backend, schema)
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(refusal)
+
+
+def test_a_refusal_names_the_tool(backend: GuideBackend) -> None:
+    def tool(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    for schema, words in (
+        ({"properties": {"m": {"contains": {"type": "null"}}}}, "at the tool bad, #/properties/m: contains"),
+        (
+            {"patternProperties": {"a": True, "ab": {"type": "null"}}},
+            "at the tool bad, #: two patternProperties",
+        ),
+    ):
+        guide = tool_guide([tool("good", {}), tool("bad", schema)], "required", "hermes")
+        assert guide is not None
+        with pytest.raises(InvalidArgument, match=words):
+            backend.compile(guide)
+
+
+@pytest.mark.parametrize(
+    ("options", "right", "wrong"),
+    [
+        ({}, ["[1,2]", "[ 1,\n  2]", "[" + " " * 20 + "1]"], ["[" + " " * 21 + "1]", "[" + "\n" * 30 + "]"]),
+        ({"whitespace_flexible": False}, ["[1,2]"], ["[1, 2]", "[\n]"]),
+        ({"whitespace_pattern": "[ ]{0,2}"}, ["[1,2]", "[  1 ]"], ["[   1]", "[\n]"]),
+        ({"whitespace_pattern": r"(?: |\n\t*)?"}, ["[ 1,\n\t\t\t2]"], ["[  1]"]),
+        ({"whitespace_pattern": r"[ \n]*"}, ["[" + " " * 99 + "]"], ["[\t]"]),
+        ({"whitespace_pattern": ""}, ["[1]"], ["[ 1]"]),
+    ],
+)
+def test_white_space_is_bounded(
+    backend: GuideBackend, options: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    matcher = compiled(backend, {"type": "array", **({"x-guidance": options} if options else {})})
+    assert [text for text in [*right, *wrong] if follows(matcher, text)] == right
+
+
+def test_white_space_is_bounded_without_a_schema_too(backend: GuideBackend) -> None:
+    guide = Guide(GuideType.JSON)
+    matcher = backend.load(guide, backend.compile(guide))
+    assert follows(matcher, '{"a": [1]}')
+    assert not follows(matcher, "{" + " " * 21 + "}")
+
+
+class Color(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Leaf(BaseModel):
+    kind: Literal["leaf"]
+    born: date
+    number: UUID
+
+
+class Tree(BaseModel):
+    kind: Literal["tree"]
+    children: list[Annotated[Tree | Leaf, Field(discriminator="kind")]]
+    colors: set[Color] = set()
+    counts: dict[Color, Annotated[int, Field(ge=0)]] = {}
+    names: dict[Annotated[str, Field(pattern="^[a-z]+$")], str] = {}
+    price: Annotated[float, Field(gt=0, lt=10)] | None = None
+
+
+ZOD = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "properties": {
+        "site": {"type": "string", "format": "uri"},
+        "token": {"type": "string", "format": "cuid2", "pattern": "^[0-9a-z]+$"},
+        "took": {
+            "type": "string",
+            "format": "duration",
+            "pattern": r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+            r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",
+        },
+        "scores": {
+            "type": "object",
+            "propertyNames": {"type": "string", "enum": ["a", "b"]},
+            "additionalProperties": {
+                "type": "integer",
+                "minimum": -9007199254740991,
+                "maximum": 9007199254740991,
+            },
+            "required": ["a", "b"],
+        },
+        "pair": {
+            "type": "array",
+            "prefixItems": [{"type": "null"}, {"type": "boolean"}],
+            "items": {"type": "string"},
+        },
+        "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["site", "token", "took", "scores", "pair", "next"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("schema", [TypeAdapter(Tree).json_schema(), ZOD], ids=["pydantic", "zod"])
+def test_schemas_of_libraries_are_followed(backend: GuideBackend, schema: dict[str, Any]) -> None:
+    matcher = compiled(backend, schema)
+    validator = Draft202012Validator(schema)
+    written = [write(matcher, np.random.default_rng(seed), most=1500) for seed in range(8)]
+    texts = [text for text in written if text is not None]
+    assert texts
+    for text in texts:
+        validator.validate(json.loads(text))
