@@ -187,7 +187,10 @@ def _draw_config(rng: random.Random, limits: EngineLimits, requests: list[Reques
     needed = slots - 1 + size + max(request.draft_length for request in requests)
     if not chunked:
         needed = max(slots, size, *(request.prompt_length + request.draft_length for request in requests))
+    # Of a generator of its own, so that whatever else is drawn stays as it was.
+    sequences_per_iteration = random.Random(len(requests) + size).choice([1, 2, 3, 256])
     return SchedulerConfig(
+        sequences_per_iteration=sequences_per_iteration,
         policy=rng.choice([*CapacitySchedulerPolicy, CapacitySchedulerPolicy.MAX_UTILIZATION]),
         max_num_tokens=needed + rng.choice([0, 5, 20, 100]),
         enable_chunked_context=chunked,

@@ -127,6 +127,7 @@ def test_the_seeds_reach_what_they_are_meant_to_reach(outcomes):
     assert count(lambda outcome: outcome.num_rejected) > often
     assert count(lambda outcome: outcome.num_adapter_loads > 1) > often
     assert count(lambda outcome: outcome.num_adapter_waits) > seldom
+    assert count(lambda outcome: outcome.num_divided_endings) > seldom
     assert count(lambda outcome: outcome.num_adapter_evictions) > len(SEEDS) // 20
 
 
