@@ -156,6 +156,15 @@ def draw_with_failing_rows(seed: int) -> Scenario:
     return replace(scenario, breakdowns=replace(scenario.breakdowns, failing_rows=failing))
 
 
+def draw_with_everybody_leaving(seed: int) -> Scenario:
+    """The same scenario, in which all are stopped at once and an iteration ends few sequences."""
+    rng, scenario = random.Random(seed), draw(seed)
+    at = max(scenario.arrivals) + rng.randint(0, 4)
+    stops = tuple(StopSignal(request_id, StopReason.CANCELLED) for request_id in scenario.requests)
+    config = replace(scenario.config, sequences_per_iteration=rng.randint(1, 3))
+    return replace(scenario, config=config, stops={**scenario.stops, at: stops})
+
+
 def _without_host(request: Request) -> Request:
     sampling = replace(request.sampling, beam_width=1, num_return_sequences=None, repetition_penalty=1.0)
     output = replace(
@@ -187,10 +196,7 @@ def _draw_config(rng: random.Random, limits: EngineLimits, requests: list[Reques
     needed = slots - 1 + size + max(request.draft_length for request in requests)
     if not chunked:
         needed = max(slots, size, *(request.prompt_length + request.draft_length for request in requests))
-    # Of a generator of its own, so that whatever else is drawn stays as it was.
-    sequences_per_iteration = random.Random(len(requests) + size).choice([1, 2, 3, 256])
     return SchedulerConfig(
-        sequences_per_iteration=sequences_per_iteration,
         policy=rng.choice([*CapacitySchedulerPolicy, CapacitySchedulerPolicy.MAX_UTILIZATION]),
         max_num_tokens=needed + rng.choice([0, 5, 20, 100]),
         enable_chunked_context=chunked,
