@@ -91,6 +91,7 @@ GOOD = [
     ("max_num_tokens", "512", 512),
     ("max_queue_size", "16", 16),
     ("max_beam_width", "4", 4),
+    ("max_sequences_per_request", "8", 8),
     ("max_sequence_length", "2048", 2048),
     ("max_attention_window_size", "512", (512,)),
     ("max_attention_window_size", "512, 1024", (512, 1024)),

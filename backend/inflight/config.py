@@ -53,6 +53,7 @@ __all__ = [
     "INT8",
     "PARAMETERS",
     "QUANTIZED",
+    "SEQUENCES_PER_ITERATION",
     "CapacitySchedulerPolicy",
     "ContextChunkingPolicy",
     "EngineConfig",
@@ -70,6 +71,10 @@ INT8 = "int8"
 FP8 = "fp8"
 QUANTIZED = (INT8, FP8)
 """Data types of which only weights of linear layers are; the rest is bfloat16."""
+
+SEQUENCES_PER_ITERATION = 256
+"""Sequences that an iteration takes in, and again as many that it ends because of what came from outside: some
+milliseconds' work."""
 
 DEBUG_INPUTS = ("input_ids", "positions", "sequence_length")
 DEBUG_OUTPUTS = ("logits",)
@@ -133,6 +138,8 @@ class SchedulerConfig:
         context_chunking_policy: Means something with enable_chunked_context only.
         max_queue_size: Counts sequences of one priority or higher.
         max_num_requests: Most requests active at once, waiting ones included; negative for no bound.
+        sequences_per_iteration: Sequences that an iteration ends because a client, a deadline or an event says so,
+            apart from those of one request, which end together; later ones end in the next iterations.
         kv_event_buffer_size: Events of the KV cache that are kept until somebody fetches them; 0: none are made.
     """
 
@@ -158,7 +165,13 @@ class SchedulerConfig:
     max_beam_width: int | None = parameter(
         None, integer(1), "most beams of a search; max_batch_size without one"
     )
+    max_sequences_per_request: int = parameter(
+        2048,
+        integer(1),
+        "most sequences that one request or body may ask for: its prompts times num_return_sequences",
+    )
     max_num_requests: int = -1
+    sequences_per_iteration: int = SEQUENCES_PER_ITERATION
     kv_event_buffer_size: int = 0
 
     def validate(self, max_num_sequences: int, tokens_per_block: int) -> None:

@@ -314,3 +314,31 @@ def test_a_batcher_that_does_not_answer_is_unavailable() -> None:
 def test_a_batcher_may_have_nothing_to_say(client) -> None:
     with pytest.raises(Unsupported, match="does not tell its state"):
         client.state(1.0)
+
+
+def test_an_iteration_gets_a_bounded_number_of_sequences(client) -> None:
+    def submit(count: int, num_tokens: int = 1) -> int:
+        sampling = SamplingConfig(num_return_sequences=count, top_k=2)
+        request = replace(make_request((5,) * num_tokens), sampling=sampling)
+        return client.submit(request, Inbox())
+
+    sizes = [(200, 1), (56, 1), (1, 1), (1000, 1), (100, 1), (100, 1024), (100, 1)]
+    ids = [submit(*size) for size in sizes]
+    taken = []
+    while requests := client.get_inference_requests(-1):
+        taken.append([request.request_id for request in requests])
+    assert taken == [ids[:2], ids[2:3], ids[3:4], ids[4:5], ids[5:6], ids[6:]]
+
+
+def test_responses_of_what_was_stopped_here_come_in_parts_too(client, notified) -> None:
+    inboxes = [Inbox() for _ in range(600)]
+    for inbox in inboxes:
+        client.stop(client.submit(make_request(), inbox), StopReason.CANCELLED)
+    counts = []
+    while True:
+        notified.clear()
+        assert client.get_inference_requests(-1) == []
+        counts.append(sum(inbox.finished.is_set() for inbox in inboxes))
+        if not notified:
+            break
+    assert counts == [256, 512, 600], "the loop is told that there is more"

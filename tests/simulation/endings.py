@@ -169,8 +169,13 @@ def _has_reason(scenario: Scenario, request: Request, index: int, reason: Finish
 
 
 def _patience(scenario: Scenario) -> int:
-    """Most iterations until what was in flight is back: one is in each, unless another takes its place."""
-    return 2 * max(0, scenario.depth - 2)
+    """Most iterations until what was in flight is back: one is in each, unless another takes its place.
+
+    If not all sequences may end in one iteration, each of them may have to wait for all others.
+    """
+    num_sequences = sum(request.sampling.num_sequences for request in scenario.requests.values())
+    is_divided = num_sequences > scenario.config.sequences_per_iteration
+    return 2 * max(0, scenario.depth - 2) + num_sequences * is_divided
 
 
 def _check_stops(scenario: Scenario, outcome: Outcome) -> None:

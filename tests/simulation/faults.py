@@ -39,6 +39,7 @@ from tests.simulation.faults_of_blocks import (
     wrong_block_boundary,
 )
 from tests.simulation.faults_of_turns import (
+    all_ended_at_once,
     all_in_one_micro_batch,
     beams_counted_apart,
     chunking_policy_ignored,
@@ -50,6 +51,7 @@ from tests.simulation.faults_of_turns import (
     last_come_first_served,
     lower_priority_first,
     micro_batches_without_numbers,
+    nobody_ended_behind_the_first,
     not_waited_for_before_a_pause,
     nothing_left_for_free_stages,
     oldest_always_first,
@@ -144,6 +146,8 @@ FAULTS = (
     clients_take_no_turns,
     unused_share_kept,
     full_queue_ignored,
+    all_ended_at_once,
+    nobody_ended_behind_the_first,
     deadline_ignored,
     deadline_too_early,
     static_batch_joined,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 import inflight.core.scheduler as scheduler_module
 from inflight.config import ContextChunkingPolicy, SchedulerConfig
-from inflight.core.endings import Deadlines
+from inflight.core.endings import Deadlines, Endings, PendingEndings
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
+from inflight.core.request.response import Response
 from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.capacity_scheduler import GuaranteedNoEvict, MaxUtilization
 from inflight.core.schedule.micro_batch_scheduler import MicroBatchScheduler
@@ -60,6 +62,25 @@ def unused_share_kept(patch: Patch) -> None:
 
 def full_queue_ignored(patch: Patch) -> None:
     patch.setattr(Admission, "check_queue", lambda *_: None)
+
+
+def all_ended_at_once(patch: Patch) -> None:
+    end_some = PendingEndings.end_some
+
+    def end_all(pending: PendingEndings, endings: Endings, most: int, now_ns: int) -> list[Response]:
+        return end_some(pending, endings, 1 << 62, now_ns)
+
+    patch.setattr(PendingEndings, "end_some", end_all)
+
+
+def nobody_ended_behind_the_first(patch: Patch) -> None:
+    add = PendingEndings.add
+
+    def add_one(pending: PendingEndings, *args: Any, **fields: Any) -> None:
+        if not pending:
+            add(pending, *args, **fields)
+
+    patch.setattr(PendingEndings, "add", add_one)
 
 
 def deadline_ignored(patch: Patch) -> None:

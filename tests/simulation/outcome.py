@@ -36,6 +36,7 @@ class Outcome:
         num_mixed_batches: With beams of several widths, or beams beside other rows in generation.
         num_adapter_loads, num_adapter_evictions: Adapters put on the device, and taken off it to make room.
         num_adapter_waits: Iterations that somebody began waiting for room for an adapter.
+        num_divided_endings: Iterations that left some of those that were to end for the next one.
     """
 
     responses: dict[int, list[Response]] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class Outcome:
     num_adapter_loads: int = 0
     num_adapter_evictions: int = 0
     num_adapter_waits: int = 0
+    num_divided_endings: int = 0
 
     def record(self, iteration: int, responses: list[Response]) -> None:
         """Take the responses of an iteration."""

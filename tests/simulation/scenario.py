@@ -156,6 +156,15 @@ def draw_with_failing_rows(seed: int) -> Scenario:
     return replace(scenario, breakdowns=replace(scenario.breakdowns, failing_rows=failing))
 
 
+def draw_with_everybody_leaving(seed: int) -> Scenario:
+    """The same scenario, in which all are stopped at once and an iteration ends few sequences."""
+    rng, scenario = random.Random(seed), draw(seed)
+    at = max(scenario.arrivals) + rng.randint(0, 4)
+    stops = tuple(StopSignal(request_id, StopReason.CANCELLED) for request_id in scenario.requests)
+    config = replace(scenario.config, sequences_per_iteration=rng.randint(1, 3))
+    return replace(scenario, config=config, stops={**scenario.stops, at: stops})
+
+
 def _without_host(request: Request) -> Request:
     sampling = replace(request.sampling, beam_width=1, num_return_sequences=None, repetition_penalty=1.0)
     output = replace(

@@ -25,6 +25,7 @@ from .blame import Blame, Flight
 from .cache_oracle import CacheOracle
 from .device import Breakdown, SimulatedDevice
 from .endings import check_endings
+from .endings_oracle import EndingsOracle
 from .host_cache import HostCache, with_adapters
 from .outcome import Outcome
 from .queue_oracle import QueueOracle
@@ -59,6 +60,7 @@ class SimulatedServer:
         self.stages = StagesOracle(self.scheduler, scenario.limits)
         self.accounts = Accounts(scenario, self.scheduler, self.queue, self.cache)
         self.blame = Blame(scenario)
+        self.turns = EndingsOracle(self.scheduler, scenario.config)
         self._device = SimulatedDevice(scenario.limits, scenario.seed)
         self._in_flight: deque[Flight] = deque()
         self._iteration = 0
@@ -113,6 +115,7 @@ class SimulatedServer:
         assert not adapters.num_used_pages, "pages leaked"
         outcome.num_adapter_loads, outcome.num_adapter_evictions = adapters.num_loads, adapters.num_evictions
         outcome.num_adapter_waits = self.queue.num_adapter_waits
+        outcome.num_divided_endings = self.turns.num_divided
         outcome.convicted = self.blame.convicted
         outcome.started = [(r.request_id, r.sequence_index) for r in self.queue.starts]
         self.cache.check()
@@ -127,7 +130,8 @@ class SimulatedServer:
         refused = self.queue.too_many(valid)
         self.outcome.refused |= refused
         self.accounts.accepts(inputs, refused | self.scenario.invalid)
-        responses = self.scheduler.accept(inputs)
+        with self.turns.watched(inputs):
+            responses = self.scheduler.accept(inputs)
         self.queue.accepted([r for r in valid if r.request_id not in refused], inputs.adapters.events)
         self._answered(responses)
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from .faults import FAULTS, FAULTS_OF_PIPELINES
-from .scenario import Scenario, draw, draw_with_a_bad_device, draw_with_failing_rows
+from .scenario import (
+    Scenario,
+    draw,
+    draw_with_a_bad_device,
+    draw_with_everybody_leaving,
+    draw_with_failing_rows,
+)
 from .simulated_server import run
 
 SEEDS = range(200)
@@ -26,7 +32,10 @@ def test_a_fault_planted_in_a_pipeline_is_noticed(plant, monkeypatch):
 def _notices(seed: int) -> bool:
     ahead = draw(seed).ahead()
     bad = draw_with_a_bad_device(seed).ahead().undemanding()
-    return _is_noticed(ahead.in_turn(), ahead, ahead.undemanding(), bad, draw_with_failing_rows(seed))
+    leaving = draw_with_everybody_leaving(seed)
+    return _is_noticed(
+        ahead.in_turn(), ahead, ahead.undemanding(), bad, draw_with_failing_rows(seed), leaving
+    )
 
 
 def _notices_in_a_pipeline(seed: int) -> bool:

@@ -12,7 +12,14 @@ from inflight.core.request.response import Result, merge_responses
 from inflight.core.request.stop import FinishReason
 
 from .outcome import Outcome
-from .scenario import Breakdowns, Scenario, draw, draw_with_a_bad_device, draw_with_failing_rows
+from .scenario import (
+    Breakdowns,
+    Scenario,
+    draw,
+    draw_with_a_bad_device,
+    draw_with_everybody_leaving,
+    draw_with_failing_rows,
+)
 from .simulated_server import run
 
 SEEDS = range(1000)
@@ -91,6 +98,12 @@ def test_a_row_that_fails_alone_ends_its_request_and_changes_no_tokens_of_others
     outcomes = [run(kind(draw_with_failing_rows(seed))) for seed in range(200)]
     assert sum(len(outcome.convicted) for outcome in outcomes) > 200
     assert sum(bool(outcome.convicted) and outcome.num_failed_iterations > 0 for outcome in outcomes) > 20
+
+
+@pytest.mark.parametrize("kind", [one_in_flight, two_in_flight, two_stages, three_stages])
+def test_when_everybody_leaves_an_iteration_ends_a_bounded_number(kind):
+    outcomes = [run(kind(draw_with_everybody_leaving(seed))) for seed in range(60)]
+    assert sum(outcome.num_divided_endings > 0 for outcome in outcomes) > 20
 
 
 @pytest.mark.parametrize("kind", [one_in_flight, two_in_flight])

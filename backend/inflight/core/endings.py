@@ -7,6 +7,7 @@ response is made. With the last sequence of a request the request itself is forg
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -100,6 +101,44 @@ def as_request_error(error: Exception) -> InflightError:
     if isinstance(error, RequestError):
         return error
     return StepFailed(f"the request could not be processed: {type(error).__name__}: {error}")
+
+
+class PendingEndings:
+    """Requests and sequences that are to end because a client, a deadline or an event says so, first come first.
+
+    An iteration ends some of them: however many clients go away at once, those who stay wait for a bounded time.
+    What is still to end may go on generating meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[RequestGroup, int | None, FinishReason | InflightError]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def add(
+        self, group: RequestGroup, why: FinishReason | InflightError, sequence_index: int | None = None
+    ) -> None:
+        """Let a request end, or one of its sequences."""
+        self._queue.append((group, sequence_index, why))
+
+    def end_some(self, endings: Endings, most: int, now_ns: int) -> list[Response]:
+        """End `most` sequences, or all of one request if it has more; those of a request end together."""
+        responses: list[Response] = []
+        num_ended = 0
+        while self._queue:
+            group, index, why = self._queue[0]
+            meant = [s for s in group.sequences if index in (None, s.sequence_index)]
+            meant = [s for s in meant if s.state is not RequestState.FINISHED]
+            if num_ended and num_ended + len(meant) > most:
+                break
+            self._queue.popleft()
+            num_ended += len(meant)
+            if isinstance(why, FinishReason):
+                responses += endings.finish_each(meant, why, now_ns)
+            else:
+                responses += endings.fail(group, why, now_ns)
+        return responses
 
 
 class Deadlines:

@@ -13,7 +13,7 @@ is among them. Decisions are a function of the calls alone. Only the loop thread
 from __future__ import annotations
 
 from inflight.config import SchedulerConfig
-from inflight.core.endings import Deadlines, Endings, as_request_error
+from inflight.core.endings import Deadlines, Endings, PendingEndings, as_request_error
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, private_scope
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.kv.kv_events import KvEvent, KvEventLog
@@ -55,6 +55,7 @@ class Scheduler:
         self._groups: dict[int, RequestGroup] = {}  # by request id
         self._adapters: dict[int, StoredAdapter] = {}  # by handle
         self._deadlines = Deadlines()
+        self._to_end = PendingEndings()
         self._observed = Observations(config, limits)
         self._endings = Endings(self._groups, self._admission, self._running, self._observed)
         self._outcomes = Outcomes(
@@ -82,8 +83,8 @@ class Scheduler:
 
     @property
     def only_holds(self) -> bool:
-        """Whether there are requests, and all wait for guides or adapters: nothing can run before an event."""
-        return 0 < len(self._groups) == len(self._admission.held)
+        """Whether there are requests, and all wait for guides or adapters: nothing can happen before an event."""
+        return 0 < len(self._groups) == len(self._admission.held) and not self._to_end
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -106,7 +107,8 @@ class Scheduler:
     def accept(self, inputs: IterationInput) -> list[Response]:
         """Queue new requests, and end those that are stopped or out of time. Invalid ones are answered at once.
 
-        A request with a guide or an adapter is queued when events say that these are ready.
+        A request with a guide or an adapter is queued when events say that these are ready. Of those that are to
+        end, an iteration ends a bounded number (`PendingEndings`).
         """
         self._iteration, self._now_ns = inputs.iteration, inputs.now_ns
         self._observed.begin_iteration()
@@ -119,13 +121,14 @@ class Scheduler:
                 self._observed.refused(refusal)
                 responses.append(Response(request.request_id, error=refusal, is_final=True))
         for event in inputs.guides:
-            responses += self._hear_of_guide(event)
-        responses += self._hear_of_adapters(inputs.adapters)
+            self._hear_of_guide(event)
+        self._hear_of_adapters(inputs.adapters)
         for stop in inputs.stops:
-            responses += self._stop(stop)
+            self._stop(stop)
         for group in self._deadlines.pop_expired(self._now_ns):
-            responses += self._endings.finish_each(group.sequences, FinishReason.TIMED_OUT, self._now_ns)
-        return responses
+            self._to_end.add(group, FinishReason.TIMED_OUT)
+        most = self._config.sequences_per_iteration
+        return responses + self._to_end.end_some(self._endings, most, self._now_ns)
 
     def _refuse_or_queue(self, request: Request) -> None:
         """Queue a request's first sequence; the others wait until it has computed the prompt for all."""
@@ -143,22 +146,20 @@ class Scheduler:
             self._waiting.add(group.sequences[0])
         self._deadlines.add(group)
 
-    def _hear_of_guide(self, event: GuideEvent) -> list[Response]:
-        """Let a request start whose guide is ready, or end it with the error; it may have ended before."""
+    def _hear_of_guide(self, event: GuideEvent) -> None:
+        """Let a request start whose guide is ready, or end with the error; it may have ended before."""
         group = self._admission.held.get(event.request_id)
         if group is None:
-            return []
+            return
         self._observed.guide_known(group, not event.error_code, self._now_ns)
         if event.error_code:
-            error = error_from_code(event.error_code, event.error)
-            return self._endings.fail(group, error, self._now_ns)
+            self._to_end.add(group, error_from_code(event.error_code, event.error))
+            return
         group.awaits_guide = False
         self._admission.release_if_ready(group)
-        return []
 
-    def _hear_of_adapters(self, update: AdapterUpdate) -> list[Response]:
-        """Remember what is stored, let requests start whose adapters are, and end those whose adapters failed."""
-        responses: list[Response] = []
+    def _hear_of_adapters(self, update: AdapterUpdate) -> None:
+        """Remember what is stored, let requests start whose adapters are, and those end whose adapters failed."""
         self._adapters.update((adapter.handle, adapter) for adapter in update.stored)
         for event in update.events:
             group = self._admission.held.get(event.request_id)
@@ -167,11 +168,10 @@ class Scheduler:
             try:
                 self._give_adapter(group, event)
             except Exception as error:  # one request at fault must not end the others'
-                responses += self._endings.fail(group, as_request_error(error), self._now_ns)
+                self._to_end.add(group, as_request_error(error))
         for handle in update.dropped:
             self._adapters.pop(handle, None)
         self._running.adapter_pages.forget(update.dropped)
-        return responses
 
     def _give_adapter(self, group: RequestGroup, event: AdapterEvent) -> None:
         """Let a request start with the adapter of an event, or raise its error."""
@@ -196,14 +196,13 @@ class Scheduler:
         task_id = adapter.task_id if adapter else None
         return CacheRules(scope, identity.extra_ids, request.retention, request.prompt_length, task_id)
 
-    def _stop(self, stop: StopSignal) -> list[Response]:
+    def _stop(self, stop: StopSignal) -> None:
         group = self._groups.get(stop.request_id)
         if group is None:
-            return []
+            return
         if stop.sequence_index is None:
             group.stop_requested_ns = group.stop_requested_ns or stop.requested_ns
-        meant = (s for s in group.sequences if stop.sequence_index in (None, s.sequence_index))
-        return self._endings.finish_each(meant, FINISH_REASON_OF_STOP[stop.reason], self._now_ns)
+        self._to_end.add(group, FINISH_REASON_OF_STOP[stop.reason], stop.sequence_index)
 
     # ---------------------------------------------------------------- what runs
 

@@ -19,7 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
+from inflight.config import SEQUENCES_PER_ITERATION
 from inflight.core.ports import Adapters, SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
@@ -30,6 +32,9 @@ from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason, Stop
 from inflight.errors import InflightError, Unavailable, Unsupported
 
 _log = logging.getLogger(__name__)
+_Waiting = TypeVar("_Waiting")
+_TOKENS_OF_A_SEQUENCE = 1024
+"""A prompt of so many tokens takes as long to check and to copy as all else of a sequence."""
 _PATIENCE_S = 5.0
 _BETWEEN_ROUNDS_S = 2.0
 """How long a drain waits for the request that continues an answered one."""
@@ -236,13 +241,19 @@ class LocalEngineClient:
     # ---------------------------------------------------------------- the batcher's callbacks, its thread
 
     def get_inference_requests(self, max_num: int) -> list[Request]:
-        """The requests that have waited longest, at most `max_num`; all of them if it is negative."""
+        """The requests that have waited longest, at most `max_num`, or any number if it is negative.
+
+        They have SEQUENCES_PER_ITERATION sequences, fewer if prompts are long, or there is one request. As many
+        responses are delivered of those that were stopped here.
+        """
         with self._lock:
-            ended, self._stopped_in_queue = self._stopped_in_queue, {}
-            ids = list(itertools.islice(self._queue, None if max_num < 0 else max_num))
-            requests = [self._queue.pop(request_id) for request_id in ids]
-        for response in itertools.chain.from_iterable(ended.values()):
+            ended = _take_first(self._stopped_in_queue, -1, len)
+            requests = _take_first(self._queue, max_num, _cost)
+            is_to_go_on = bool(self._stopped_in_queue)
+        for response in itertools.chain.from_iterable(ended):
             self.send_response(response)
+        if is_to_go_on:
+            self._notify()
         return requests
 
     def poll_stop_signals(self) -> list[StopSignal]:
@@ -288,6 +299,25 @@ class LocalEngineClient:
                 _deliver_farewell(on_response, response, farewell)
             else:
                 _deliver(on_response, response)
+
+
+def _cost(request: Request) -> int:
+    """Sequences that a request has; a long prompt, which each of them copies, counts as more."""
+    return request.sampling.num_sequences * (1 + request.prompt_length // _TOKENS_OF_A_SEQUENCE)
+
+
+def _take_first(
+    waiting: dict[int, _Waiting], max_num: int, num_sequences: Callable[[_Waiting], int]
+) -> list[_Waiting]:
+    """Take out the first ones, at most `max_num` if not negative, with few sequences; or the first alone."""
+    taken: list[int] = []
+    total = 0
+    for request_id, each in waiting.items():
+        total += num_sequences(each)
+        if len(taken) == max_num or (taken and total > SEQUENCES_PER_ITERATION):
+            break
+        taken.append(request_id)
+    return [waiting.pop(request_id) for request_id in taken]
 
 
 def _deliver_farewell(on_response: SendResponseCallback, response: Response, farewell: InflightError) -> None:

@@ -1,12 +1,16 @@
 """Guides by llguidance: derivatives of regular expressions and an Earley parser.
 
-Both are lazy: little is compiled ahead, and what a step may take is bounded by the library itself.
+Both are lazy: little is compiled ahead. What a sequence may take is bounded: one call by counts of the library's
+work, and all calls by processor time of the thread that makes them, whatever else the machine does meanwhile.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping, Sequence
+from time import monotonic, thread_time
 
 import llguidance
 import numpy as np
@@ -25,6 +29,27 @@ _FEW_MASKS = 8
 
 _ANY_JSON = '{"type": ["object", "array"]}'
 
+_MOST_LEXER_FUEL = 100_000
+"""Parts of regular expressions that one call may derive, about 7 ms; more is an error of the library."""
+
+
+def _most_items(vocab_size: int) -> int:
+    """Open rules, of all bytes that tokens may go on with, that one mask may need; more is an error, too."""
+    return 10_000 + vocab_size // 4
+
+
+_AT_ONCE_S = 0.1
+_A_TOKEN_S = 0.005
+_A_TOKEN_AND_WORD_S = 1e-7
+"""Processor time that a sequence may take for its guide: so much for every token, which grows with the vocabulary,
+and so much beforehand. Large schemas need 20 ms for some tokens, and little for most."""
+
+_OVER_BUDGET = re.compile("too many items|too many expressions|current row has [0-9]+ items", re.IGNORECASE)
+"""How the library says that a bound on its work was exceeded."""
+
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_NO_OPTIONS = "%llguidance {}"
+
 
 class _Tokenizer:
     """A vocabulary as `llguidance.TokenizerWrapper` asks for it."""
@@ -35,37 +60,57 @@ class _Tokenizer:
         self.tokens = vocabulary.spelled()
         self.special_token_ids = vocabulary.without_text()
         self.eos_token_id = vocabulary.end_id
-        hidden = set(self.special_token_ids)
-        self._ids = {token: index for index, token in enumerate(self.tokens) if index not in hidden}
-        self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Some ids of a text, the longest token first: the library wants them of what a guide forces."""
-        left = text.encode() if isinstance(text, str) else text
-        ids: list[int] = []
-        while left:
-            sizes = range(min(self._longest, len(left)), 0, -1)
-            size = next((size for size in sizes if left[:size] in self._ids), 1)
-            ids += [self._ids[left[:size]]] if left[:size] in self._ids else []
-            left = left[size:]
-        return ids
+        """No ids of a text: the library wants them of what a guide forces, and none of these guides forces any."""
+        return []
 
 
 class LLMatcher:
-    """A matcher of llguidance. A matcher in error stays so, and says it."""
+    """A matcher of llguidance, and the processor time that is left to it. One in error stays so, and says it.
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    Args:
+        matcher: The library's.
+        token_s: Seconds that every token adds to what is left, up to as much as there was at first.
+        left_s: Seconds that are left.
+    """
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, token_s: float = _A_TOKEN_S, left_s: float = _AT_ONCE_S
+    ) -> None:
         self.matcher = matcher
+        self._token_s = token_s
+        self._left_s = left_s
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """As `Matcher.consume`."""
-        if token_ids and not self.matcher.consume_tokens(list(token_ids)):
-            error = self.matcher.get_error()
-            raise refusal(_explained(error) if error else f"it does not allow the tokens {list(token_ids)}")
+        if not token_ids:
+            return
+        began_s = thread_time()
+        is_allowed = self.matcher.consume_tokens(list(token_ids))
+        self._left_s += len(token_ids) * self._token_s - (thread_time() - began_s)
+        self._left_s = min(self._left_s, _AT_ONCE_S)
+        if not is_allowed:
+            raise _failure(self.matcher, f"it does not allow the tokens {list(token_ids)}")
+        if self._left_s < 0:
+            raise _over_budget()
+
+    def fill(self, address: int, num_bytes: int) -> None:
+        """Fill one mask, on the caller's thread."""
+        began_s = thread_time()
+        self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        self._left_s -= thread_time() - began_s
+
+    @property
+    def failure(self) -> InvalidArgument | None:
+        """Why the guide cannot be followed on, if it cannot."""
+        if self.matcher.is_error():
+            return _failure(self.matcher)
+        return _over_budget() if self._left_s < 0 else None
 
     def fork(self) -> LLMatcher:
         """As `Matcher.fork`."""
-        return LLMatcher(self.matcher.deep_copy())
+        return LLMatcher(self.matcher.deep_copy(), self._token_s, self._left_s)
 
 
 class LLGuidanceBackend:
@@ -74,12 +119,19 @@ class LLGuidanceBackend:
     def __init__(self, vocabulary: GuideVocabulary) -> None:
         self._vocabulary = vocabulary
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokenizer(vocabulary)))
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        self._executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
+        self._limits = llguidance.LLParserLimits(
+            step_lexer_fuel=_MOST_LEXER_FUEL,
+            step_max_items=_most_items(len(vocabulary.tokens)),
+            verbose_errors=False,
+        )
+        self._token_s = _A_TOKEN_S + len(vocabulary.tokens) * _A_TOKEN_AND_WORD_S
+        self._num_threads = len(os.sched_getaffinity(0))
+        self._executor = llguidance.LLExecutor(self._num_threads)
+        self._is_to_measure = False
 
     def compile(self, guide: Guide) -> bytes:
         """As `GuideBackend.compile`: the guide as llguidance's own kind of grammar, and its first mask."""
-        grammar = self._grammar(guide)
+        grammar = _unforced(self._grammar(guide))
         try:
             self._prove(grammar)
         except InvalidArgument:
@@ -90,27 +142,33 @@ class LLGuidanceBackend:
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
         """As `GuideBackend.load`. The GIL is released meanwhile."""
-        return LLMatcher(self._matcher(compiled.decode()))
+        return LLMatcher(self._matcher(compiled.decode()), self._token_s)
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """As `GuideBackend.fill`, without the GIL: few masks on the caller's thread, many on the library's own."""
+        """As `GuideBackend.fill`, without the GIL: few masks on the caller's thread, many on the library's own.
+
+        What each of many takes cannot be told. If all together take long, the next masks are filled one by one.
+        """
         matchers = [job.matcher for job in jobs]
-        own = [each.matcher for each in matchers if isinstance(each, LLMatcher)]
+        own = [each for each in matchers if isinstance(each, LLMatcher)]
         assert len(own) == len(jobs), "matchers of another backend"
         address, stride = masks.ctypes.data, masks.strides[0]
         place = (address, stride, len(masks))
         single = [(matcher, job.row) for matcher, job in zip(own, jobs) if not job.draft]
-        if len(single) > _FEW_MASKS:
-            self._executor.unsafe_compute_mask_ptr(single, *place)
+        if len(single) > _FEW_MASKS and not self._is_to_measure:
+            began_s = monotonic()
+            self._executor.unsafe_compute_mask_ptr([(each.matcher, row) for each, row in single], *place)
+            expected_s = self._token_s * (1 + len(single) / self._num_threads / _FEW_MASKS)
+            self._is_to_measure = monotonic() - began_s > expected_s
         else:
+            self._is_to_measure = False
             for matcher, row in single:
-                matcher.unsafe_compute_mask_ptr(address + row * stride, stride)
+                matcher.fill(address + row * stride, stride)
         for matcher, job in zip(own, jobs):
             if job.draft:
-                self._fill_behind(matcher, job, place)
-        return {
-            index: refusal(_explained(each.get_error())) for index, each in enumerate(own) if each.is_error()
-        }
+                self._fill_behind(matcher.matcher, job, place)
+        failures = ((index, each.failure) for index, each in enumerate(own))
+        return {index: failure for index, failure in failures if failure is not None}
 
     def _fill_behind(self, matcher: llguidance.LLMatcher, job: MaskJob, place: tuple[int, int, int]) -> None:
         """Fill the masks of a job with a draft, as far as that is allowed; beyond, a matcher would fail."""
@@ -130,7 +188,7 @@ class LLGuidanceBackend:
         for one in read_tags(guide.text).structures:
             schema = followed_schema(one.schema, one.path)
             try:
-                self._prove(llguidance.LLMatcher.grammar_from_json_schema(schema))
+                self._prove(_unforced(llguidance.LLMatcher.grammar_from_json_schema(schema)))
             except InvalidArgument as error:
                 reason = str(error).partition(": ")[2]
                 raise refusal(f"at {one.path}: {reason}") from None
@@ -159,9 +217,35 @@ class LLGuidanceBackend:
             raise refusal(_explained(str(error))) from None
 
 
+def _unforced(grammar: str) -> str:
+    """The same grammar without tokens that the library chooses itself.
+
+    Where only one text may come it would let only its own tokens of it through, and would look for all of it at
+    every step: a second for 60,000 characters.
+    """
+    if not grammar.lstrip().startswith("{"):
+        return _OPTIONS + grammar.removeprefix(_NO_OPTIONS)
+    (only,) = json.loads(grammar)["grammars"]
+    lark = only.get("lark_grammar")
+    return _OPTIONS + (f"start: %json {json.dumps(only['json_schema'])}\n" if lark is None else lark)
+
+
 def _check(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
-        raise refusal(_explained(matcher.get_error()))
+        raise _failure(matcher)
+
+
+def _failure(matcher: llguidance.LLMatcher, otherwise: str = "") -> InvalidArgument:
+    """Why a guide cannot be followed on: what the library says, or `otherwise` if it says nothing."""
+    said = matcher.get_error()
+    return _over_budget() if _OVER_BUDGET.search(said) else refusal(_explained(said) if said else otherwise)
+
+
+def _over_budget() -> InvalidArgument:
+    return refusal(
+        "its tokens take more work than one request may ask for. Send a simpler guide: one whose rules cannot "
+        "match the same text in many ways, and with fewer expressions that may come at one place"
+    )
 
 
 def _explained(reason: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inflight.errors import InvalidArgument
 from inflight.openai.answers import Usage
 from inflight.openai.errors import ApiError
 from inflight.openai.log_probs import TokenNames
@@ -55,6 +56,11 @@ def make_plan(
     body, description = asked.body, model.describe()
     if len(ids) > MAX_PROMPTS:
         raise ApiError(f"prompt has {len(ids)} prompts; a body may have {MAX_PROMPTS}", 400, "prompt")
+    num_sequences = len(ids) * asked.body.n
+    try:
+        description.limits.check_sequences(len(ids), num_sequences, "n")
+    except InvalidArgument as error:
+        raise ApiError(str(error), 400, "n" if asked.body.n > 1 else "prompt") from None
     tokenizer = model.tokenizer()
     prompts: list[tuple[Prompt, NewText]] = []
     for text, of_prompt in zip(texts, ids, strict=True):

@@ -172,7 +172,11 @@ def convert(reader: TensorReader, context: ServingContext) -> tuple[Prompt, ...]
     to_encode = [text for text in texts if text is not None]
     encoded = iter(context.encoder.prompts(to_encode) if to_encode else ())
     ids = [None if text is None else next(encoded) for text in texts]
-    return tuple(each_row([partial(row.prompt, *pair) for row, *pair in zip(rows, texts, ids)]))
+    prompts = tuple(each_row([partial(row.prompt, *pair) for row, *pair in zip(rows, texts, ids)]))
+    num_sequences = sum(prompt.request.sampling.num_sequences for prompt in prompts)
+    name = reader.shown_name("num_return_sequences")
+    context.description.limits.check_sequences(len(prompts), num_sequences, name)
+    return prompts
 
 
 class _Row:

@@ -116,7 +116,8 @@ class RequestGroup:
         Returns a sequence that never started, for which the others wait from now on; None if all context outputs
         are there, or no such sequence is left.
         """
-        waiting = (s for s in self.sequences if s.state is RequestState.WAITING)
+        behind = self.sequences[self.context_index :]  # none waits before it
+        waiting = (s for s in behind if s.state is RequestState.WAITING)
         successor = next(waiting, None) if self.lacks_context else None
         if successor is not None:
             self.context_index = successor.sequence_index

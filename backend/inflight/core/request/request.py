@@ -10,7 +10,12 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import RetentionConfig
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest, PromptTable
 from inflight.core.request.guide import Guide, GuideEvent
-from inflight.core.request.sampling_config import CONTROLS, SamplingConfig, check_token_ids
+from inflight.core.request.sampling_config import (
+    CONTROLS,
+    MAX_RETURN_SEQUENCES,
+    SamplingConfig,
+    check_token_ids,
+)
 from inflight.core.request.stop import StopSignal
 from inflight.errors import InvalidArgument
 
@@ -131,6 +136,8 @@ class ModelLimits:
         additional_outputs: What a request may ask for beside tokens and logits.
         hidden_size: Width of the rows of prompt tables; 0: the engine takes none.
         max_adapter_rank: Largest rank of LoRA adapters; 0: the engine takes none.
+        max_sequences_per_request: Most sequences of one request; front ends that take several prompts at a time
+            count those of all of them.
     """
 
     vocab_size: int
@@ -145,6 +152,22 @@ class ModelLimits:
     additional_outputs: tuple[OfferedOutput, ...] = ()
     hidden_size: int = 0
     max_adapter_rank: int = 0
+    max_sequences_per_request: int = MAX_RETURN_SEQUENCES
+
+    def check_sequences(self, num_prompts: int, num_sequences: int, name: str) -> None:
+        """Raise InvalidArgument if the prompts of one request ask for too many sequences together.
+
+        Args:
+            num_prompts: How many prompts there are.
+            num_sequences: How many sequences all of them ask for.
+            name: What the client calls `num_return_sequences`.
+        """
+        if num_sequences > self.max_sequences_per_request:
+            raise InvalidArgument(
+                f"{name}: {num_prompts} prompt{'s' if num_prompts > 1 else ''} asked for {num_sequences} "
+                f"sequences in one request, expected at most {self.max_sequences_per_request} "
+                "(max_sequences_per_request): send several requests"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +346,7 @@ class Request:
             raise InvalidArgument(f"request_output_len must be at least 1, got {self.max_new_tokens}")
         self.identity.validate(self.prompt_length)
         self.retention.validate()
+        limits.check_sequences(1, self.sampling.num_sequences, "num_return_sequences")
         self._validate_queueing()
         self._validate_prompt_ids(limits)
         self._validate_ids(limits.vocab_size)

@@ -339,4 +339,5 @@ class EngineLimits:
             additional_outputs=self.additional_outputs,
             hidden_size=self.hidden_size,
             max_adapter_rank=self.max_adapter_rank if self.num_adapter_pages else 0,
+            max_sequences_per_request=config.max_sequences_per_request,
         )

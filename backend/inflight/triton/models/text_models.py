@@ -36,6 +36,11 @@ from inflight.triton.tensors import (
     PREPROCESSING_OUTPUTS,
 )
 
+_POSITIONS = ("max_position_embeddings", "n_positions")
+"""Where a config.json says how long a sequence can be."""
+_MOST_ROWS = 1 << 22
+"""Longer than any model's prompts."""
+
 _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 
 
@@ -145,9 +150,13 @@ class Preprocessing(TextModel):
         num_rows = row.integer("PROMPT_VOCAB_SIZE") or 0
         if not num_rows:
             return range(0)
-        if num_rows < 0:
-            raise InvalidArgument(f"PROMPT_VOCAB_SIZE must be >= 0, got {num_rows}")
-        first = _model_vocab_size((self.parameters.engine.gpt_model_path, self.parameters.tokenizer_dir))
+        folders = (self.parameters.engine.gpt_model_path, self.parameters.tokenizer_dir)
+        most = _longest_prompt(_config(folders))
+        if not 0 <= num_rows <= most:
+            raise InvalidArgument(
+                f"PROMPT_VOCAB_SIZE must be in [0, {most}], the longest prompt of the model, got {num_rows}"
+            )
+        first = _model_vocab_size(folders)
         if first is None:
             raise Unsupported(
                 "PROMPT_VOCAB_SIZE: where the model's vocabulary ends, its config.json says, which is neither in "
@@ -207,12 +216,26 @@ class Postprocessing(TextModel):
 
 def _model_vocab_size(folders: Sequence[str | None]) -> int | None:
     """`vocab_size` of the first config.json in these folders; a model may have more logits than tokens."""
+    size = _config(folders).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _longest_prompt(config: Mapping[str, Any]) -> int:
+    """How far a model's positions reach by its config.json, stretched ones too; any model's if it is not said."""
+    found = [config[key] for key in _POSITIONS if isinstance(config.get(key), int)]
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    stretched = max(1.0, factor) if isinstance(factor, int | float) else 1.0
+    return min(_MOST_ROWS, int(found[0] * stretched)) if found else _MOST_ROWS
+
+
+def _config(folders: Sequence[str | None]) -> Mapping[str, Any]:
+    """The first config.json in these folders; empty without one."""
     for folder in folders:
         path = Path(folder or "", "config.json")
         if folder and path.is_file():
-            size = json.loads(path.read_text(encoding="utf-8")).get("vocab_size")
-            return size if isinstance(size, int) else None
-    return None
+            return json.loads(path.read_text(encoding="utf-8"))
+    return {}
 
 
 def _query(reader: TensorReader) -> str:

@@ -1,0 +1,84 @@
+"""An iteration ends a bounded number of sequences because of what came from outside, and the rest later."""
+
+from __future__ import annotations
+
+from inflight.config import SchedulerConfig
+from inflight.core.request.guide import Guide, GuideEvent, GuideType
+from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.response import Response
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason, StopReason, StopSignal
+from inflight.core.scheduler import Scheduler
+from tests.core.factories import make_limits, make_request
+
+MS = 1_000_000
+
+
+def scheduler_with(requests: list[Request], most: int = 4) -> Scheduler:
+    scheduler = Scheduler(SchedulerConfig(sequences_per_iteration=most), make_limits())
+    assert scheduler.accept(IterationInput(0, MS, tuple(requests))) == []
+    return scheduler
+
+
+def finals_by_iteration(scheduler: Scheduler, first: IterationInput) -> list[list[Response]]:
+    """The final responses of `first` and of the iterations behind it, to which nothing comes."""
+    found = [scheduler.accept(first)]
+    while scheduler.num_active:
+        found.append(scheduler.accept(IterationInput(len(found) + 1, first.now_ns)))
+        assert found[-1], "an iteration ended nobody"
+    return [[response for response in each if response.is_final] for each in found]
+
+
+def ids(found: list[list[Response]]) -> list[list[int]]:
+    return [[response.request_id for response in each] for each in found]
+
+
+def stops_of(*request_ids: int) -> tuple[StopSignal, ...]:
+    return tuple(StopSignal(each, StopReason.CANCELLED) for each in request_ids)
+
+
+def several(request_id: int, count: int) -> Request:
+    return make_request(request_id, sampling=SamplingConfig(num_return_sequences=count, top_k=2))
+
+
+def test_stops_end_in_order_so_many_an_iteration():
+    scheduler = scheduler_with([make_request(number) for number in range(1, 11)])
+    found = finals_by_iteration(scheduler, IterationInput(1, 2 * MS, stops=stops_of(*range(1, 11))))
+    assert ids(found) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
+    assert {r.result.finish_reasons for each in found for r in each} == {(FinishReason.CANCELLED,)}
+
+
+def test_sequences_of_a_request_end_together_and_count_each():
+    scheduler = scheduler_with([several(1, 3), several(2, 9), several(3, 2), several(4, 2)])
+    found = finals_by_iteration(scheduler, IterationInput(1, 2 * MS, stops=stops_of(1, 2, 3, 4)))
+    assert ids(found) == [[1], [2], [3, 4]]
+
+
+def test_deadlines_and_guides_that_failed_wait_for_their_turn_too():
+    guided = Guide(GuideType.REGEX, "a")
+    requests = [make_request(number, guide=guided) for number in range(1, 6)]
+    requests += [make_request(number, allotted_time_ms=5) for number in range(6, 10)]
+    scheduler = scheduler_with(requests)
+    events = tuple(GuideEvent(number, "INVALID_ARG", "wrong") for number in range(1, 6))
+    found = finals_by_iteration(scheduler, IterationInput(1, 100 * MS, guides=events))
+    assert ids(found) == [[1, 2, 3, 4], [5, 6, 7, 8], [9]]
+    reasons = [r.error.code if r.error else r.result.finish_reasons[0] for each in found for r in each]
+    assert reasons == ["INVALID_ARG"] * 5 + [FinishReason.TIMED_OUT] * 4
+
+
+def test_a_loop_does_not_rest_while_somebody_is_to_end():
+    requests = [make_request(number, guide=Guide(GuideType.REGEX, "a")) for number in range(1, 7)]
+    scheduler = scheduler_with(requests)
+    assert scheduler.only_holds
+    scheduler.accept(IterationInput(1, 2 * MS, stops=stops_of(*range(1, 6))))
+    assert scheduler.num_active == 2 and not scheduler.only_holds
+    scheduler.accept(IterationInput(2, 2 * MS))
+    assert scheduler.num_active == 1 and scheduler.only_holds
+
+
+def test_who_ends_in_another_way_meanwhile_ends_once():
+    scheduler = scheduler_with([make_request(number) for number in range(1, 7)])
+    first = scheduler.accept(IterationInput(1, 2 * MS, stops=stops_of(*range(1, 7), 6, 5)))
+    second = scheduler.accept(IterationInput(2, 2 * MS, stops=stops_of(5, 6)))
+    assert [r.request_id for r in (*first, *second) if r.is_final] == [1, 2, 3, 4, 5, 6]
+    assert scheduler.accept(IterationInput(3, 2 * MS)) == []

@@ -1,0 +1,40 @@
+"""Watches how many sequences an iteration ends because a client, a deadline or an event says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from inflight.config import SchedulerConfig
+from inflight.core.request.llm_request import LlmRequest, RequestState
+from inflight.core.request.request import IterationInput
+from inflight.core.scheduler import Scheduler
+
+from .queue_oracle import sequences_of
+
+
+class EndingsOracle:
+    """Of one scheduler. Attribute `num_divided`: iterations that left some of those that were to end for later."""
+
+    def __init__(self, scheduler: Scheduler, config: SchedulerConfig) -> None:
+        self.num_divided = 0
+        self._scheduler = scheduler
+        self._most = config.sequences_per_iteration
+
+    @contextmanager
+    def watched(self, inputs: IterationInput) -> Iterator[None]:
+        """Around a call of `accept`: it ends a bounded number of sequences, and somebody if somebody is to end."""
+        before = [sequence for sequence in sequences_of(self._scheduler) if not _has_ended(sequence)]
+        yield
+        ended = Counter(sequence.request_id for sequence in before if _has_ended(sequence))
+        if len(ended) > 1:
+            assert ended.total() <= self._most, "an iteration ended more than it may"
+        if self._scheduler._to_end:
+            self.num_divided += 1
+            # Requests that have just come may have been the ones.
+            assert ended or inputs.new_requests, "an iteration ended nobody, though somebody was to end"
+
+
+def _has_ended(sequence: LlmRequest) -> bool:
+    return sequence.state is RequestState.FINISHED
