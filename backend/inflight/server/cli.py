@@ -14,6 +14,7 @@ from typing import TextIO, cast, get_args
 
 from inflight.engine_folder import is_engine_folder
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, add_arguments, read_arguments
+from inflight.processes import raise_descriptor_limit
 from inflight.progress import ProgressEcho
 from inflight.server.checkpoint import find_checkpoint
 from inflight.server.errors import OptionError, ServeError
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal says to end; returns the exit status."""
     try:
         options = parse(arguments)
+        raise_descriptor_limit()
         os.environ.pop(API_KEYS_VARIABLE, None)  # which is none of tritonserver's business, nor its models'
         return _serve(options)
     except ServeError as error:
