@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from inflight.core.ports import EngineClient
 from inflight.errors import Cancelled, Unavailable
-from inflight.openai.bodies import MAX_CONTAINERS, MAX_VALUES, BodyReader, parse_body
+from inflight.openai.bodies import MAX_CONTAINERS, MAX_KEYS, MAX_VALUES, BodyReader, parse_body
 from inflight.openai.engine_session import EngineSession
 from inflight.openai.errors import ApiError
 from inflight.openai.protocol import (
@@ -45,6 +45,7 @@ def object_with(count: int) -> str:
         (TokenizeBody, "messages", many('{"role":"user","content":"[,{"}', MAX_CONTAINERS), "lists"),
         (DetokenizeBody, "tokens", many("1", MAX_VALUES + 3), "values"),
         (ChatBody, "chat_template_kwargs", object_with(MAX_VALUES + 3), "values"),
+        (ChatBody, "chat_template_kwargs", object_with(MAX_KEYS + 1), "keys"),
     ],
 )
 def test_what_has_too_many_values_is_refused_unread(

@@ -7,6 +7,7 @@ the event loop's; `parse_body` runs on the session's threads. Errors are raised 
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,15 +21,21 @@ from inflight.errors import Cancelled, Unavailable
 from inflight.openai.engine_session import EngineSession
 from inflight.openai.errors import ApiError, validation_error
 from inflight.openai.protocol import Body
+from inflight.serving.memory import return_free_memory
 
 MAX_VALUES = 1 << 20
 """Most values in a body, wherever they are in it: texts, numbers, lists and so on."""
+MAX_KEYS = 1 << 17
+"""Most keys of objects."""
 MAX_CONTAINERS = 1 << 15
-"""Most lists and objects among them."""
+"""Most lists and objects."""
 _MAX_UNREAD = 16
 """Bodies of the largest size that may wait in memory to be parsed, or for their rest to arrive."""
 _SMALL_BYTES = 64 << 10
 """Of each body, these are not counted for that, so that small bodies are taken while others wait."""
+
+_LARGE_BYTES = 1 << 20
+_RETURN_S = 3.0
 
 _Body = TypeVar("_Body", bound=Body)
 _DECODER = msgspec.json.Decoder()
@@ -46,6 +53,7 @@ class BodyReader:
         self._session = session
         self._max_bytes = max_bytes
         self._num_waiting_bytes = 0
+        self._return: asyncio.TimerHandle | None = None
 
     async def read(self, kind: type[_Body], request: Request) -> _Body:
         """The body of `request`. Its bytes are let go of when this returns."""
@@ -67,11 +75,22 @@ class BodyReader:
                     raise Unavailable("too many large bodies are waiting to be read: try again")
             reading = partial(parse_body, kind, b"".join(parts), request.headers.get("content-type", ""))
             parts.clear()
+            if size > _LARGE_BYTES:
+                self._return_memory_soon()
             return await self._session.compute(reading)
         except ClientDisconnect:
             raise Cancelled("the client went away within its request's body") from None
         finally:
             self._num_waiting_bytes -= num_counted
+
+    def _return_memory_soon(self) -> None:
+        """Give memory back that large bodies have taken, when they are likely to be gone."""
+        if self._return is None:
+            self._return = asyncio.get_running_loop().call_later(_RETURN_S, self._return_memory)
+
+    def _return_memory(self) -> None:
+        self._return = None
+        self._session.compute_later(return_free_memory)
 
     def _too_large(self) -> ApiError:
         return ApiError(f"the request's body is larger than {self._max_bytes} bytes (--max-body-size)", 413)
@@ -111,23 +130,23 @@ def _is_json(content_type: str) -> bool:
 
 
 def _check_counts(raw: bytes) -> None:
-    if _num_values(raw) > MAX_VALUES or _num_containers(raw) > MAX_CONTAINERS:  # with those in texts
-        raw = _without_texts(raw)
+    if not _excess(raw):  # counting what is in texts, too
+        return
+    excess = _excess(_without_texts(raw))
+    if excess:
+        raise ApiError(f"the body has {excess} in one")
+
+
+def _excess(raw: bytes) -> str:
+    """What there is too much of, by the marks of JSON; "" if it is nothing."""
     for count, most, name in (
-        (_num_values(raw), MAX_VALUES, "values"),
-        (_num_containers(raw), MAX_CONTAINERS, "lists and objects"),
+        (raw.count(b","), MAX_VALUES, "values"),  # the last one of each list or object has no comma
+        (raw.count(b":"), MAX_KEYS, "keys of objects"),
+        (raw.count(b"[") + raw.count(b"{"), MAX_CONTAINERS, "lists and objects"),
     ):
         if count > most:
-            raise ApiError(f"the body has {count} {name}: this server takes at most {most} in one")
-
-
-def _num_values(raw: bytes) -> int:
-    """How many values there are, but for the last of each list or object: as many as commas."""
-    return raw.count(b",")
-
-
-def _num_containers(raw: bytes) -> int:
-    return raw.count(b"[") + raw.count(b"{")
+            return f"{count} {name}: this server takes at most {most}"
+    return ""
 
 
 def _without_texts(raw: bytes) -> bytes:

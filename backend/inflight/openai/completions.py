@@ -16,7 +16,7 @@ from inflight.openai.context import Envelope, answer_stream, answer_whole, conte
 from inflight.openai.errors import invalid
 from inflight.openai.guides import read_guide
 from inflight.openai.log_probs import CompletionLogProbs, TokenNames, prompt_log_probs_json
-from inflight.openai.planning import Plan, make_plan
+from inflight.openai.planning import Plan, check_number_of_prompts, make_plan
 from inflight.openai.protocol import CompletionBody
 from inflight.openai.sampling import Asked, choose_seed
 from inflight.openai.serving_model import ServingModel
@@ -76,6 +76,8 @@ def _read_prompts(
     prompt = body.prompt
     if not prompt:
         raise invalid("prompt", "prompt is empty: send a text, token ids, or a list of either")
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        check_number_of_prompts(len(prompt))  # before any is tokenized
     if isinstance(prompt, str):
         return [prompt], model.encode([prompt], body.add_special_tokens)
     if isinstance(prompt[0], str):

@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 _SHOWN = 100
 """Most letters, or items, of what came that a message repeats."""
+_MAX_MESSAGE = 1500
+"""Most letters of a message."""
 _QUEUE_IS_FULL = "Exceeds maximum queue size"
 _STATUS = {
     "ALREADY_EXISTS": 409,
@@ -108,9 +110,10 @@ def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = 
         error: Of the engine.
         fields: What this body calls a tensor, where that depends on the body.
     """
-    first = _TENSORS.search(str(error))
+    text = str(error)[: _MAX_MESSAGE + 1]
+    first = _TENSORS.search(text)
     fields = {**_FIELD_OF_TENSOR, **fields}
-    message = _TENSORS.sub(lambda found: fields[found[0]], str(error))
+    message = _TENSORS.sub(lambda found: fields[found[0]], text)
     begins_with = _FIELD.match(message)
     param = begins_with[0] if begins_with else fields[first[0]] if first else None
     code = "unsupported_parameter" if isinstance(error, Unsupported) else "invalid_value"
@@ -145,7 +148,9 @@ def _tell_operator(message: str) -> None:
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """OpenAI's object for an error."""
+    """OpenAI's object for an error; a long message is cut, as it may repeat what came."""
+    if len(message) > _MAX_MESSAGE:
+        message = message[:_MAX_MESSAGE] + "…"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -153,10 +158,7 @@ def error_body(
 def error_response(error: Exception) -> JSONResponse:
     """The response for an error; one that may pass soon says when to try again."""
     status, body = describe_error(error)
-    headers = {"Retry-After": "1"} if status in (429, 503) else {}
-    if status == 413:
-        headers["Connection"] = "close"  # what is still on its way is not read
-    return JSONResponse(body, status, headers)
+    return JSONResponse(body, status, {"Retry-After": "1"} if status in (429, 503) else None)
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -23,6 +23,8 @@ HEAD_TIMEOUT_S = 15.0
 BODY_TIMEOUT_S = 30.0
 MIN_BODY_BYTES_PER_S = 16 << 10
 """A body has so many seconds, and another one for each so many bytes that have come."""
+MAX_UNUSED_BYTES = 64 << 20
+"""So much of a body that has been refused is read on, as many clients read no answer before they have sent all."""
 SEND_TIMEOUT_S = 60.0
 """A client that has taken nothing of its answer for so many seconds, although some waits, is given up."""
 MAX_HEAD_BYTES = 64 << 10
@@ -45,6 +47,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._body_begun_s = 0.0
         self._has_refused = False
+        self._running: RequestResponseCycle | None = None  # the one that is being answered, or was last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a new connection, and wait for a request."""
@@ -52,10 +55,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Forget the connection, and tell every request that came over it, not only the last one."""
         self._receive_timer = _cancelled(self._receive_timer)
         self._send_timer = _cancelled(self._send_timer)
         self._unset_keepalive_if_required()
+        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -94,6 +102,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_idle_bytes = 0
         self._num_body_bytes += len(body)
         super().on_body(body)
+        if self.cycle.response_complete and self._num_body_bytes > MAX_UNUSED_BYTES:
+            self.transport.close()
 
     def on_message_complete(self) -> None:
         """End a request, but for its answer."""
@@ -141,6 +151,7 @@ class HttpProtocol(HttpToolsProtocol):
                 data = b"\r\n".join([*lines, b"", data[offer.args[0] :]])
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
         if cycle.scope["http_version"] == "1.0":
             app = _without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)

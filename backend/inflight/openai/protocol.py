@@ -18,6 +18,8 @@ MAX_INT32 = (1 << 31) - 1
 
 MAX_TOKEN_IDS = 1 << 15
 """Most tokens that a body may bias, or name as ends."""
+MAX_ID_LENGTH = 256
+"""Most letters of a request's own name, which every chunk of its answer repeats."""
 _MAX_VARIABLES = 64  # of a chat template
 
 # Each list is given up at its first wrong item. Else every item of a long one would have an error of its own, made
@@ -124,7 +126,7 @@ class SamplingBody(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    request_id: str | None = None
+    request_id: str | None = Field(None, max_length=MAX_ID_LENGTH)
 
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, ge=0, le=1)
