@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from inflight.core.ports import EngineClient
 from inflight.errors import Cancelled, Unavailable
-from inflight.openai.bodies import MAX_CONTAINERS, MAX_KEYS, MAX_VALUES, BodyReader, parse_body
+from inflight.openai.bodies import MAX_CONTAINERS, MAX_TEXTS, MAX_VALUES, BodyReader, parse_body
 from inflight.openai.engine_session import EngineSession
 from inflight.openai.errors import ApiError
 from inflight.openai.protocol import (
@@ -40,12 +40,12 @@ def object_with(count: int) -> str:
     [
         (CompletionBody, "prompt", many("[1]", MAX_CONTAINERS), "lists and objects"),
         (CompletionBody, "prompt", many("1", MAX_VALUES + 3), "values"),
-        (CompletionBody, "prompt", many('"a"', MAX_VALUES + 3), "values"),
+        (CompletionBody, "prompt", many('"a"', MAX_TEXTS), "texts and keys"),
         (ChatBody, "messages", many("{}", MAX_CONTAINERS), "lists and objects"),
         (TokenizeBody, "messages", many('{"role":"user","content":"[,{"}', MAX_CONTAINERS), "lists"),
         (DetokenizeBody, "tokens", many("1", MAX_VALUES + 3), "values"),
-        (ChatBody, "chat_template_kwargs", object_with(MAX_VALUES + 3), "values"),
-        (ChatBody, "chat_template_kwargs", object_with(MAX_KEYS + 1), "keys"),
+        (ChatBody, "chat_template_kwargs", object_with(MAX_VALUES + 3), "(values|texts)"),
+        (ChatBody, "chat_template_kwargs", object_with(MAX_TEXTS), "texts and keys"),
     ],
 )
 def test_what_has_too_many_values_is_refused_unread(

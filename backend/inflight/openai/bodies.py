@@ -25,8 +25,8 @@ from inflight.serving.memory import return_free_memory
 
 MAX_VALUES = 1 << 20
 """Most values in a body, wherever they are in it: texts, numbers, lists and so on."""
-MAX_KEYS = 1 << 17
-"""Most keys of objects."""
+MAX_TEXTS = 1 << 18
+"""Most texts, the keys of objects among them."""
 MAX_CONTAINERS = 1 << 15
 """Most lists and objects."""
 _MAX_UNREAD = 16
@@ -141,7 +141,7 @@ def _excess(raw: bytes) -> str:
     """What there is too much of, by the marks of JSON; "" if it is nothing."""
     for count, most, name in (
         (raw.count(b","), MAX_VALUES, "values"),  # the last one of each list or object has no comma
-        (raw.count(b":"), MAX_KEYS, "keys of objects"),
+        (raw.count(b'"'), MAX_TEXTS, "texts and keys"),  # `_without_texts` leaves one mark of each
         (raw.count(b"[") + raw.count(b"{"), MAX_CONTAINERS, "lists and objects"),
     ):
         if count > most:
