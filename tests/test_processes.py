@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 
 from inflight.processes import ProcessId, this_parent
@@ -40,3 +41,13 @@ def test_a_later_process_with_the_same_number_is_another():
 
 def test_a_parent_is_found():
     assert this_parent().pid == os.getppid()
+
+
+def test_a_process_may_open_as_much_as_the_system_allows():
+    program = (
+        "import resource; from inflight.processes import raise_descriptor_limit;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000)); raise_descriptor_limit();"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["1000", "1000"]

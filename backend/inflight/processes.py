@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 from collections.abc import Iterator
@@ -16,6 +17,20 @@ from pathlib import Path
 STATE, PARENT, MINOR_FAULTS, MAJOR_FAULTS = 0, 1, 7, 9
 """Indices of `stat_fields`."""
 _START_TIME = 19
+
+
+_MOST_DESCRIPTORS = 65_536
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and those that it starts open as many files and connections as they are allowed to.
+
+    Some systems allow a thousand million, and programs that close whatever may be open try all of them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @dataclass(frozen=True, slots=True)

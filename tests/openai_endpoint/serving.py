@@ -17,6 +17,7 @@ from inflight.build import start_engine
 from inflight.core.ports import EngineClient
 from inflight.load_model import load_model
 from inflight.openai.app import create_app
+from inflight.openai.http_protocol import HttpProtocol
 from inflight.openai.options import OpenAiOptions
 from inflight.testing.fake_server import load_fake
 from tests.triton.factories import make_parameters
@@ -55,11 +56,14 @@ def demo_engine(**parameters: str) -> Iterator[EngineClient]:
 
 
 @contextmanager
-def served(client: EngineClient, **options: Any) -> Iterator[str]:
+def served(
+    client: EngineClient, protocol: type[HttpProtocol] = HttpProtocol, **options: Any
+) -> Iterator[str]:
     """The application in front of `client`; yields its URL, without a path."""
     app = create_app(client, OpenAiOptions(**{"served_model_names": ("demo",), **options}))
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    config = uvicorn.Config(app, http=protocol, ws="none", log_level="warning", timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="uvicorn")
     thread.start()
     deadline = time.monotonic() + PATIENCE_S

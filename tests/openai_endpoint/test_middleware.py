@@ -1,16 +1,13 @@
-"""API keys, cross-origin requests and the bound on bodies, around an application that repeats what it gets."""
+"""API keys, cross-origin requests and HEAD, around an application that repeats what it gets."""
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import Iterator
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
-from inflight.openai.middleware import BodyLimit, add_middleware
+from inflight.openai.middleware import add_middleware
 from inflight.openai.options import OpenAiOptions
 
 KEYS = ("sk-first", "sk-second")
@@ -62,23 +59,11 @@ def test_the_page_and_health_need_no_key(path: str) -> None:
     assert client_of(OpenAiOptions(api_keys=KEYS)).get(path).status_code == 200
 
 
-def test_a_body_of_just_the_bound_is_taken_and_one_more_byte_is_not() -> None:
-    client = client_of(OpenAiOptions(max_body_bytes=1000))
-    assert client.post("/v1/echo", content=b"x" * 1000).json() == {"length": 1000}
-    refused = client.post("/v1/echo", content=b"x" * 1001)
-    assert refused.status_code == 413 and "larger than 1000 bytes" in refused.json()["error"]["message"]
-
-
-def parts(count: int) -> Iterator[bytes]:
-    """A body without a declared length."""
-    for _ in range(count):
-        yield b"x" * 100
-
-
-def test_a_body_in_chunks_is_bounded_too() -> None:
-    client = client_of(OpenAiOptions(max_body_bytes=1000))
-    assert client.post("/v1/echo", content=parts(10)).json() == {"length": 1000}
-    assert client.post("/v1/echo", content=parts(11)).status_code == 413
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models"])
+def test_head_is_answered_as_get_is(path: str) -> None:
+    client = client_of(OpenAiOptions())
+    assert client.head(path).status_code == client.get(path).status_code == 200
+    assert client.head("/v1/echo").status_code == client.get("/v1/echo").status_code == 405
 
 
 def preflight(client: TestClient, origin: str) -> httpx.Response:
@@ -108,22 +93,3 @@ def test_a_browser_can_read_a_refusal() -> None:
 def test_without_origins_no_page_may_ask() -> None:
     answer = client_of(OpenAiOptions()).get("/v1/models", headers={"Origin": ORIGIN})
     assert "access-control-allow-origin" not in answer.headers
-
-
-async def _nobody(scope: object, receive: object, send: object) -> None:
-    raise AssertionError("the application is not to be called")
-
-
-def test_no_more_of_a_body_is_read_than_the_bound() -> None:
-    read, said = [], []
-
-    async def endless() -> dict:
-        read.append(100)
-        return {"type": "http.request", "body": b"x" * 100, "more_body": True}
-
-    async def send(message: dict) -> None:
-        said.append(message)
-
-    scope = {"type": "http", "path": "/v1/echo", "headers": [(b"transfer-encoding", b"chunked")]}
-    asyncio.run(BodyLimit(_nobody, 1000)(scope, endless, send))
-    assert sum(read) == 1100 and said[0]["status"] == 413

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from inflight.server import descriptors
-from inflight.server.log import ServerLog, find_cause, was_starved
+from inflight.server.log import Repeats, ServerLog, find_cause, was_starved
 
 FAILED = r"""I1121 07:32:04.136206 3786 model_lifecycle.cc:472] "loading: m:1"
 hello from the model
@@ -87,3 +87,37 @@ def test_that_descriptors_have_run_out_is_explained_once() -> None:
     log = ServerLog(io.BytesIO(3 * line.encode()), echo, has_gpu=True)
     log.join(5)
     assert echo.getvalue() == f"{line}serve: {descriptors.explanation()}\n{line}{line}"
+
+
+def record(text: str, second: int) -> str:
+    return f"E1126 01:25:{second:02}.123456 4711 server.cc:17] {text}\n"
+
+
+def test_a_line_that_comes_again_and_again_is_counted_and_no_other_is_lost() -> None:
+    now = 0.0
+    repeats = Repeats(lambda: now)
+    told: list[str] = []
+    for second in range(25):
+        now = float(second)
+        for _ in range(1000):
+            told += repeats.add(record("Too many open files", second))
+        told += repeats.add(record(f"other {second}", second))
+    told += repeats.end()
+    repeated = [line for line in told if line.startswith("E") and "Too many open files" in line]
+    counted = [line for line in told if line.startswith("serve: ")]
+    assert len(repeated) == 60 and len([line for line in told if "other" in line]) == 25
+    counts = [int(line.split()[1]) for line in counted]
+    assert sum(counts) + len(repeated) == 25_000
+    assert counted[0] == f"serve: {counts[0]} times more in 10 s: server.cc:17] Too many open files\n"
+
+
+def test_lines_that_differ_are_all_passed_on() -> None:
+    repeats = Repeats(lambda: 0.0)
+    lines = [f"line {each}\n" for each in range(5000)] + ["+----+\n"] * 20
+    assert [told for line in lines for told in repeats.add(line)] + repeats.end() == lines
+
+
+def test_what_was_counted_is_told_at_the_end() -> None:
+    log = ServerLog(io.BytesIO(b"again\n" * 1000), None, has_gpu=True)
+    log.join(5)
+    assert log.text().endswith("s: again\n") and log.num_lines < 30

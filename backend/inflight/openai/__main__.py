@@ -24,7 +24,10 @@ from inflight.core.ports import EngineClient
 from inflight.endpoint.client import SocketEngineClient
 from inflight.errors import InflightError
 from inflight.openai.app import create_app
+from inflight.openai.http_protocol import HttpProtocol
 from inflight.openai.options import OpenAiOptions, add_arguments, read_arguments
+from inflight.processes import raise_descriptor_limit
+from inflight.serving.memory import return_large_blocks
 
 _TICK_S = 1.0
 _BACKLOG = 2048
@@ -33,6 +36,8 @@ _DEFAULT_PORT = 9000
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal says to end; returns the exit status: 1 for a failure, 2 for options that cannot be."""
+    raise_descriptor_limit()
+    return_large_blocks()
     parser = _parser()
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="openai: %(message)s", stream=sys.stderr)
@@ -125,7 +130,7 @@ def _config(client: EngineClient, options: OpenAiOptions, exit_timeout_s: int) -
     config = uvicorn.Config(
         create_app(client, options),
         loop="uvloop",
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         log_level="warning",
         access_log=False,

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from inflight.core.ports import EngineClient
 from inflight.errors import InflightError
 from inflight.openai import chat_completions, completions, models, server_routes, tokenize
+from inflight.openai.bodies import BodyReader
 from inflight.openai.context import Context
 from inflight.openai.engine_session import EngineSession
 from inflight.openai.errors import add_error_handlers
@@ -44,6 +45,7 @@ def create_app(client: EngineClient, options: OpenAiOptions) -> FastAPI:
 
     app = FastAPI(title="inflight", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = Context(session, model)
+    app.state.bodies = BodyReader(session, options.max_body_bytes)
     add_error_handlers(app)
     for module in (models, completions, chat_completions, tokenize, server_routes):
         app.include_router(module.router)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from inflight.openai.answers import Piece
+from inflight.openai.bodies import body_as
 from inflight.openai.chat_prompts import ChatPrompt, read_chat
 from inflight.openai.context import Envelope, answer_stream, answer_whole, context_of
 from inflight.openai.errors import invalid
@@ -27,7 +28,7 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
-async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], request: Request) -> Response:
     """Answer the messages `n` times."""
     context = context_of(request)
     adapter = await context.adapter_of(body.model)
@@ -37,7 +38,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     if body.stream:
         return await answer_stream(context, request, plan, writer.events)
     pieces = await answer_whole(context, request, plan)
-    return JsonAnswer(writer.whole(pieces))
+    return await context.session.compute(lambda: JsonAnswer(writer.whole(pieces)))
 
 
 def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[Plan, ChatPrompt]:

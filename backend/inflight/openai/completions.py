@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from inflight.openai.answers import Piece
+from inflight.openai.bodies import body_as
 from inflight.openai.context import Envelope, answer_stream, answer_whole, context_of
 from inflight.openai.errors import invalid
 from inflight.openai.guides import read_guide
 from inflight.openai.log_probs import CompletionLogProbs, TokenNames, prompt_log_probs_json
-from inflight.openai.planning import Plan, make_plan
+from inflight.openai.planning import Plan, check_number_of_prompts, make_plan
 from inflight.openai.protocol import CompletionBody
 from inflight.openai.sampling import Asked, choose_seed
 from inflight.openai.serving_model import ServingModel
@@ -27,7 +29,9 @@ router = APIRouter()
 
 
 @router.post("/v1/completions")
-async def create_completion(body: CompletionBody, request: Request) -> Response:
+async def create_completion(
+    body: Annotated[CompletionBody, body_as(CompletionBody)], request: Request
+) -> Response:
     """Continue each prompt `n` times."""
     context = context_of(request)
     adapter = await context.adapter_of(body.model)
@@ -37,8 +41,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     if body.stream:
         return await answer_stream(context, request, plan, writer.events)
     pieces = await answer_whole(context, request, plan)
-    choices = await context.session.compute(lambda: [writer.choice(piece) for piece in pieces])
-    return JsonAnswer(envelope.around(choices, usage=plan.usage.as_json()))
+    return await context.session.compute(lambda: JsonAnswer(writer.whole(pieces)))
 
 
 def _prepare(model: ServingModel, body: CompletionBody, adapter: str) -> Plan:
@@ -73,6 +76,8 @@ def _read_prompts(
     prompt = body.prompt
     if not prompt:
         raise invalid("prompt", "prompt is empty: send a text, token ids, or a list of either")
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        check_number_of_prompts(len(prompt))  # before any is tokenized
     if isinstance(prompt, str):
         return [prompt], model.encode([prompt], body.add_special_tokens)
     if isinstance(prompt[0], str):
@@ -92,6 +97,11 @@ class _Writer:
         self._plan = plan
         self._envelope = envelope
         self._log_probs: dict[int, CompletionLogProbs] = {}
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [self.choice(piece) for piece in pieces]
+        return self._envelope.around(choices, usage=self._plan.usage.as_json())
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """One choice, or what `piece` adds to it."""
@@ -120,17 +130,25 @@ class _Writer:
     async def events(self, pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
         """The events of a stream."""
         body, plan, around = self._body, self._plan, self._envelope.around
+        # A first piece then grows with the prompt, and is made where nobody else waits for it.
+        tells_prompt = body.return_token_ids or body.echo
         async for some in pieces:
             usage = plan.usage.of_chunk(body)
-            yield b"".join(
-                [
-                    event(around([self.choice(piece)], **usage))
-                    for piece in some
-                    if piece.says_something(body.return_token_ids)
-                ]
-            )
+            if tells_prompt and any(piece.is_first for piece in some):
+                yield await asyncio.to_thread(self._events_of, some, usage)
+            else:
+                yield self._events_of(some, usage)
         if body.includes_usage:
             yield event(around([], usage=plan.usage.as_json()))
+
+    def _events_of(self, pieces: list[Piece], usage: dict[str, Any]) -> bytes:
+        return b"".join(
+            [
+                event(self._envelope.around([self.choice(piece)], **usage))
+                for piece in pieces
+                if piece.says_something(self._body.return_token_ids)
+            ]
+        )
 
     def _told_log_probs(self, piece: Piece, names: TokenNames, num_top: int) -> dict[str, Any]:
         of_choice = self._log_probs.setdefault(piece.index, CompletionLogProbs(names, num_top))

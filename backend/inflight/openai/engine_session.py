@@ -43,6 +43,11 @@ class EngineSession:
         """What `function` returns or raises, which takes processor time; it runs on another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._computing, function)
 
+    def compute_later(self, function: Callable[[], object]) -> None:
+        """Have `function` run on such a thread, whatever becomes of it."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._computing.submit(function)
+
     async def wait_for(self, function: Callable[[], _T]) -> _T:
         """What `function` returns or raises, which waits for another process; it runs on another thread.
 

@@ -12,10 +12,11 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
+import pydantic
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -24,6 +25,10 @@ from inflight.errors import InflightError, InvalidArgument, Unavailable, Unreach
 
 _log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
+_SHOWN = 100
+"""Most letters, or items, of what came that a message repeats."""
+_MAX_MESSAGE = 1500
+"""Most letters of a message."""
 _QUEUE_IS_FULL = "Exceeds maximum queue size"
 _STATUS = {
     "ALREADY_EXISTS": 409,
@@ -105,9 +110,10 @@ def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = 
         error: Of the engine.
         fields: What this body calls a tensor, where that depends on the body.
     """
-    first = _TENSORS.search(str(error))
+    text = str(error)[: _MAX_MESSAGE + 1]
+    first = _TENSORS.search(text)
     fields = {**_FIELD_OF_TENSOR, **fields}
-    message = _TENSORS.sub(lambda found: fields[found[0]], str(error))
+    message = _TENSORS.sub(lambda found: fields[found[0]], text)
     begins_with = _FIELD.match(message)
     param = begins_with[0] if begins_with else fields[first[0]] if first else None
     code = "unsupported_parameter" if isinstance(error, Unsupported) else "invalid_value"
@@ -142,7 +148,9 @@ def _tell_operator(message: str) -> None:
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """OpenAI's object for an error."""
+    """OpenAI's object for an error; a long message is cut, as it may repeat what came."""
+    if len(message) > _MAX_MESSAGE:
+        message = message[:_MAX_MESSAGE] + "…"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -159,10 +167,6 @@ def add_error_handlers(app: FastAPI) -> None:
     async def of_engine(request: Request, error: Exception) -> JSONResponse:
         return error_response(error)
 
-    async def of_validation(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return error_response(_validation_error(error))
-
     async def of_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         path = f"{request.method} {request.url.path}"
@@ -172,23 +176,21 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(InflightError, of_engine)
     app.add_exception_handler(UnicodeEncodeError, of_engine)
     app.add_exception_handler(Exception, of_engine)
-    app.add_exception_handler(RequestValidationError, of_validation)
     app.add_exception_handler(HTTPException, of_http)
 
 
-def _validation_error(error: RequestValidationError) -> ApiError:
-    errors = error.errors()
+def validation_error(error: pydantic.ValidationError) -> ApiError:
+    """What pydantic found in a body, in the words of this protocol. Any thread."""
+    errors: list[Any] = error.errors(include_url=False)
     first = errors[0]
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, _Refused):
         return raised.error
-    if isinstance(first.get("input"), bytes):  # it was not read as JSON
-        return ApiError("the body is not said to be JSON: send the header Content-Type: application/json")
-    if first["type"] == "json_invalid":
-        return ApiError(f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    places = [str(part) for part in first["loc"] if part != "body"]
+    places = [str(part) for part in first["loc"]]
+    if not places:
+        return ApiError(f"the body: expected an object, got {_shown(first)}", 400, None, "invalid_value")
     if first["type"] == "missing":
-        return ApiError(f"{'.'.join(places) or 'a body'} is required", 400, _param(places), "missing")
+        return ApiError(f"{'.'.join(places)} is required", 400, _param(places), "missing")
     message = _message(first)
     if places and places[-1] in _KINDS:  # a field of several types, with an error for each
         field, place = first["loc"][:-1], len(first["loc"]) - 1
@@ -215,11 +217,16 @@ def _message(error: dict[str, Any]) -> str:
 
 
 def _shown(error: dict[str, Any]) -> str:
+    value = error.get("input")
+    if isinstance(value, list):  # of a long one the beginning says enough
+        value = value[:_SHOWN]
+    elif isinstance(value, dict):
+        value = dict(islice(value.items(), _SHOWN))
     try:
-        shown = json.dumps(error.get("input"), ensure_ascii=False)
+        shown = json.dumps(value[:_SHOWN] if isinstance(value, str) else value, ensure_ascii=False)
     except (TypeError, ValueError):
-        shown = repr(error.get("input"))
-    return shown if len(shown) < 100 else shown[:100] + "…"
+        shown = repr(value)
+    return shown if len(shown) < _SHOWN else shown[:_SHOWN] + "…"
 
 
 def _param(places: list[str]) -> str | None:

@@ -152,7 +152,8 @@ def _choice(name: str, choices: Sequence[str]) -> Guide:
     """A grammar of nothing but these texts."""
     if not choices or not all(choices):
         raise invalid(
-            name, f"{name} must have texts to choose from, none of them empty, got {list(choices)!r}"
+            name,
+            f"{name} must have texts to choose from, none of them empty, got {_shown(list(choices[:9]))}",
         )
     return Guide(GuideType.EBNF_GRAMMAR, f"root ::= {' | '.join(map(_quoted, choices))}")
 

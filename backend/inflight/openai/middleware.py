@@ -1,7 +1,7 @@
-"""Who may ask the OpenAI endpoint, from which web pages, and with how large a body.
+"""Who may ask the OpenAI endpoint, and from which web pages.
 
-Owns what is decided before a request reaches its route: API keys, cross-origin requests of browsers (CORS) and the
-bound on bodies. Knows nothing of models. Runs on the event loop of the process.
+Owns what is decided before a request reaches its route: API keys, cross-origin requests of browsers (CORS), and
+that HEAD is GET. Knows nothing of models. Runs on the event loop of the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.openai.errors import error_body
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from inflight.openai.options import OpenAiOptions
 
@@ -30,7 +30,7 @@ Everything else needs one where there are keys, /metrics and what the playground
 
 def add_middleware(app: FastAPI, options: OpenAiOptions) -> None:
     """Put what `options` ask for in front of the routes of `app`."""
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
+    app.add_middleware(HeadAsGet)
     if options.api_keys:
         app.add_middleware(ApiKeys, keys=options.api_keys)
     if options.cors_origins:  # outermost, so that a browser can also read refusals
@@ -76,59 +76,21 @@ class ApiKeys:
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
 
-class BodyLimit:
-    """Refuses bodies that are too large with 413: by their declared length, or else as soon as they have grown so.
-
-    A body is read whole before its route sees the request, which every route here does anyway.
+class HeadAsGet:
+    """Has HEAD answered wherever GET is; the HTTP server leaves the answer's body out.
 
     Args:
-        app: What answers those that are not.
-        max_bytes: The largest body.
+        app: What answers GET.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with 413, or pass the request on."""
-        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
-        declared = headers.get("content-length")
-        if declared is None and "transfer-encoding" not in headers:
-            await self._app(scope, receive, send)
-            return
-        if declared is not None and declared.isdecimal() and int(declared) > self._max_bytes:
-            await self._refuse(scope, receive, send)
-            return
-        body = bytearray()
-        while (message := await receive())["type"] == "http.request":
-            body += message.get("body", b"")
-            if len(body) > self._max_bytes:
-                await self._refuse(scope, receive, send)
-                return
-            if not message.get("more_body", False):
-                await self._app(scope, _replay(bytes(body), receive), send)
-                return
-        # The client has gone in the middle of its body: nobody waits for an answer.
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = _refusal(
-            413, f"the request's body is larger than {self._max_bytes} bytes (--max-body-size)"
-        )
-        response.headers["connection"] = "close"  # what is still on its way is not read
-        await response(scope, receive, send)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body first, and then what comes from the client after it."""
-    unread = [body]
-
-    async def replayed() -> Message:
-        if unread:
-            return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        return await receive()
-
-    return replayed
+        """Pass the request on."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 def _refusal(status: int, message: str, code: str | None = None) -> JSONResponse:

@@ -24,7 +24,7 @@ TOOL_CALL_PARSERS = ("auto", "none", "llama3_json", "hermes", "mistral", "json")
 REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1")
 """Values of the flags; `serving/chat` has the parsers, which this module must not import."""
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 16 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
@@ -136,7 +136,7 @@ def _add_listening_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="SIZE",
         type=_size,
         default=MAX_BODY_BYTES,
-        help="largest body of a request to /v1, in bytes, or as 64M (default: 64M)",
+        help="largest body of a request to /v1, in bytes, or as 64M (default: 16M)",
     )
     add(
         "--ssl-certfile",

@@ -42,6 +42,12 @@ class Plan:
         return self.prompts[batch_index][0].request.input_token_ids
 
 
+def check_number_of_prompts(count: int) -> None:
+    """Raise ApiError if a body has too many prompts."""
+    if count > MAX_PROMPTS:
+        raise ApiError(f"prompt has {count} prompts; a body may have {MAX_PROMPTS}", 400, "prompt")
+
+
 def make_plan(
     model: ServingModel, asked: Asked, texts: Sequence[str | None], ids: Sequence[Sequence[int]]
 ) -> Plan:
@@ -54,8 +60,7 @@ def make_plan(
         ids: Of each prompt.
     """
     body, description = asked.body, model.describe()
-    if len(ids) > MAX_PROMPTS:
-        raise ApiError(f"prompt has {len(ids)} prompts; a body may have {MAX_PROMPTS}", 400, "prompt")
+    check_number_of_prompts(len(ids))
     num_sequences = len(ids) * asked.body.n
     try:
         description.limits.check_sequences(len(ids), num_sequences, "n")

@@ -16,6 +16,12 @@ from inflight.openai.errors import ApiError, refused, unsupported
 MAX_INT32 = (1 << 31) - 1
 """Most that a count or a token id may be: the engine's are of 32 bits."""
 
+MAX_TOKEN_IDS = 1 << 15
+"""Most tokens that a body may bias, or name as ends."""
+MAX_ID_LENGTH = 256
+"""Most letters of a request's own name, which every chunk of its answer repeats."""
+_MAX_VARIABLES = 64  # of a chat template
+
 # Each list is given up at its first wrong item. Else every item of a long one would have an error of its own, made
 # on the event loop, where everybody waits for it.
 _Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
@@ -127,7 +133,7 @@ class SamplingBody(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    request_id: str | None = None
+    request_id: str | None = Field(None, max_length=MAX_ID_LENGTH)
 
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -151,7 +157,7 @@ class SamplingBody(Body):
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
     min_tokens: int = Field(0, ge=0, le=MAX_INT32)
     stop: str | _Texts = Field(default_factory=list)
-    stop_token_ids: _Ids = Field(default_factory=list)
+    stop_token_ids: _Ids = Field(default_factory=list, max_length=MAX_TOKEN_IDS)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 
@@ -191,6 +197,9 @@ class SamplingBody(Body):
     @classmethod
     def _check_biases(cls, biases: Any) -> Any:
         """Name the first wrong value alone: pydantic would make an error for each."""
+        if isinstance(biases, dict) and len(biases) > MAX_TOKEN_IDS:
+            text = f"logit_bias has {len(biases)} tokens; this server takes at most {MAX_TOKEN_IDS}"
+            raise refused(ApiError(text, 400, "logit_bias", "invalid_value"))
         for name, bias in biases.items() if isinstance(biases, dict) else ():
             if not isinstance(bias, int | float) or isinstance(bias, bool):
                 shown = f"{name[:20]!r}: {str(bias)[:80]!r}"
@@ -262,7 +271,7 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=_MAX_VARIABLES)
     reasoning_effort: str | None = None
     include_reasoning: bool = True
 
@@ -277,7 +286,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=_MAX_VARIABLES)
     return_token_strs: bool = False
 
 

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
+from inflight.openai.bodies import body_as
 from inflight.openai.chat_prompts import render_messages
 from inflight.openai.context import context_of
 from inflight.openai.errors import invalid
 from inflight.openai.protocol import DetokenizeBody, TokenizeBody
 from inflight.openai.serving_model import ServingModel
+from inflight.openai.streaming import JsonAnswer
 
 router = APIRouter()
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+async def tokenize(body: Annotated[TokenizeBody, body_as(TokenizeBody)], request: Request) -> Response:
     """The ids that a prompt, or the messages of a chat, would be computed as."""
     context = context_of(request)
     await context.adapter_of(body.model)
-    return await context.session.compute(lambda: _tokenize(context.model, body))
+    return await context.session.compute(lambda: JsonAnswer(_tokenize(context.model, body)))
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, Any]:
+async def detokenize(body: Annotated[DetokenizeBody, body_as(DetokenizeBody)], request: Request) -> Response:
     """The text of ids, special tokens included."""
     context = context_of(request)
     await context.adapter_of(body.model)
 
-    def decode() -> str:
-        return context.model.tokenizer().decode(body.tokens, skip_special_tokens=False)
+    return await context.session.compute(lambda: JsonAnswer(_detokenize(context.model, body)))
 
-    return {"prompt": await context.session.compute(decode)}
+
+def _detokenize(model: ServingModel, body: DetokenizeBody) -> dict[str, Any]:
+    most = model.describe().limits.max_sequence_length
+    if len(body.tokens) > most:
+        raise invalid("tokens", f"tokens are {len(body.tokens)}: this model's texts have at most {most}")
+    return {"prompt": model.tokenizer().decode(body.tokens, skip_special_tokens=False)}
 
 
 def _tokenize(model: ServingModel, body: TokenizeBody) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TextIO, cast, get_args
 
 from inflight.engine_folder import is_engine_folder
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, add_arguments, read_arguments
+from inflight.processes import raise_descriptor_limit
 from inflight.progress import ProgressEcho
 from inflight.server import descriptors
 from inflight.server.checkpoint import find_checkpoint
@@ -33,7 +34,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal says to end; returns the exit status."""
-    descriptors.raise_limit()
+    raise_descriptor_limit()
     try:
         options = parse(arguments)
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):

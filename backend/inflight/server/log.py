@@ -7,12 +7,17 @@ import collections
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import IO, TextIO
 
 from inflight.server import descriptors
 
 _KEPT_LINES = 20_000
+_REPEATED_S = 10.0
+_MOST_REPEATED = 20
+"""Of lines that say the same, so many are passed on in so many seconds; others are counted."""
+_MOST_KINDS = 1000
+"""So many different lines are remembered in that time."""
 _RECORD = re.compile(r"(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
 _STACK = "\n\nAt:\n"  # as pybind11 begins it
 _NO_SIGN_OF_LIFE = re.compile(r"lock_exception|is not healthy|Failed to obtain the health mutex")
@@ -41,6 +46,7 @@ class ServerLog:
         self._changed = threading.Condition()
         self._last_line_at = time.monotonic()
         self._has_explained = False  # that descriptors have run out
+        self._repeats = Repeats()
         self._thread = threading.Thread(target=self._copy, name="server-log", daemon=True)
         self._thread.start()
 
@@ -65,6 +71,11 @@ class ServerLog:
             line = raw.decode("utf-8", "replace")
             if any(phrase in line for phrase in self._unwanted):
                 continue
+            self._take(self._repeats.add(line))
+        self._take(self._repeats.end())
+
+    def _take(self, lines: Iterable[str]) -> None:
+        for line in lines:
             with self._changed:
                 self._lines.append(line)
                 self.num_lines += 1
@@ -83,6 +94,41 @@ class ServerLog:
             self._echo.flush()
         except (OSError, ValueError):  # nobody reads it any more; the server's pipe still has to be drained
             self._echo = None
+
+
+class Repeats:
+    """Lines that say the same again and again, as where no more connections can be accepted, made few.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._begun_s = clock()
+
+    def add(self, line: str) -> list[str]:
+        """Take a line; returns what is to be passed on."""
+        told = self.end() if self._clock() - self._begun_s >= _REPEATED_S else []
+        said = _RECORD.sub("", line, count=1)  # without its time
+        if said in self._counts or len(self._counts) < _MOST_KINDS:
+            self._counts[said] += 1
+        if self._counts[said] <= _MOST_REPEATED:
+            told.append(line)
+        return told
+
+    def end(self) -> list[str]:
+        """What was counted since the last time, a line for each that was held back."""
+        seconds = self._clock() - self._begun_s
+        told = [
+            f"serve: {count - _MOST_REPEATED} times more in {seconds:.0f} s: {said}"
+            for said, count in self._counts.items()
+            if count > _MOST_REPEATED
+        ]
+        self._counts.clear()
+        self._begun_s = self._clock()
+        return told
 
 
 def find_cause(text: str, most_lines: int = 40) -> str:

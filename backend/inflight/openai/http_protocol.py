@@ -1,0 +1,250 @@
+"""HTTP/1 as the endpoint speaks it: uvicorn's protocol on httptools, with what a public port needs beside it.
+
+Owns how long a client may take to send and to read, the size of heads (`bodies` has that of bodies), what becomes
+of an offer to upgrade, and streams to clients of HTTP/1.0. Event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, cast
+
+import httptools
+from starlette.responses import JSONResponse
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from inflight.openai.errors import error_body
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEAD_TIMEOUT_S = 15.0
+"""Seconds for the head of a new connection's first request, and for the rest of a head that has begun."""
+BODY_TIMEOUT_S = 30.0
+MIN_BODY_BYTES_PER_S = 16 << 10
+"""A body has so many seconds, and another one for each so many bytes that have come."""
+MAX_UNUSED_BYTES = 64 << 20
+"""So much of a body that has been refused is read on, as many clients read no answer before they have sent all."""
+SEND_TIMEOUT_S = 60.0
+"""A client that has taken nothing of its answer for so many seconds, although some waits, is given up."""
+MAX_HEAD_BYTES = 64 << 10
+"""Most bytes of a request's line and headers, and of anything else around bodies."""
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection; ends when its client leaves it idle, sends too slowly, or does not read its answer."""
+
+    head_timeout_s = HEAD_TIMEOUT_S
+    body_timeout_s = BODY_TIMEOUT_S
+    send_timeout_s = SEND_TIMEOUT_S
+    parser: Any
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._receive_timer: asyncio.TimerHandle | None = None  # while a head or a body is awaited
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._num_idle_bytes = 0  # since the parser has found a whole head, or a part of a body
+        self._num_body_bytes = 0
+        self._body_begun_s = 0.0
+        self._has_refused = False
+        self._running: RequestResponseCycle | None = None  # the one that is being answered, or was last
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a new connection, and wait for a request."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection, and tell every request that came over it, not only the last one."""
+        self._receive_timer = _cancelled(self._receive_timer)
+        self._send_timer = _cancelled(self._send_timer)
+        self._unset_keepalive_if_required()
+        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on."""
+        if self._has_refused:
+            return
+        self._unset_keepalive_if_required()
+        if not self.flow.write_paused:
+            self._send_timer = _cancelled(self._send_timer)
+        if self._receive_timer is None and not self._is_answering:
+            self._expect_head()
+        self._num_idle_bytes += len(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse(400, "this is no HTTP request")
+        else:
+            if self._num_idle_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, f"the request's headers are larger than {MAX_HEAD_BYTES} bytes")
+
+    def on_headers_complete(self) -> None:
+        """Start a request, unless it offers an upgrade: then `_feed` has it parsed again."""
+        if self.parser.should_upgrade():
+            return
+        super().on_headers_complete()
+        self._num_idle_bytes = self._num_body_bytes = 0
+        self._expect_body()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header. Those behind a body in chunks have no meaning here."""
+        if self.cycle is None or self.cycle.scope is not self.scope:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body."""
+        self._num_idle_bytes = 0
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+        if self.cycle.response_complete and self._num_body_bytes > MAX_UNUSED_BYTES:
+            self.transport.close()
+
+    def on_message_complete(self) -> None:
+        """End a request, but for its answer."""
+        if self.parser.should_upgrade():
+            return
+        self._receive_timer = _cancelled(self._receive_timer)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, while the client still has to take the end of this answer."""
+        super().on_response_complete()
+        if self._send_timer is None:
+            self._watch_sending()
+
+    def pause_writing(self) -> None:
+        """Wait until the client takes more."""
+        super().pause_writing()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        """Go on, as the client has taken most of what there was."""
+        self._send_timer = _cancelled(self._send_timer)
+        super().resume_writing()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _feed(self, data: bytes) -> None:
+        """Have bytes parsed. An offer to upgrade is ignored, as RFC 9110 lets a server do.
+
+        The parser takes what follows such a head for another protocol. So it gets the head again, made from what
+        it has read, without the offer.
+        """
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                method = self.parser.get_method()
+                if method == b"CONNECT":  # is a tunnel with or without the header
+                    raise httptools.HttpParserError("a tunnel") from None
+                version = self.parser.get_http_version().encode()
+                kept = [each for each in self.headers if each[0] != b"upgrade"]
+                lines = [b"%b %b HTTP/%b" % (method, self.url, version), *map(b": ".join, kept)]
+                data = b"\r\n".join([*lines, b"", data[offer.args[0] :]])
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
+    def _expect_head(self) -> None:
+        self._receive_timer = self.loop.call_later(self.head_timeout_s, self._give_up_head)
+
+    def _give_up_head(self) -> None:
+        if self._num_idle_bytes:
+            self._refuse(408, f"no whole request has come within {self.head_timeout_s:g} s")
+        else:
+            self.transport.close()
+
+    def _expect_body(self) -> None:
+        _cancelled(self._receive_timer)
+        self._body_begun_s = self.loop.time()
+        self._receive_timer = self.loop.call_later(self.body_timeout_s, self._check_body)
+
+    def _check_body(self) -> None:
+        if self.pipeline:  # it is read when its turn comes
+            self._num_body_bytes = 0
+            self._expect_body()
+            return
+        allowed_s = self.body_timeout_s + self._num_body_bytes / MIN_BODY_BYTES_PER_S
+        left_s = self._body_begun_s + allowed_s - self.loop.time()
+        if left_s > 0:
+            self._receive_timer = self.loop.call_later(left_s, self._check_body)
+        elif self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self._refuse(408, f"{self._num_body_bytes} bytes of the body have come in {allowed_s:.0f} s")
+
+    def _watch_sending(self) -> None:
+        """Give the client up if it takes nothing of what waits for it now."""
+        num_waiting = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            self._send_timer = None
+            if self.transport.get_write_buffer_size() < num_waiting:
+                self._watch_sending()
+            else:
+                self.transport.abort()
+
+        _cancelled(self._send_timer)
+        self._send_timer = self.loop.call_later(self.send_timeout_s, look) if num_waiting else None
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer what came last with an error, in its turn, and close the connection."""
+        self._has_refused = True
+        self._receive_timer = _cancelled(self._receive_timer)
+        response = JSONResponse(error_body(status, message), status, {"connection": "close"})
+        if not self._is_answering:
+            self._write_at_once(response)
+        elif not self.cycle.more_body:  # what came last is none of the requests that are being answered
+            self.cycle.keep_alive = False
+        elif self.pipeline:
+            self.pipeline[0] = (self.cycle, cast(Any, response))
+        else:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.close()
+            else:
+                self._write_at_once(response)
+
+    def _write_at_once(self, response: JSONResponse) -> None:
+        head = b"".join(b"%b: %b\r\n" % pair for pair in response.raw_headers)
+        self.transport.write(STATUS_LINE[response.status_code] + head + b"\r\n" + bytes(response.body))
+        self.transport.close()
+        self._watch_sending()
+
+
+def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """`app` for a client of HTTP/1.0, which knows no chunks: a stream's end is the connection's."""
+
+    async def plain(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return plain
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,204 @@
+"""Bodies from bytes: their size and their counts, and that what waits of them is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+from starlette.requests import Request
+
+from inflight.core.ports import EngineClient
+from inflight.errors import Cancelled, Unavailable
+from inflight.openai.bodies import MAX_CONTAINERS, MAX_TEXTS, MAX_VALUES, BodyReader, parse_body
+from inflight.openai.engine_session import EngineSession
+from inflight.openai.errors import ApiError
+from inflight.openai.protocol import (
+    MAX_TOKEN_IDS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+
+JSON = "application/json"
+
+
+def many(item: str, count: int) -> str:
+    return f"[{','.join([item] * count)}]"
+
+
+def object_with(count: int) -> str:
+    return json.dumps({str(each): 1 for each in range(count)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "said"),
+    [
+        (CompletionBody, "prompt", many("[1]", MAX_CONTAINERS), "lists and objects"),
+        (CompletionBody, "prompt", many("1", MAX_VALUES + 3), "values"),
+        (CompletionBody, "prompt", many('"a"', MAX_TEXTS), "texts and keys"),
+        (ChatBody, "messages", many("{}", MAX_CONTAINERS), "lists and objects"),
+        (TokenizeBody, "messages", many('{"role":"user","content":"[,{"}', MAX_CONTAINERS), "lists"),
+        (DetokenizeBody, "tokens", many("1", MAX_VALUES + 3), "values"),
+        (ChatBody, "chat_template_kwargs", object_with(MAX_VALUES + 3), "(values|texts)"),
+        (ChatBody, "chat_template_kwargs", object_with(MAX_TEXTS), "texts and keys"),
+    ],
+)
+def test_what_has_too_many_values_is_refused_unread(
+    kind: type[Body], field: str, value: str, said: str
+) -> None:
+    with pytest.raises(ApiError, match=f"the body has [0-9]+ {said}.*: this server takes at most") as caught:
+        parse_body(kind, f'{{"{field}": {value}}}'.encode(), JSON)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("text", ["," * (MAX_VALUES + 5), "[{" * MAX_CONTAINERS, '\\",' * MAX_VALUES, "\\\\"])
+def test_what_texts_say_counts_as_nothing(text: str) -> None:
+    body = parse_body(CompletionBody, f'{{"prompt": "{text}", "stop": ["{text}"]}}'.encode(), JSON)
+    assert body.prompt == json.loads(f'"{text}"') and body.stop == [body.prompt]
+
+
+def test_as_many_as_may_be_are_read() -> None:
+    body = parse_body(CompletionBody, f'{{"prompt": {many("1", MAX_VALUES)}}}'.encode(), JSON)
+    assert body.prompt == [1] * MAX_VALUES
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "param"),
+    [
+        (CompletionBody, {"logit_bias": {str(each): 1 for each in range(MAX_TOKEN_IDS + 1)}}, "logit_bias"),
+        (CompletionBody, {"stop_token_ids": [1] * (MAX_TOKEN_IDS + 1)}, "stop_token_ids"),
+        (
+            ChatBody,
+            {"chat_template_kwargs": {str(each): 1 for each in range(1000)}},
+            "chat_template_kwargs",
+        ),
+    ],
+)
+def test_a_field_with_too_many_is_named(kind: type[Body], more: dict[str, Any], param: str) -> None:
+    asked = {"prompt": "x"} if kind is CompletionBody else {"messages": [{}]}
+    with pytest.raises(ApiError) as caught:
+        parse_body(kind, json.dumps({**asked, **more}).encode(), JSON)
+    assert caught.value.param == param and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{",
+        b"[" * 100_000,
+        b'{"prompt": "\xff"}',
+        b"\xef\xbb\xbf{}",
+        b"NaN",
+        b'{"prompt": NaN}',
+        b"1" * 10_000,
+    ]
+    + [b'{"temperature": 1e999}', b'{"a": "' + b"x" * 1000, b"\x00", b'\\"[[', b'{"prompt": "\\ud800"}']
+    + [b"null", b"3", b'"text"', b"[]", b"{}"],
+)
+def test_what_is_no_body_is_refused_in_a_sentence(raw: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_body(CompletionBody, raw, JSON)
+    assert caught.value.status == 400 and len(str(caught.value)) < 300
+
+
+def test_what_came_is_told_in_short() -> None:
+    for value in ("x" * 1_000_000, ["x"] * 100_000, {str(each): each for each in range(100_000)}):
+        with pytest.raises(ApiError) as caught:
+            parse_body(CompletionBody, json.dumps({"prompt": "x", "n": value}).encode(), JSON)
+        assert caught.value.param == "n" and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "header", [JSON, "application/json; charset=utf-8", "Application/JSON", "application/a+json"]
+)
+def test_json_by_its_header(header: str) -> None:
+    assert parse_body(CompletionBody, b'{"prompt": "x"}', header).prompt == "x"
+
+
+@pytest.mark.parametrize("header", ["", "text/plain", "text/json", "application/x-www-form-urlencoded"])
+def test_what_a_browser_may_send_anywhere_is_not_read(header: str) -> None:
+    with pytest.raises(ApiError, match="Content-Type: application/json"):
+        parse_body(CompletionBody, b'{"prompt": "x"}', header)
+
+
+@pytest.fixture
+def session() -> Iterator[EngineSession]:
+    found = EngineSession(cast(EngineClient, None))  # nothing is submitted
+    yield found
+    found.close()
+
+
+def request_of(parts: Sequence[bytes | None], length: int | None = None) -> Request:
+    """A request whose body comes in parts; None: its client goes away."""
+    left = list(parts)
+
+    async def receive() -> dict[str, Any]:
+        part = left.pop(0)
+        if part is None:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": part, "more_body": bool(left)}
+
+    headers = [(b"content-type", JSON.encode())]
+    if length is not None:
+        headers.append((b"content-length", str(length).encode()))
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
+
+
+def test_a_body_may_be_as_large_as_the_bound_and_no_larger(session: EngineSession) -> None:
+    body = b'{"prompt": "x"}'
+    reader = BodyReader(session, len(body))
+    parts = [body[:4], body[4:]]
+    assert asyncio.run(reader.read(CompletionBody, request_of(parts))).prompt == "x"
+    assert asyncio.run(reader.read(CompletionBody, request_of(parts, len(body)))).prompt == "x"
+    with pytest.raises(ApiError, match="larger than 15 bytes") as caught:
+        asyncio.run(reader.read(CompletionBody, request_of([*parts, b" ", b"never read"])))
+    assert caught.value.status == 413
+    for length in (len(body) + 1, 10**30):
+        with pytest.raises(ApiError, match="larger than 15 bytes"):
+            asyncio.run(reader.read(CompletionBody, request_of([], length)))
+
+
+def test_a_client_that_goes_away_within_its_body(session: EngineSession) -> None:
+    with pytest.raises(Cancelled):
+        asyncio.run(BodyReader(session, 100).read(CompletionBody, request_of([b"{", None])))
+
+
+def test_all_large_bodies_that_wait_are_bounded_and_small_ones_are_taken(session: EngineSession) -> None:
+    size = 1 << 20
+    reader = BodyReader(session, size)
+    waiting = asyncio.Event()
+
+    def begun() -> Request:
+        """Nearly all of a body, and a client that sends the rest later."""
+        begin = b'{"prompt": "' + b"x" * (size - 100)
+
+        async def receive() -> dict[str, Any]:
+            nonlocal begin
+            if begin:
+                part, begin = begin, b""
+                return {"type": "http.request", "body": part, "more_body": True}
+            await waiting.wait()
+            return {"type": "http.request", "body": b'"}', "more_body": False}
+
+        headers = [(b"content-type", JSON.encode())]
+        return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
+
+    async def run() -> None:
+        reading = [asyncio.create_task(reader.read(CompletionBody, begun())) for _ in range(30)]
+        await asyncio.sleep(0)
+        refused = [each for each in reading if each.done()]
+        assert 0 < len(refused) < len(reading) - 10
+        assert all(isinstance(each.exception(), Unavailable) for each in refused)
+        small = request_of([b'{"prompt": "small"}'])
+        assert (await reader.read(CompletionBody, small)).prompt == "small"
+        waiting.set()
+        read = await asyncio.gather(*(each for each in reading if each not in refused))
+        assert all(len(body.prompt) == size - 100 for body in read)
+        assert (await reader.read(CompletionBody, begun())).prompt  # there is room again
+
+    asyncio.run(run())

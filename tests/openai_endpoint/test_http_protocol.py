@@ -1,0 +1,243 @@
+"""What the endpoint's HTTP server makes of bytes: raw sockets, around an application that repeats what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+
+from inflight.openai.http_protocol import MAX_HEAD_BYTES, HttpProtocol
+from tests.openai_endpoint.serving import PATIENCE_S
+
+UPGRADES = (
+    "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n",
+) + (
+    "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x\r\n",
+    "connection: keep-alive, upgrade\r\nUPGRADE: TLS/1.0, IRC/6.9\r\n",
+)
+
+
+LARGE_BYTES = 64 << 20
+"""More than the kernel keeps for a connection."""
+
+
+async def repeat(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with method and body; /stream in three parts of unknown length, /slow late, /large with a lot."""
+    if scope["type"] != "http":
+        return
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    if scope["path"] == "/slow":
+        await asyncio.sleep(0.2)
+    told = json.dumps({"method": scope["method"], "body": body.decode()}).encode()
+    if scope["path"] == "/large":
+        told = b"x" * LARGE_BYTES
+    headers = [] if scope["path"] == "/stream" else [(b"content-length", str(len(told)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if scope["path"] == "/stream":
+        for part in (b"one ", b"two "):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": told})
+
+
+class Impatient(HttpProtocol):
+    """Waits a moment alone, so that tests need not wait longer."""
+
+    head_timeout_s = body_timeout_s = send_timeout_s = 0.3
+
+
+@contextmanager
+def serving(protocol: type[HttpProtocol]) -> Iterator[tuple[str, int]]:
+    """`repeat` behind a protocol; yields its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(repeat, http=protocol, ws="none", lifespan="off", log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="uvicorn")
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield listener.getsockname()
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[str, int]]:
+    with serving(HttpProtocol) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[tuple[str, int]]:
+    with serving(Impatient) as found:
+        yield found
+
+
+def connect(address: tuple[str, int]) -> socket.socket:
+    return socket.create_connection(address, timeout=PATIENCE_S)
+
+
+def talk(address: tuple[str, int], *parts: str | bytes) -> bytes:
+    """All that comes back until the server closes the connection, which the last request has to ask for."""
+    with connect(address) as connection:
+        for part in parts:
+            connection.sendall(part.encode() if isinstance(part, str) else part)
+            time.sleep(0.02)  # so that it comes as a part of its own, most of the time
+        return read_to_end(connection)
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    found = bytearray()
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 20):
+            found += part
+    return bytes(found)
+
+
+def post(body: str, more: str = "", path: str = "/", version: str = "1.1") -> str:
+    return f"POST {path} HTTP/{version}\r\nHost: x\r\n{more}Content-Length: {len(body)}\r\n\r\n{body}"
+
+
+def told(answer: bytes) -> list[Any]:
+    """The bodies of all answers, which are one JSON object each."""
+    return [json.loads(part.split(b"\r\n\r\n", 1)[1]) for part in answer.split(b"HTTP/1.1 ")[1:]]
+
+
+LAST = "GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+LAST_TOLD = {"method": "GET", "body": ""}
+
+
+@pytest.mark.parametrize("offer", UPGRADES)
+@pytest.mark.parametrize("cut", [0, 5, 60, -3])
+def test_an_offer_to_upgrade_is_ignored_and_what_follows_lives(
+    address: tuple[str, int], offer: str, cut: int
+) -> None:
+    asked = post('{"a": 1}', offer) + LAST
+    parts = (asked[:cut], asked[cut:]) if cut else (asked,)
+    assert told(talk(address, *parts)) == [{"method": "POST", "body": '{"a": 1}'}, LAST_TOLD]
+
+
+def test_an_offer_with_a_body_in_chunks(address: tuple[str, int]) -> None:
+    head = f"POST / HTTP/1.1\r\nHost: x\r\n{UPGRADES[0]}Transfer-Encoding: chunked\r\n\r\n"
+    answer = talk(address, head, "3\r\nabc\r\n", "2\r\nde\r\n0\r\n\r\n" + LAST)
+    assert told(answer) == [{"method": "POST", "body": "abcde"}, LAST_TOLD]
+
+
+def test_two_offers_in_one_segment(address: tuple[str, int]) -> None:
+    answer = talk(address, post("a", UPGRADES[0]) + post("b", UPGRADES[1]) + LAST)
+    assert [each["body"] for each in told(answer)] == ["a", "b", ""]
+
+
+def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> None:
+    answer = talk(address, post("first", path="/slow") + post("second") + LAST)
+    assert [each["body"] for each in told(answer)] == ["first", "second", ""]
+
+
+def test_a_stream_to_http_1_0_is_plain_and_ends_with_the_connection(address: tuple[str, int]) -> None:
+    head, body = talk(address, post("x", path="/stream", version="1.0")).split(b"\r\n\r\n", 1)
+    assert b"chunked" not in head.lower() and b"connection: close" in head.lower()
+    assert body == b'one two {"method": "POST", "body": "x"}'
+    answer = talk(address, post("x", "Connection: close\r\n", path="/stream"))
+    assert b"transfer-encoding: chunked" in answer and answer.endswith(b"0\r\n\r\n")
+
+
+def test_http_1_0_with_a_length_keeps_it(address: tuple[str, int]) -> None:
+    answer = talk(address, post("x", version="1.0"))
+    assert b"content-length: 31" in answer and told(answer) == [{"method": "POST", "body": "x"}]
+
+
+def one_byte_too_many(begin: str, more: str) -> str:
+    return (begin + more * MAX_HEAD_BYTES)[: MAX_HEAD_BYTES + 1]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ("no request\r\n\r\n", 400),
+        ("CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        ("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (one_byte_too_many("GET / HTTP/1.1\r\nHost: x\r\nA: ", "a"), 431),
+        (one_byte_too_many("GET /", "a"), 431),
+        (one_byte_too_many("GET / HTTP/1.1\r\nHost: x\r\n", "a: b\r\n"), 431),
+        (one_byte_too_many("", "\r\n"), 431),
+        ("POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", 400),
+    ],
+)
+def test_what_is_no_request_is_told_so_in_openais_form(
+    address: tuple[str, int], sent: str, status: int
+) -> None:
+    answer = talk(address, sent)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert told(answer)[0]["error"]["type"] == "invalid_request_error"
+
+
+def test_headers_behind_a_body_are_bounded_too(address: tuple[str, int]) -> None:
+    with connect(address) as connection:
+        connection.sendall(b"POST /slow HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nA: ")
+        time.sleep(0.1)
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                connection.sendall(b"a" * MAX_HEAD_BYTES)
+
+
+def test_rubbish_behind_a_request_does_not_break_into_its_answer(address: tuple[str, int]) -> None:
+    answer = talk(address, post("first", path="/slow") + "rubbish\r\n\r\n")
+    assert told(answer) == [{"method": "POST", "body": "first"}]
+    broken = "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"
+    first, second = told(talk(address, post("first", path="/slow") + broken))
+    assert first["body"] == "first" and "error" in second
+
+
+def test_headers_behind_a_body_are_none_of_the_next_request(address: tuple[str, int]) -> None:
+    head = "POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = talk(address, head + "1\r\na\r\n0\r\nExpect: 100-continue\r\nA: b\r\n\r\n" + LAST)
+    assert [each["body"] for each in told(answer)] == ["a", ""]
+
+
+@pytest.mark.parametrize("sent", ["", "GET / HT", "GET / HTTP/1.1\r\nHost: x\r\n", "\r\n"])
+def test_a_connection_without_a_request_is_closed(impatient: tuple[str, int], sent: str) -> None:
+    answer = talk(impatient, sent)
+    assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
+
+
+def test_a_body_that_stops_is_given_up(impatient: tuple[str, int]) -> None:
+    answer = talk(impatient, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert "3 bytes of the body have come" in told(answer)[0]["error"]["message"]
+
+
+def test_a_used_connection_is_watched_as_well(impatient: tuple[str, int]) -> None:
+    answer = talk(impatient, post("x"), "GET / HT")
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"408"]
+
+
+def test_a_client_that_reads_nothing_is_given_up(impatient: tuple[str, int]) -> None:
+    with connect(impatient) as connection:
+        connection.sendall(post("", path="/large").encode())
+        time.sleep(2)  # several times the server's patience
+        assert len(read_to_end(connection)) < LARGE_BYTES
+
+
+def test_an_answer_that_takes_long_is_not_given_up(impatient: tuple[str, int]) -> None:
+    with connect(impatient) as connection:
+        for _ in range(5):
+            connection.sendall(post("x", path="/slow").encode())
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
