@@ -18,8 +18,10 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("area", "time")]
 CALL = '<tool_call>\n{"name": "area", "arguments": {"r": 2}}\n</tool_call>'
 LLAMA = (
-    "{# <|start_header_id|> parameters #}{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ {'name': call.function.name, 'parameters': call.function.arguments} | tojson }}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 

@@ -98,6 +98,7 @@ class Usage:
         prompt_tokens: Of all prompts, each counted once.
         completion_tokens: Generated, of all choices.
         cached_tokens: Of the prompts, what was found in the KV cache, in whole blocks.
+        reasoning_tokens: Of completion_tokens, those that the model has thought with; None where it is not said.
     """
 
     def __init__(self, prompts: Sequence[Prompt], tokens_per_block: int) -> None:
@@ -106,6 +107,7 @@ class Usage:
         self._cached = [0] * len(prompts)
         self.prompt_tokens = sum(self._prompt_lengths)
         self.completion_tokens = 0
+        self.reasoning_tokens: int | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -128,12 +130,15 @@ class Usage:
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's object."""
-        return {
+        told: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            told["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return told
 
 
 class Pieces:

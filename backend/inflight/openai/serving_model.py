@@ -152,7 +152,7 @@ class ServingModel:
         description = self.describe()
         with self._lock:
             if self._loaded is None or self._loaded.description is not description:
-                self._loaded = _Checkpoint(description, self.options.chat_template)
+                self._loaded = _Checkpoint(description, self.options)
             loaded = self._loaded
         loaded.load()
         return loaded
@@ -168,9 +168,10 @@ class _Checkpoint:
         description: The engine's.
     """
 
-    def __init__(self, description: EngineDescription, template_file: Path | None) -> None:
+    def __init__(self, description: EngineDescription, options: OpenAiOptions) -> None:
         self.description = description
-        self._template_file = template_file
+        self._template_file = options.chat_template
+        self._finds_calls = options.tool_call_parser == "auto"
         self._lock = threading.Lock()
         self._finder = TokenizerFinder(None)
         self._is_loaded = False
@@ -192,6 +193,13 @@ class _Checkpoint:
             except Exception as error:  # whatever a broken file raises: completions are served all the same
                 self._problem = str(error)
                 _log.error("chats will be refused: %s", error)
+            template = self._template
+            if template is not None and template.takes_tools and not template.style and self._finds_calls:
+                _log.warning(
+                    "%s: chats with tools are answered for tool_choice required, a named function, and none; for "
+                    "others choose a --tool-call-parser",
+                    template.unknown_calls(),
+                )
 
     def tokenizer(self) -> Tokenizer:
         with self._lock:
