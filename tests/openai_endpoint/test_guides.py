@@ -40,3 +40,25 @@ def test_a_choice_may_have_any_characters(library: str, choice: str) -> None:
     backend.fill([MaskJob(backend.load(guide, backend.compile(guide)), 0)], masks)
     first = {byte for byte in range(256) if has_bit(masks[0], 3 + byte)}
     assert first == {ord("o"), choice.encode()[0]}
+
+
+@pytest.mark.parametrize("library", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("count", [2000, 2500])
+def test_a_choice_may_be_of_thousands(library: str, count: int) -> None:
+    if library == "xgrammar":
+        pytest.importorskip("xgrammar", reason="the other library is not installed")
+    backend = make_backend(library, BYTES)
+    choices = [f"{number} is a choice" for number in range(count)]
+    guide = read_guide(CompletionBody.model_validate({"prompt": "x", "guided_choice": choices}))
+    assert guide is not None
+    for each in (choices[0], choices[999], choices[1000], choices[-1]):
+        check_tokens(backend, BYTES, guide, ids_of(each), has_ended=True)
+
+
+def test_rules_of_a_choice_of_more_than_a_million_are_short() -> None:
+    choices = [str(number) for number in range(1_000_001)]
+    guide = read_guide(CompletionBody.model_validate({"prompt": "x", "guided_choice": choices}))
+    assert guide is not None
+    rules = guide.text.split("\n")
+    assert max(rule.count(" | ") for rule in rules) == 999 and len(rules) == 1 + 1001 + 2
+    assert rules[0] == "root ::= part1001 | part1002"

@@ -16,7 +16,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.errors import Cancelled, InvalidArgument, Unsupported
 from inflight.openai.engine_session import OutputStream
 from inflight.openai.errors import in_fields
-from inflight.openai.log_probs import top_of_prompt
+from inflight.openai.log_probs import ranks_in_prompt, top_of_prompt
 from inflight.openai.protocol import SamplingBody
 from inflight.openai.sampling import Asked
 from inflight.serving.completion_text import new_tokens
@@ -44,6 +44,8 @@ class Piece:
         top_log_probs: Beside each token; None if they are not wanted.
         prompt_log_probs: Of each prompt token, the first 0.0; with the choice's first piece.
         prompt_tops: The likeliest tokens beside each prompt token but the first; with the choice's first piece.
+        prompt_ranks: How many tokens were at least as likely as each prompt token but the first, itself included;
+            with the choice's first piece, empty where it is not asked for or not known.
         is_first: Whether this is the choice's first piece.
     """
 
@@ -56,6 +58,7 @@ class Piece:
     top_log_probs: tuple[TopLogProbs, ...] | None = None
     prompt_log_probs: tuple[float, ...] | None = None
     prompt_tops: Sequence[TopLogProbs] = ()
+    prompt_ranks: Sequence[int] = ()
     is_first: bool = False
 
     def says_something(self, with_ids: bool) -> bool:
@@ -87,7 +90,8 @@ class Piece:
             else tuple(chain.from_iterable(piece.top_log_probs or () for piece in pieces)),
             first.prompt_log_probs,
             first.prompt_tops,
-            True,
+            first.prompt_ranks,
+            is_first=True,
         )
 
 
@@ -161,20 +165,25 @@ class Pieces:
             async for outputs in stream:
                 pieces: list[Piece] = []
                 for output in outputs:
-                    pieces += self._of_output(output, await self._prompt_tops(output))
+                    pieces += self._of_output(output, *await self._of_prompt(output))
                 if pieces:
                     yield pieces
         except (InvalidArgument, Unsupported) as error:
             raise in_fields(error, self._asked.fields) from None
 
-    async def _prompt_tops(self, output: Output) -> Sequence[TopLogProbs]:
+    async def _of_prompt(self, output: Output) -> tuple[Sequence[TopLogProbs], Sequence[int]]:
+        """The likeliest tokens beside those of the prompt, and the ranks of these; empty where nobody asks."""
         logits, num_top = output.result.context_logits, self._asked.num_prompt_top
-        if logits is None or not num_top:
-            return ()
+        if logits is None:
+            return (), ()
         ids = output.prompt.request.input_token_ids
-        return await asyncio.to_thread(top_of_prompt, logits, ids, num_top)
+        tops = await asyncio.to_thread(top_of_prompt, logits, ids, num_top) if num_top else ()
+        tells_ranks = self._asked.body.prompt_logprobs is not None
+        return tops, await asyncio.to_thread(ranks_in_prompt, logits, ids) if tells_ranks else ()
 
-    def _of_output(self, output: Output, prompt_tops: Sequence[TopLogProbs]) -> list[Piece]:
+    def _of_output(
+        self, output: Output, prompt_tops: Sequence[TopLogProbs], prompt_ranks: Sequence[int]
+    ) -> list[Piece]:
         result, texts = output.result, output.texts or ()
         self._usage.add(output.batch_index, result)
         first = output.batch_index * self._asked.body.n + result.sequence_index
@@ -183,7 +192,7 @@ class Pieces:
             if first + row not in self._ended:
                 text = texts[row] if texts else ""
                 pieces.append(self._piece(first + row, row, text, ids, output))
-                pieces[-1].prompt_tops = prompt_tops
+                pieces[-1].prompt_tops, pieces[-1].prompt_ranks = prompt_tops, prompt_ranks
         return pieces
 
     def _piece(self, index: int, row: int, text: str, ids: tuple[int, ...], output: Output) -> Piece:

@@ -33,7 +33,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     adapter = await context.adapter_of(body.model)
     plan, prompt = await context.session.compute(partial(_prepare, context.model, body, adapter))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    writer = _Writer(body, plan, prompt, Envelope.of("chatcmpl", kind, plan))
+    writer = _Writer(body, plan, prompt, Envelope.of("chatcmpl", kind, plan, request))
     if body.stream:
         return await answer_stream(context, request, plan, writer.events)
     pieces = await answer_whole(context, request, plan)
@@ -63,7 +63,7 @@ def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[Plan, C
         skip_special_tokens=body.skip_special_tokens
         and not needs_special_tokens(model.tokenizer(), chat.tool_parser, chat.reasoning_parser),
     )
-    ids = model.encode([chat.text], body.add_special_tokens)
+    ids = model.encode([chat.text], body.add_special_tokens, "messages")
     return make_plan(model, asked, [chat.text], ids), chat
 
 
@@ -127,6 +127,7 @@ class _Writer:
                 first.prompt_log_probs or (),
                 first.prompt_tops,
                 body.prompt_logprobs,
+                first.prompt_ranks,
             )
         if body.return_token_ids:
             more["prompt_token_ids"] = plan.prompt_ids(0)

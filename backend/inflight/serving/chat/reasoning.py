@@ -41,7 +41,7 @@ def reasoning_stream(parser: str, starts_inside: bool) -> ReasoningStream:
 
 
 def ends_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
-    """Whether a prompt ends behind reasoning, so that an answer has none; arguments as those of `starts_inside`."""
+    """Whether a prompt ends behind reasoning, and an answer has none; arguments as those of `starts_inside`."""
     if final_message is not None:
         content = str(final_message.get("content") or "")
         if content.rfind(THINK_END) > content.rfind(THINK_BEGIN):

@@ -57,7 +57,7 @@ class ChatTemplate:
     """The templates of a checkpoint, of which a chat takes one.
 
     Attributes:
-        style: The parser of `tool_calls.py` that reads calls as it writes them, such as hermes; "" where none does.
+        style: The parser of `tool_calls.py` that reads calls as it writes them, or "", if none does.
         call_example: The beginning of a call as it writes it; "" where it writes none.
         takes_tools: Whether it has a place for tools.
         reasoning_style: The parser of `reasoning.py` that fits: think, or "".

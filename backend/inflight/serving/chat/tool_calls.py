@@ -37,7 +37,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """What a piece of text adds to an answer: content, and behind it tool calls, with one delta for each at most."""
+    """What a piece of text adds to an answer: content, and behind it tool calls, one delta for each at most."""
 
     content: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
