@@ -274,7 +274,7 @@ def test_tokens_of_thoughts_are_told(tmp_path: Path) -> None:
 def test_a_stop_string_waits_for_min_tokens(tmp_path: Path) -> None:
     with scripted("one two one two one two", chat_template=template(tmp_path, TEMPLATE)) as url:
         check(url, {"content": ""}, "stop", stop="one")
-        ids = Tokenizer.from_dir(DEMO).encode("one two ")
+        ids = Tokenizer.from_dir(DEMO).encode("one two")
         check(url, {"content": "one two "}, "stop", stop="one", min_tokens=len(ids))
         check(url, {"content": "one two one two one two"}, "stop", stop="one", min_tokens=90)
         asked = {"prompt": "x", "stop": ["one"], "min_tokens": len(ids), "max_tokens": 50}
@@ -293,7 +293,8 @@ def test_every_answer_has_an_id_and_a_fingerprint(tmp_path: Path) -> None:
         assert completion.json()["id"] == f"cmpl-{mine['x-request-id']}"
         named = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "request_id": "me"}, headers=mine)
         assert named.json()["id"] == "cmpl-me"
-        for path in ("/v1/models", "/v1/nothing", "/health"):
+        # The third fails: this engine cannot list adapters.
+        for path in ("/v1/nothing", "/health", "/v1/models"):
             assert httpx.get(url + path, headers=mine).headers["x-request-id"] == mine["x-request-id"]
             assert len(httpx.get(url + path).headers["x-request-id"]) == 32
         for bad in ("x" * 257, b"\xe9"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 
-from inflight.openai.errors import error_body
+from inflight.openai.errors import error_body, error_response
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -48,13 +48,22 @@ class RequestIds:
         request_id = own if own and is_usable else uuid.uuid4().hex
         scope[_SCOPE_KEY] = request_id
 
+        has_started = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 MutableHeaders(scope=message)[HEADER] = request_id
             await send(message)
 
         if is_usable:
-            await self._app(scope, receive, send_with_id)
+            try:
+                await self._app(scope, receive, send_with_id)
+            except Exception as error:  # a bug: answered here, where the id is known, and raised to be logged
+                if not has_started:
+                    await error_response(error)(scope, receive, send_with_id)
+                raise
             return
         text = (
             f"the header X-Request-Id has {len(own)} characters, expected at most {_MAX_CHARACTERS} of "
