@@ -7,6 +7,7 @@ import pytest
 
 from inflight.guided.backend import MaskJob, make_backend
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.openai import guides
 from inflight.openai.guides import read_guide
 from inflight.openai.protocol import CompletionBody
 from tests.guided.factories import check_tokens, has_bit
@@ -55,10 +56,11 @@ def test_a_choice_may_be_of_thousands(library: str, count: int) -> None:
         check_tokens(backend, BYTES, guide, ids_of(each), has_ended=True)
 
 
-def test_rules_of_a_choice_of_more_than_a_million_are_short() -> None:
-    choices = [str(number) for number in range(1_000_001)]
+def test_rules_of_a_choice_are_short_however_many_texts_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guides, "_MOST_ALTERNATIVES", 10)
+    choices = [str(number) for number in range(101)]
     guide = read_guide(CompletionBody.model_validate({"prompt": "x", "guided_choice": choices}))
     assert guide is not None
     rules = guide.text.split("\n")
-    assert max(rule.count(" | ") for rule in rules) == 999 and len(rules) == 1 + 1001 + 2
-    assert rules[0] == "root ::= part1001 | part1002"
+    assert max(rule.count(" | ") for rule in rules) == 9 and len(rules) == 1 + 11 + 2
+    assert rules[0] == "root ::= part11 | part12"
