@@ -344,6 +344,12 @@ def test_what_an_engine_says_of_a_long_prompt_has_the_code_too() -> None:
             assert (status, body["error"]["code"]) == (400, "context_length_exceeded"), error
 
 
+def test_what_is_wrong_with_an_adapter_is_about_the_model() -> None:
+    """Its name is what the body has in `model`."""
+    status, body = describe_error(InvalidArgument("LoRA adapter sql: it has no weights"))
+    assert (status, body["error"]["param"]) == (400, "model")
+
+
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
 @pytest.mark.parametrize(
     "route",

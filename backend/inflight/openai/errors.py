@@ -121,6 +121,8 @@ def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = 
     begins_with = _FIELD.match(message)
     param = begins_with[0] if begins_with else fields[first[0]] if first else None
     code = "unsupported_parameter" if isinstance(error, Unsupported) else "invalid_value"
+    if param is None and message.startswith("LoRA adapter "):
+        param = "model"
     if _TOO_LONG.search(message):
         code = CONTEXT_LENGTH_EXCEEDED
     return ApiError(message, 400, param, code)
