@@ -335,3 +335,20 @@ def test_a_bug_ends_those_who_wait_and_not_the_thread(monkeypatch: pytest.Monkey
     cache.load("second").result(WAIT_S)
     assert [each.name for each in cache.list_adapters()] == ["second"]
     cache.close()
+
+
+def test_why_a_folder_was_refused_is_known_until_it_is_read(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = make()
+    broken = LoraRequest(name="broken")
+    it.folders.adapters[broken] = ConfigError("it has no weights")
+    for number in (1, 2):
+        assert errors(it.run(number, broken)) == {
+            number: "INVALID_ARG: LoRA adapter broken: it has no weights"
+        }
+        assert it.cache.problems() == {"broken": "LoRA adapter broken: it has no weights"}
+    assert caplog.text.count("broken is refused") == 1
+    assert errors(it.run(3, LoraRequest(name="nowhere"))) and set(it.cache.problems()) == {"broken"}
+    it.folders.adapters[broken] = make_weights(1)
+    assert ready(it.run(4, broken)) and it.cache.problems() == {}

@@ -92,6 +92,11 @@ def test_prompt_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, 
         row = log_softmax(ids)[place - 1]
         for token_id in (ids[place], *row.topk(2).indices.tolist()):
             assert entries[str(token_id)]["logprob"] == pytest.approx(row[token_id].item(), abs=2e-3)
+        rank = 1 + int((row > row[ids[place]]).sum())
+        assert next(iter(entries)) == str(ids[place]) and entries[str(ids[place])]["rank"] == rank
+    answer = demo_client.completions.create(**ASKED, extra_body={"prompt_logprobs": 0})
+    alone = answer.choices[0].model_extra["prompt_logprobs"][1:]  # type: ignore[index]
+    assert alone == [dict([next(iter(entries.items()))]) for entries in told]
 
 
 def test_chat_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
@@ -343,6 +348,7 @@ def test_an_adapter_is_a_model(demo_client: openai.OpenAI, adapter: Path) -> Non
     )
     models = {model.id: model.model_extra or {} for model in demo_client.models.list()}
     assert set(models) == {"demo", "shouting"} and models["shouting"]["parent"] == "demo"
+    assert models["shouting"]["root"] == str(adapter) and models["demo"]["root"] == "demo"
     answer = demo_client.completions.create(**{**ASKED, "model": "shouting"}, extra_body=WITH_IDS)
     assert answer.model == "shouting"
     assert ids_of(answer) == expected[0, len(ids) :].tolist()

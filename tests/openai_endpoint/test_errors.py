@@ -16,9 +16,12 @@ import pydantic
 import pytest
 
 from inflight.core.ports import EngineClient
+from inflight.core.request.request import ModelLimits, Request
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
+from inflight.errors import InvalidArgument
+from inflight.openai.errors import describe_error
 from inflight.openai.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.endpoint.conftest import path  # noqa: F401 - a folder that is short enough for a socket
 from tests.openai_endpoint.serving import PATIENCE_S, fake_engine, served
@@ -305,3 +308,116 @@ def test_the_engine_may_be_in_another_process(path: str) -> None:  # noqa: F811 
             assert here["choices"] == there["choices"] and here["usage"] == there["usage"]
         far.close()
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("v1/completions", {"prompt": "word " * 60_000}, "prompt"),
+        ("v1/completions", {"prompt": ["x", "word " * 60_000]}, "prompt"),
+        ("v1/completions", {"prompt": "x y " * 4000}, "prompt"),
+        ("v1/completions", {"prompt": [[1], [1] * 5000]}, "prompt"),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 60_000}]}, "messages"),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": "x y " * 4000}]}, "messages"),
+        ("tokenize", {"prompt": "word " * 60_000}, "prompt"),
+        ("tokenize", {"messages": [{"role": "user", "content": "word " * 60_000}]}, "messages"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_known_by_its_code(
+    fake_url: str, route: str, body: dict[str, Any], param: str
+) -> None:
+    answer = httpx.post(f"{fake_url}/{route}", json=body, timeout=PATIENCE_S)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param), (
+        error
+    )
+
+
+def test_what_an_engine_says_of_a_long_prompt_has_the_code_too() -> None:
+    """An engine behind another server has limits that this process may not know."""
+    limits = ModelLimits(100, 20, 10, num_blocks=4, tokens_per_block=4)
+    for length, count in ((11, 1), (10, 11), (10, 9)):
+        with pytest.raises(InvalidArgument) as caught:
+            Request(0, (1,) * length, count).validate(limits)
+        for error in (caught.value, InvalidArgument(f"the server says: {caught.value}")):
+            status, body = describe_error(error)
+            assert (status, body["error"]["code"]) == (400, "context_length_exceeded"), error
+
+
+def test_what_is_wrong_with_an_adapter_is_about_the_model() -> None:
+    """Its name is what the body has in `model`."""
+    status, body = describe_error(InvalidArgument("LoRA adapter sql: it has no weights"))
+    assert (status, body["error"]["param"]) == (400, "model")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+@pytest.mark.parametrize(
+    "route",
+    [
+        *(
+            "v1/embeddings",
+            "v1/responses",
+            "v1/responses/r1/cancel",
+            "v1/messages",
+            "v1/messages/count_tokens",
+        ),
+        *("v1/audio/speech", "v1/images/generations", "v1/videos", "v1/realtime/sessions", "v1/moderations"),
+        *("v1/files", "v1/files/f1/content", "v1/uploads/u1/parts", "v1/batches", "v1/batches/b1/cancel"),
+        *(
+            "v1/assistants",
+            "v1/threads/t1/runs",
+            "v1/vector_stores",
+            "v1/conversations",
+            "v1/fine_tuning/jobs",
+        ),
+        *(
+            "v1/evals",
+            "v1/rerank",
+            "rerank",
+            "v1/score",
+            "score",
+            "classify",
+            "pooling",
+            "v1/load_lora_adapter",
+        ),
+        *("v1/completions/render", "v1/containers"),
+    ],
+)
+def test_surfaces_that_are_not_there_say_so(fake_url: str, method: str, route: str) -> None:
+    answer = httpx.request(method, f"{fake_url}/{route}")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (501, "not_implemented")
+    assert len(error["message"].split()) >= 4
+
+
+def test_completions_are_not_kept(fake_url: str) -> None:
+    for method, route in (
+        ("GET", "chat/completions"),
+        ("DELETE", "chat/completions/c1"),
+        ("DELETE", "models/demo"),
+    ):
+        answer = httpx.request(method, f"{fake_url}/v1/{route}")
+        assert answer.status_code == 501, answer.text
+    assert httpx.get(f"{fake_url}/v1/models/demo").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"store": True}, {"store": False}, {"metadata": {"user": "me"}}, {"metadata": {}}, {"verbosity": "low"}],
+)
+def test_what_asks_for_nothing_here_is_taken(fake_url: str, fields: dict[str, Any]) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
+    answer = httpx.post(f"{fake_url}/v1/chat/completions", json=chat)
+    assert answer.status_code == 200, answer.text
+    if "verbosity" not in fields:
+        answer = httpx.post(f"{fake_url}/v1/completions", json={**ASKED, **fields})
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "fields", [{"store": "yes"}, {"metadata": [1]}, {"metadata": {"a": 1}}, {"verbosity": "loud"}]
+)
+def test_it_has_to_be_of_its_type_all_the_same(fake_url: str, fields: dict[str, Any]) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
+    answer = httpx.post(f"{fake_url}/v1/chat/completions", json=chat)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))

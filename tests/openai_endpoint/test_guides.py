@@ -10,6 +10,7 @@ import pytest
 
 from inflight.guided.backend import MaskJob, make_backend
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.openai import guides
 from inflight.openai.errors import ApiError
 from inflight.openai.guides import read_guide
 from inflight.openai.protocol import CompletionBody
@@ -81,3 +82,26 @@ def test_white_space_as_vllm_asks_for_it() -> None:
 def test_white_space_is_asked_for_where_there_is_json(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError, match=message):
         read_guide(CompletionBody.model_validate({"prompt": "x", **fields}))
+
+
+@pytest.mark.parametrize("library", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("count", [2000, 2500])
+def test_a_choice_may_be_of_thousands(library: str, count: int) -> None:
+    if library == "xgrammar":
+        pytest.importorskip("xgrammar", reason="the other library is not installed")
+    backend = make_backend(library, BYTES)
+    choices = [f"{number} is a choice" for number in range(count)]
+    guide = read_guide(CompletionBody.model_validate({"prompt": "x", "guided_choice": choices}))
+    assert guide is not None
+    for each in (choices[0], choices[999], choices[1000], choices[-1]):
+        check_tokens(backend, BYTES, guide, ids_of(each), has_ended=True)
+
+
+def test_rules_of_a_choice_are_short_however_many_texts_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guides, "_MOST_ALTERNATIVES", 10)
+    choices = [str(number) for number in range(101)]
+    guide = read_guide(CompletionBody.model_validate({"prompt": "x", "guided_choice": choices}))
+    assert guide is not None
+    rules = guide.text.split("\n")
+    assert max(rule.count(" | ") for rule in rules) == 9 and len(rules) == 1 + 11 + 2
+    assert rules[0] == "root ::= part11 | part12"

@@ -8,7 +8,15 @@ import torch
 
 from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import TopLogProbs
-from inflight.openai.log_probs import CompletionLogProbs, TokenNames, chat_log_probs, finite, top_of_prompt
+from inflight.openai.log_probs import (
+    CompletionLogProbs,
+    TokenNames,
+    chat_log_probs,
+    finite,
+    prompt_log_probs_json,
+    ranks_in_prompt,
+    top_of_prompt,
+)
 
 TABLE = [b" Hello", b" world", b"\xf0\x9f", b"\x98\x80", b"</s>", b"Hello"]
 HIDDEN = frozenset({4})
@@ -59,3 +67,24 @@ def test_the_likeliest_of_a_prompt_are_those_of_torch(num_top: int) -> None:
     for row, top in enumerate(tops):
         assert top.token_ids == tuple(expected.indices[row].tolist())
         assert top.log_probs == pytest.approx(expected.values[row].tolist(), abs=1e-5)
+
+
+def test_ranks_of_a_prompt_count_who_is_likelier() -> None:
+    logits = (
+        np.random.default_rng(1).integers(0, 4, size=(6, 8)).astype(np.float32)
+    )  # with many that are equal
+    tensor, ids = FloatTensor(logits.shape, logits.tobytes()), [3, 1, 7, 0, 5, 5]
+    tops = top_of_prompt(tensor, ids, 8)
+    assert ranks_in_prompt(tensor, ids) == [
+        1 + top.token_ids.index(token_id) for top, token_id in zip(tops, ids[1:])
+    ]
+
+
+def test_the_prompts_own_token_comes_first() -> None:
+    tops = [TopLogProbs((0, 1), (-0.5, -1.0)), TopLogProbs((1, 0), (-0.1, -3.0))]
+    first, second, third = prompt_log_probs_json(
+        TokenNames(TABLE), [5, 2, 1], [0.0, -4.0, -0.1], tops, 2, [3, 1]
+    )
+    assert first is None and second is not None and third is not None
+    assert [(name, each["rank"]) for name, each in second.items()] == [("2", 3), ("0", 1), ("1", 2)]
+    assert [(name, each["rank"]) for name, each in third.items()] == [("1", 1), ("0", 2)]

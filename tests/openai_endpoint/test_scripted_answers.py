@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
+import openai
 import pytest
 
 from inflight.text.tokenizer import Tokenizer
@@ -18,8 +20,10 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("area", "time")]
 CALL = '<tool_call>\n{"name": "area", "arguments": {"r": 2}}\n</tool_call>'
 LLAMA = (
-    "{# <|start_header_id|> parameters #}{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ {'name': call.function.name, 'parameters': call.function.arguments} | tojson }}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -43,6 +47,8 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> tuple[dict[str, Any]
         delta = choice["delta"]
         message["content"] += delta.get("content") or ""
         message["reasoning_content"] += delta.get("reasoning_content") or ""
+        indices = [call["index"] for call in delta.get("tool_calls", ())]
+        assert len(set(indices)) == len(indices), "clients lose all but one entry of an index"
         for call in delta.get("tool_calls", ()):
             if call["index"] == len(message["tool_calls"]):
                 message["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
@@ -210,3 +216,118 @@ def test_answers_of_requests_that_name_no_length(tmp_path: Path) -> None:
         assert lengths(url, max_tokens=50) == [50, 50]
     with scripted([5] * 300, chat_template=file, default_max_tokens=1000) as url:  # no more than fit
         assert lengths(url) == [250, 256 - prompt_length]
+
+
+@pytest.mark.parametrize("answer", [f"Let me see. {CALL}\n{CALL}", f"{CALL} and on"])
+def test_a_streamed_call_is_what_clients_put_together(tmp_path: Path, answer: str) -> None:
+    with scripted(answer, chat_template=template(tmp_path, TEMPLATE)) as url:
+        whole, _ = chat(url, tools=TOOLS)
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+            client.chat.completions.stream(
+                model="demo", messages=cast(Any, MESSAGES), tools=cast(Any, TOOLS), max_tokens=100
+            ) as stream,
+        ):
+            calls = stream.get_final_completion().choices[0].message.tool_calls or []
+        wanted = whole["choices"][0]["message"]["tool_calls"]
+        assert [call.function.arguments for call in calls] == [
+            call["function"]["arguments"] for call in wanted
+        ]
+        assert [json.loads(call.function.arguments) for call in calls] == [{"r": 2}] * len(wanted)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_that_the_length_cuts_shows_nothing_of_its_marks(tmp_path: Path, choice: str) -> None:
+    length = len(Tokenizer.from_dir(DEMO).encode(CALL))
+    with scripted(CALL, chat_template=template(tmp_path, TEMPLATE)) as url:
+        for max_tokens in range(1, length):
+            whole, chunks = chat(url, tools=TOOLS, tool_choice=choice, max_tokens=max_tokens)
+            (said,) = whole["choices"]
+            assert len(said["message"]["content"] or "") <= 1 and said["finish_reason"] == "length"
+            assert len(joined(chunks)[0]["content"]) <= 1
+
+
+@pytest.mark.parametrize("answer", ["<think>hmm</think>yes", "<think>"])
+def test_an_answer_without_thinking_is_all_content(tmp_path: Path, answer: str) -> None:
+    file = template(tmp_path, THINKING + "<think>\n\n</think>\n\n")
+    for parser in ("auto", "think", "deepseek_r1"):
+        with scripted(answer, chat_template=file, reasoning_parser=parser) as url:
+            check(url, {"content": answer}, "stop")
+
+
+def test_tokens_of_thoughts_are_told(tmp_path: Path) -> None:
+    thought = "<think>what is it</think>"
+    count = len(Tokenizer.from_dir(DEMO).encode(thought))
+    with scripted(f"{thought}yes", chat_template=template(tmp_path, THINKING)) as url:
+        for body in ({}, {"n": 2}):
+            whole, chunks = chat(url, **body)
+            usage = whole["usage"]
+            assert chunks[-1]["usage"] == usage
+            told = usage["completion_tokens_details"]["reasoning_tokens"]
+            # A token may have the mark's last character and what comes behind it.
+            assert told in (count * body.get("n", 1), (count - 1) * body.get("n", 1))
+            assert told < usage["completion_tokens"]
+    with scripted("yes", chat_template=template(tmp_path, THINKING)) as url:
+        assert chat(url)[0]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_a_stop_string_waits_for_min_tokens(tmp_path: Path) -> None:
+    with scripted("one two one two one two", chat_template=template(tmp_path, TEMPLATE)) as url:
+        check(url, {"content": ""}, "stop", stop="one")
+        ids = Tokenizer.from_dir(DEMO).encode("one two")
+        check(url, {"content": "one two "}, "stop", stop="one", min_tokens=len(ids))
+        check(url, {"content": "one two one two one two"}, "stop", stop="one", min_tokens=90)
+        asked = {"prompt": "x", "stop": ["one"], "min_tokens": len(ids), "max_tokens": 50}
+        answer = httpx.post(f"{url}/v1/completions", json=asked).json()
+        assert answer["usage"]["completion_tokens"] > len(ids)
+
+
+def test_every_answer_has_an_id_and_a_fingerprint(tmp_path: Path) -> None:
+    mine = {"x-request-id": "trace 7/2"}
+    with scripted("yes", chat_template=template(tmp_path, TEMPLATE)) as url:
+        whole, chunks = chat(url)
+        completion = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, headers=mine)
+        prints = {each["system_fingerprint"] for each in (whole, *chunks, completion.json())}
+        assert len(prints) == 1 and re.fullmatch("fp_[0-9a-f]{10}", prints.pop())
+        assert completion.headers["x-request-id"] == mine["x-request-id"]
+        assert completion.json()["id"] == f"cmpl-{mine['x-request-id']}"
+        named = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "request_id": "me"}, headers=mine)
+        assert named.json()["id"] == "cmpl-me"
+        # The third fails: this engine cannot list adapters.
+        for path in ("/v1/nothing", "/health", "/v1/models"):
+            assert httpx.get(url + path, headers=mine).headers["x-request-id"] == mine["x-request-id"]
+            assert len(httpx.get(url + path).headers["x-request-id"]) == 32
+        for bad in ("x" * 257, b"\xe9"):
+            refused = httpx.get(f"{url}/v1/models", headers={"x-request-id": bad})
+            assert refused.status_code == 400 and "X-Request-Id" in refused.json()["error"]["message"]
+            assert len(refused.headers["x-request-id"]) == 32
+    with scripted("yes", api_keys=("key",)) as url:
+        assert "x-request-id" in httpx.get(f"{url}/v1/models").headers
+
+
+def test_a_role_that_the_template_does_not_know_is_refused(tmp_path: Path) -> None:
+    rule = {"role": "wizard", "content": "SECRET RULE"}
+    for source in (
+        TEMPLATE,
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
+    ):
+        with scripted("yes", chat_template=template(tmp_path, source)) as url:
+            for route in ("v1/chat/completions", "tokenize"):
+                answer = httpx.post(f"{url}/{route}", json={"messages": [*MESSAGES, rule, *MESSAGES]})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, "messages")
+                assert "messages[1].role is 'wizard'" in error["message"]
+
+
+def test_calls_that_nobody_reads_are_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "<function={{ call.function.name }}>{% endfor %}{% endfor %}"
+    )
+    with scripted("yes", chat_template=template(tmp_path, source)) as url:
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": MESSAGES, "tools": TOOLS})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, "tools", "unsupported_parameter")
+        assert "<function=" in error["message"] and "--tool-call-parser" in error["message"]
+        check(url, {"content": "yes"}, "stop", tools=TOOLS, tool_choice="none")
+    assert "<function=" in caplog.text and "--tool-call-parser" in caplog.text

@@ -358,3 +358,40 @@ def test_special_tokens_are_shown_where_they_are_not_skipped(lead: bool) -> None
     prompt, ids = spelled(name, "the", SPECIAL_ID), spelled(name, " dog", SPECIAL_ID)
     text = CompletionText(tokenizer(name), prompt, lead=lead, skip_special_tokens=False)
     assert only_text(text, make_result(ids, FinishReason.LENGTH)) == ("the</s>" if lead else "") + " dog</s>"
+
+
+# -------------------------------------------------------------------- stop strings that are held back
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("min_tokens", "shown", "kept"),
+    [
+        (0, "xy", 4),
+        (3, "xy", 4),  # complete with the fourth token
+        (4, "xyabx", 7),
+        (6, "xyabx", 7),
+        (7, "xyabxaba", 10),
+        (9, "xyabxaba", 10),
+        (10, "xyabxabaabz", 11),
+        (99, "xyabxabaabz", 11),
+    ],
+)
+def test_a_stop_string_ends_nothing_before_min_tokens(
+    min_tokens: int, shown: str, kept: int, size: int
+) -> None:
+    """One that begins before them and is complete behind them counts; tokens of this tokenizer are letters."""
+    text = CompletionText(
+        letter_tokenizer(), ids_of("ab"), None, False, StopStrings(("ab",)), min_tokens=min_tokens
+    )
+    ids, said, count = ids_of("xyabxabaabz"), "", 0
+    for start in range(0, len(ids), size):
+        part = ids[start : start + size]
+        is_last = start + size >= len(ids)
+        (delta,) = text.add(
+            make_result(
+                part, FinishReason.LENGTH if is_last else FinishReason.NOT_FINISHED, is_sequence_final=is_last
+            )
+        )
+        said, count = said + delta.text, count + delta.num_kept_tokens
+    assert (said, count) == (shown, kept)

@@ -19,9 +19,19 @@ from typing import Literal
 from inflight.adapters.lora_rows import CheckedAdapter
 from inflight.adapters.waiting_weights import WaitingWeights
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, LoraRequest, StoredAdapter
-from inflight.errors import InflightError, InvalidArgument, NotFound, RequestError, StepFailed, Unavailable
+from inflight.errors import (
+    InflightError,
+    InvalidArgument,
+    NotFound,
+    RequestError,
+    StepFailed,
+    Unavailable,
+)
 
 _log = logging.getLogger(__name__)
+
+_MOST_PROBLEMS = 4096
+"""Of how many adapters it is remembered why they cannot be used."""
 
 _State = Literal["loading", "idle", "in use", "unloading"]
 
@@ -119,6 +129,9 @@ class HostAdapterCache:
         self._stored: list[StoredAdapter] = []
         self._events: dict[int, AdapterEvent] = {}  # by request id
         self._dropped: list[int] = []
+        self._problems: dict[
+            str, str
+        ] = {}  # by name: why the folder could not be read when that was last tried
         self._is_closed = False
         self._jobs: queue.SimpleQueue[LoraRequest | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="adapter-cache", daemon=True)
@@ -176,6 +189,11 @@ class HostAdapterCache:
                 for key, load in self._loads.items()
             ]
         return (*stored, *loading)
+
+    def problems(self) -> dict[str, str]:
+        """By name, why those adapters cannot be used whose folders were tried and refused."""
+        with self._lock:
+            return dict(self._problems)
 
     def load(self, name: str) -> Future[AdapterInfo]:
         """Store a named adapter before a request wants it.
@@ -329,8 +347,11 @@ class HostAdapterCache:
                     del self._waiting[each]
                     self._use(each, entry)
                 del self._loads[key]
+                self._problems.pop(key.name, None)
                 load.done.set_result(entry.info)
                 return True
+        if key.name and request_id is None:
+            self._note_problem(key.name, found)
         if request_id is not None:
             failed = [request_id] if request_id in load.waiting else []
         else:
@@ -343,6 +364,17 @@ class HostAdapterCache:
             load.done.set_exception(found)
             return True
         return False
+
+    def _note_problem(self, name: str, error: RequestError) -> None:
+        """Remember why a folder cannot be used, until it is read again; not if it is gone, or memory is short."""
+        was = self._problems.pop(name, "")
+        if isinstance(error, NotFound | Unavailable):
+            return
+        if was != str(error):
+            _log.warning("the LoRA adapter %s is refused: %s", name, error)
+        self._problems[name] = str(error)
+        if len(self._problems) > _MOST_PROBLEMS:
+            del self._problems[next(iter(self._problems))]
 
     def _give_up(self, key: LoraRequest, error: RequestError) -> None:
         load = self._loads.pop(key, None)

@@ -48,7 +48,11 @@ class AdapterCommands:
             )
             for each in self.cache.list_adapters()
         ]
-        return kept + [AdapterState(name, None, folder, is_loaded=False) for name, folder in folders.items()]
+        problems = self.cache.problems()
+        return kept + [
+            AdapterState(name, None, folder, is_loaded=False, problem=problems.get(name, ""))
+            for name, folder in folders.items()
+        ]
 
     def load(self, name: str, path: str, timeout_s: float) -> None:
         """As `Adapters.load`."""

@@ -354,5 +354,7 @@ def _check_text(tokenizer_dir: str, folder: Path) -> Iterator[Finding]:
             "scripts/serve --chat-template FILE",
         )
         return
-    tools = f"tool calls as {template.style}" if template.style else "no tool calls"
-    yield green("chat template", tools)
+    if template.takes_tools and not template.style:
+        yield yellow("chat template", template.unknown_calls(), "scripts/serve --tool-call-parser NAME")
+        return
+    yield green("chat template", f"tool calls as {template.style}" if template.style else "no tool calls")

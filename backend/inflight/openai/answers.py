@@ -16,7 +16,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.errors import Cancelled, InvalidArgument, Unsupported
 from inflight.openai.engine_session import OutputStream
 from inflight.openai.errors import in_fields
-from inflight.openai.log_probs import top_of_prompt
+from inflight.openai.log_probs import ranks_in_prompt, top_of_prompt
 from inflight.openai.protocol import SamplingBody
 from inflight.openai.sampling import Asked
 from inflight.serving.completion_text import new_tokens
@@ -44,6 +44,8 @@ class Piece:
         top_log_probs: Beside each token; None if they are not wanted.
         prompt_log_probs: Of each prompt token, the first 0.0; with the choice's first piece.
         prompt_tops: The likeliest tokens beside each prompt token but the first; with the choice's first piece.
+        prompt_ranks: How many tokens were at least as likely as each prompt token but the first, itself included;
+            with the choice's first piece, empty where it is not asked for or not known.
         is_first: Whether this is the choice's first piece.
     """
 
@@ -56,6 +58,7 @@ class Piece:
     top_log_probs: tuple[TopLogProbs, ...] | None = None
     prompt_log_probs: tuple[float, ...] | None = None
     prompt_tops: Sequence[TopLogProbs] = ()
+    prompt_ranks: Sequence[int] = ()
     is_first: bool = False
 
     def says_something(self, with_ids: bool) -> bool:
@@ -87,7 +90,8 @@ class Piece:
             else tuple(chain.from_iterable(piece.top_log_probs or () for piece in pieces)),
             first.prompt_log_probs,
             first.prompt_tops,
-            True,
+            first.prompt_ranks,
+            is_first=True,
         )
 
 
@@ -98,6 +102,7 @@ class Usage:
         prompt_tokens: Of all prompts, each counted once.
         completion_tokens: Generated, of all choices.
         cached_tokens: Of the prompts, what was found in the KV cache, in whole blocks.
+        reasoning_tokens: Of completion_tokens, those that the model has thought with; None where it is not said.
     """
 
     def __init__(self, prompts: Sequence[Prompt], tokens_per_block: int) -> None:
@@ -106,6 +111,7 @@ class Usage:
         self._cached = [0] * len(prompts)
         self.prompt_tokens = sum(self._prompt_lengths)
         self.completion_tokens = 0
+        self.reasoning_tokens: int | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -128,12 +134,15 @@ class Usage:
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's object."""
-        return {
+        told: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            told["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return told
 
 
 class Pieces:
@@ -156,20 +165,25 @@ class Pieces:
             async for outputs in stream:
                 pieces: list[Piece] = []
                 for output in outputs:
-                    pieces += self._of_output(output, await self._prompt_tops(output))
+                    pieces += self._of_output(output, *await self._of_prompt(output))
                 if pieces:
                     yield pieces
         except (InvalidArgument, Unsupported) as error:
             raise in_fields(error, self._asked.fields) from None
 
-    async def _prompt_tops(self, output: Output) -> Sequence[TopLogProbs]:
+    async def _of_prompt(self, output: Output) -> tuple[Sequence[TopLogProbs], Sequence[int]]:
+        """The likeliest tokens beside those of the prompt, and the ranks of these; empty where nobody asks."""
         logits, num_top = output.result.context_logits, self._asked.num_prompt_top
-        if logits is None or not num_top:
-            return ()
+        if logits is None:
+            return (), ()
         ids = output.prompt.request.input_token_ids
-        return await asyncio.to_thread(top_of_prompt, logits, ids, num_top)
+        tops = await asyncio.to_thread(top_of_prompt, logits, ids, num_top) if num_top else ()
+        tells_ranks = self._asked.body.prompt_logprobs is not None
+        return tops, await asyncio.to_thread(ranks_in_prompt, logits, ids) if tells_ranks else ()
 
-    def _of_output(self, output: Output, prompt_tops: Sequence[TopLogProbs]) -> list[Piece]:
+    def _of_output(
+        self, output: Output, prompt_tops: Sequence[TopLogProbs], prompt_ranks: Sequence[int]
+    ) -> list[Piece]:
         result, texts = output.result, output.texts or ()
         self._usage.add(output.batch_index, result)
         first = output.batch_index * self._asked.body.n + result.sequence_index
@@ -178,7 +192,7 @@ class Pieces:
             if first + row not in self._ended:
                 text = texts[row] if texts else ""
                 pieces.append(self._piece(first + row, row, text, ids, output))
-                pieces[-1].prompt_tops = prompt_tops
+                pieces[-1].prompt_tops, pieces[-1].prompt_ranks = prompt_tops, prompt_ranks
         return pieces
 
     def _piece(self, index: int, row: int, text: str, ids: tuple[int, ...], output: Output) -> Piece:

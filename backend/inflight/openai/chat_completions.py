@@ -20,7 +20,7 @@ from inflight.openai.protocol import ChatBody
 from inflight.openai.sampling import Asked, choose_seed
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer, event
-from inflight.serving.chat.reasoning import reasoning_stream
+from inflight.serving.chat.reasoning import ReasoningTokens, reasoning_stream
 from inflight.serving.chat.tool_calls import ChatDelta, ToolCallDelta, tool_call_stream
 from inflight.serving.chat.tool_styles import needs_special_tokens
 
@@ -34,7 +34,7 @@ async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], r
     adapter = await context.adapter_of(body.model)
     plan, prompt = await context.session.compute(partial(_prepare, context.model, body, adapter))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    writer = _Writer(body, plan, prompt, Envelope.of("chatcmpl", kind, plan))
+    writer = _Writer(body, plan, prompt, Envelope.of("chatcmpl", kind, plan, request))
     if body.stream:
         return await answer_stream(context, request, plan, writer.events)
     pieces = await answer_whole(context, request, plan)
@@ -64,7 +64,7 @@ def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[Plan, C
         skip_special_tokens=body.skip_special_tokens
         and not needs_special_tokens(model.tokenizer(), chat.tool_parser, chat.reasoning_parser),
     )
-    ids = model.encode([chat.text], body.add_special_tokens)
+    ids = model.encode([chat.text], body.add_special_tokens, "messages")
     return make_plan(model, asked, [chat.text], ids), chat
 
 
@@ -82,18 +82,20 @@ class _Message:
         self._tools = tool_call_stream(prompt.tool_parser, prompt.is_forced)
         self.has_called = False
 
-    def add(self, text: str, is_last: bool) -> tuple[str, ChatDelta]:
-        """Go on with its text; returns reasoning, and the rest."""
+    def add(self, text: str, finish_reason: str | None) -> tuple[str, ChatDelta]:
+        """Go on with its text; returns reasoning, and the rest.
+
+        Args:
+            text: What comes.
+            finish_reason: Why it ends with that; None while it goes on.
+        """
         reasoning, content = self._reasoning.add(text)
         delta = self._tools.add(content)
-        if is_last:
-            more_reasoning, more_content = self._reasoning.finish()
-            behind, end = self._tools.add(more_content), self._tools.finish()
+        if finish_reason is not None:
+            is_cut = finish_reason == "length"
+            more_reasoning, more_content = self._reasoning.finish(is_cut)
             reasoning += more_reasoning
-            delta = ChatDelta(
-                delta.content + behind.content + end.content,
-                (*delta.tool_calls, *behind.tool_calls, *end.tool_calls),
-            )
+            delta = ChatDelta.joined((delta, self._tools.add(more_content), self._tools.finish(is_cut)))
         self.has_called |= bool(delta.tool_calls)
         if self._only_one:
             first = tuple(call for call in delta.tool_calls if call.index == 0)
@@ -110,10 +112,13 @@ class _Writer:
         self._prompt = prompt
         self._envelope = envelope
         self._messages: dict[int, _Message] = {}
+        self._thoughts: dict[int, ReasoningTokens] = {}
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         """The whole answer."""
         body, plan = self._body, self._plan
+        for piece in pieces:
+            self._count_thoughts(piece)
         more: dict[str, Any] = {"usage": plan.usage.as_json()}
         if body.prompt_logprobs is not None and plan.names is not None:
             first = pieces[0]
@@ -123,6 +128,7 @@ class _Writer:
                 first.prompt_log_probs or (),
                 first.prompt_tops,
                 body.prompt_logprobs,
+                first.prompt_ranks,
             )
         if body.return_token_ids:
             more["prompt_token_ids"] = plan.prompt_ids(0)
@@ -133,6 +139,9 @@ class _Writer:
         body, usage, around = self._body, self._plan.usage, self._envelope.around
         prompt_ids = {"prompt_token_ids": self._plan.prompt_ids(0)} if body.return_token_ids else {}
         async for some in pieces:
+            if body.includes_usage:
+                for piece in some:
+                    self._count_thoughts(piece)
             of_chunk = usage.of_chunk(body)
             told: list[bytes] = []
             for choice in filter(None, map(self._chunk, some)):
@@ -148,8 +157,8 @@ class _Writer:
         message: dict[str, Any] = {"role": "assistant", "content": said.pop("content", None), **said}
         if message["content"] is None and not said.get("tool_calls"):
             message["content"] = ""
-        if "tool_calls" in message:
-            message["tool_calls"] = _joined_calls(message["tool_calls"])
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # which only parts of a call have
         return self._around("message", message, piece)
 
     def _chunk(self, piece: Piece) -> dict[str, Any] | None:
@@ -174,6 +183,15 @@ class _Writer:
             choice["token_ids"] = piece.token_ids
         return choice
 
+    def _count_thoughts(self, piece: Piece) -> None:
+        prompt = self._prompt
+        thoughts = self._thoughts.get(piece.index)
+        if thoughts is None:
+            stream = reasoning_stream(prompt.reasoning_parser, prompt.starts_inside)
+            thoughts = self._thoughts[piece.index] = ReasoningTokens(stream, prompt.token_bytes)
+        thoughts.add(piece.token_ids)
+        self._plan.usage.reasoning_tokens = sum(each.count for each in self._thoughts.values())
+
     def _said(self, piece: Piece) -> dict[str, Any]:
         """What the piece's text adds to the message, by OpenAI's names; nothing that is empty."""
         message = self._messages.get(piece.index)
@@ -181,7 +199,7 @@ class _Writer:
             message = self._messages[piece.index] = _Message(
                 self._prompt, only_one=not self._body.parallel_tool_calls
             )
-        reasoning, delta = message.add(piece.text, piece.finish_reason is not None)
+        reasoning, delta = message.add(piece.text, piece.finish_reason)
         said: dict[str, Any] = {}
         if reasoning and self._body.include_reasoning:
             # vLLM's name, and the one that it had until 0.10 and others still have.
@@ -191,18 +209,6 @@ class _Writer:
         if delta.tool_calls:
             said["tool_calls"] = [_call(each) for each in delta.tool_calls]
         return said
-
-
-def _joined_calls(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Whole tool calls, from what a stream would have said of them."""
-    calls: dict[int, dict[str, Any]] = {}
-    for part in parts:
-        index = part.pop("index")
-        if index in calls:
-            calls[index]["function"]["arguments"] += part["function"]["arguments"]
-        else:
-            calls[index] = part
-    return list(calls.values())
 
 
 def _call(delta: ToolCallDelta) -> dict[str, Any]:

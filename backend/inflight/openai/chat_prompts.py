@@ -6,15 +6,22 @@ Owns which parsers and which guide a body gets. The template, the parsers and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from inflight.core.request.guide import Guide
-from inflight.openai.errors import ApiError, invalid, unsupported
+from inflight.openai.errors import invalid, unsupported
 from inflight.openai.guides import read_guide
 from inflight.openai.protocol import ChatBody
 from inflight.openai.serving_model import ServingModel
-from inflight.serving.chat.reasoning import THINK_BEGIN, THINK_END, opens_reasoning, starts_inside
+from inflight.serving.chat.reasoning import (
+    THINK_BEGIN,
+    THINK_END,
+    ends_reasoning,
+    opens_reasoning,
+    starts_inside,
+)
 from inflight.serving.chat.template import ChatTemplate
 from inflight.serving.chat.tool_guides import forced_prefix, read_tool_choice, tool_guide
 
@@ -33,6 +40,7 @@ class ChatPrompt:
         is_forced: Whether it has to be tool calls.
         reasoning_parser: What finds its reasoning; "": it is told as content.
         starts_inside: Whether the prompt has opened the reasoning.
+        token_bytes: By id, what each token adds to a text; empty where no reasoning is looked for.
     """
 
     text: str
@@ -41,6 +49,7 @@ class ChatPrompt:
     is_forced: bool
     reasoning_parser: str
     starts_inside: bool
+    token_bytes: Sequence[bytes]
 
 
 def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
@@ -64,18 +73,19 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
     elif choice.mode == "none":
         tool_parser = ""
     elif not tool_parser and model.options.tool_call_parser == "auto":
-        raise ApiError(
-            "tools: it is not known how this model writes tool calls: start the server with --tool-call-parser, "
-            'or send tool_choice "required" or "none"',
-            400,
+        raise unsupported(
             "tools",
-            "unsupported_parameter",
+            f"tools: {template.unknown_calls()}: start the server with --tool-call-parser, or send tool_choice "
+            '"required" or "none"',
         )
     if not choice.is_forced and guide is not None and is_inside:
         # A guide is for all that is generated, so what the model thinks has to end before.
         begin = "" if opens_reasoning(text, final) else THINK_BEGIN
         text, is_inside = f"{text.rstrip()}{begin}\n\n{THINK_END}\n\n", False
-    return ChatPrompt(text, guide, tool_parser, choice.is_forced, reasoning_parser, is_inside)
+    if ends_reasoning(text, final):
+        reasoning_parser = ""
+    token_bytes = model.token_bytes if reasoning_parser else ()
+    return ChatPrompt(text, guide, tool_parser, choice.is_forced, reasoning_parser, is_inside, token_bytes)
 
 
 def render_messages(template: ChatTemplate, body: Any) -> str:

@@ -36,7 +36,7 @@ async def create_completion(
     context = context_of(request)
     adapter = await context.adapter_of(body.model)
     plan = await context.session.compute(partial(_prepare, context.model, body, adapter))
-    envelope = Envelope.of("cmpl", "text_completion", plan)
+    envelope = Envelope.of("cmpl", "text_completion", plan, request)
     writer = _Writer(body, plan, envelope)
     if body.stream:
         return await answer_stream(context, request, plan, writer.events)
@@ -119,7 +119,12 @@ class _Writer:
             if body.prompt_logprobs is not None and piece.prompt_log_probs is not None:
                 ids = self._plan.prompt_ids(piece.batch_index)
                 choice["prompt_logprobs"] = prompt_log_probs_json(
-                    names, ids, piece.prompt_log_probs, piece.prompt_tops, body.prompt_logprobs
+                    names,
+                    ids,
+                    piece.prompt_log_probs,
+                    piece.prompt_tops,
+                    body.prompt_logprobs,
+                    piece.prompt_ranks,
                 )
         if body.return_token_ids:
             choice["token_ids"] = piece.token_ids

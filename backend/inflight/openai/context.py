@@ -6,7 +6,6 @@ Knows no route's JSON. The event loop, but for what `EngineSession` runs on othe
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from starlette.responses import Response
 from inflight.openai.answers import Piece, Pieces
 from inflight.openai.engine_session import EngineSession
 from inflight.openai.planning import Plan
+from inflight.openai.request_ids import request_id_of
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import EventStream, Watcher, peeked
 
@@ -46,18 +46,20 @@ class Envelope:
     object: str
     created: int
     model: str
+    system_fingerprint: str
 
     @classmethod
-    def of(cls, prefix: str, kind: str, plan: Plan) -> Envelope:
+    def of(cls, prefix: str, kind: str, plan: Plan, request: Request) -> Envelope:
         """A new one.
 
         Args:
             prefix: Of its id.
             kind: What OpenAI calls the object.
             plan: Whose answer it is.
+            request: The HTTP request, whose id the answer has unless the body names another.
         """
-        name = plan.asked.body.request_id or uuid.uuid4().hex
-        return cls(f"{prefix}-{name}", kind, int(time.time()), plan.model_name)
+        name = plan.asked.body.request_id or request_id_of(request)
+        return cls(f"{prefix}-{name}", kind, int(time.time()), plan.model_name, plan.fingerprint)
 
     def around(self, choices: Sequence[object], **more: object) -> dict[str, object]:
         """The whole object."""
@@ -66,6 +68,7 @@ class Envelope:
             "object": self.object,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
             "choices": choices,
             **more,
         }

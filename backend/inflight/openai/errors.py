@@ -78,6 +78,16 @@ _FIELD = re.compile(
 _TENSORS = re.compile(rf"\b({'|'.join(_FIELD_OF_TENSOR)})\b")
 
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code for a prompt that is too long, by which clients know that they have to shorten it."""
+
+# What the messages say that are about this; some come from an engine elsewhere, and are nothing but text.
+_TOO_LONG = re.compile(
+    "this server takes prompts of at most|fit in the model's sequence length|tokens of KV cache; it holds|"
+    r"make a prompt of more than \d+ characters"
+)
+
+
 class ApiError(InflightError):
     """An error of this protocol alone.
 
@@ -117,6 +127,10 @@ def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = 
     begins_with = _FIELD.match(message)
     param = begins_with[0] if begins_with else fields[first[0]] if first else None
     code = "unsupported_parameter" if isinstance(error, Unsupported) else "invalid_value"
+    if param is None and message.startswith("LoRA adapter "):
+        param = "model"
+    if _TOO_LONG.search(message):
+        code = CONTEXT_LENGTH_EXCEEDED
     return ApiError(message, 400, param, code)
 
 

@@ -21,6 +21,8 @@ _FORMAT_FIELDS = {
     "structural_tag": {"type", "structures", "triggers", "sequence"},
 }
 """By type, what a response_format may have."""
+_MOST_ALTERNATIVES = 1000
+"""Of one rule of a grammar; llguidance takes 2000."""
 _SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 _FORMATS = "text, json_object, json_schema, regex, grammar or structural_tag"
 
@@ -155,7 +157,16 @@ def _choice(name: str, choices: Sequence[str]) -> Guide:
             name,
             f"{name} must have texts to choose from, none of them empty, got {_shown(list(choices[:9]))}",
         )
-    return Guide(GuideType.EBNF_GRAMMAR, f"root ::= {' | '.join(map(_quoted, choices))}")
+    rules: list[str] = []
+    alternatives = [_quoted(choice) for choice in choices]
+    while len(alternatives) > _MOST_ALTERNATIVES:
+        parts = [
+            alternatives[start : start + _MOST_ALTERNATIVES]
+            for start in range(0, len(alternatives), _MOST_ALTERNATIVES)
+        ]
+        alternatives = [f"part{len(rules) + number}" for number in range(len(parts))]
+        rules += [f"{part} ::= {' | '.join(texts)}" for part, texts in zip(alternatives, parts)]
+    return Guide(GuideType.EBNF_GRAMMAR, "\n".join([f"root ::= {' | '.join(alternatives)}", *rules]))
 
 
 def _quoted(text: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import TopLogProbs
@@ -141,7 +142,7 @@ def top_of_prompt(logits: FloatTensor, ids: Sequence[int], num_top: int) -> list
         ids: The prompt.
         num_top: How many.
     """
-    rows = np.frombuffer(logits.data, np.float32).reshape(logits.shape)
+    rows = _rows(logits)
     tops: list[TopLogProbs] = []
     for row in rows[: len(ids) - 1]:
         count = min(num_top, len(row))
@@ -153,21 +154,34 @@ def top_of_prompt(logits: FloatTensor, ids: Sequence[int], num_top: int) -> list
     return tops
 
 
+def ranks_in_prompt(logits: FloatTensor, ids: Sequence[int]) -> list[int]:
+    """The rank of each prompt token but the first in its place, 1 for the likeliest; arguments as above."""
+    ranks: list[int] = []
+    for row, token_id in zip(_rows(logits), ids[1:]):
+        better = np.count_nonzero(row > row[token_id]) + np.count_nonzero(row[:token_id] == row[token_id])
+        ranks.append(int(better) + 1)
+    return ranks
+
+
+def _rows(logits: FloatTensor) -> NDArray[np.float32]:
+    return np.frombuffer(logits.data, np.float32).reshape(logits.shape)
+
+
 def prompt_log_probs_json(
     names: TokenNames,
     ids: Sequence[int],
     log_probs: Sequence[float],
     tops: Sequence[TopLogProbs],
     num_top: int,
+    ranks: Sequence[int],
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: null for the first token, then by token id, the likeliest with their ranks."""
+    """vLLM's `prompt_logprobs`: null for the first token, then by id the prompt's token and the likeliest."""
     told: list[dict[str, Any] | None] = [None]
     for place, (token_id, value) in enumerate(zip(ids[1:], log_probs[1:])):
         top = tops[place] if tops else TopLogProbs((), ())
-        entries: dict[str, Any] = {}
+        entries = {str(token_id): _ranked(names, token_id, value, ranks[place] if ranks else None)}
         for rank, (other, other_value) in enumerate(zip(top.token_ids[:num_top], top.log_probs), 1):
-            entries[str(other)] = _ranked(names, other, other_value, rank)
-        entries.setdefault(str(token_id), _ranked(names, token_id, value, None))
+            entries.setdefault(str(other), _ranked(names, other, other_value, rank))
         told.append(entries)
     return told
 

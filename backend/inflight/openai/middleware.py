@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from inflight.openai.errors import error_body
+from inflight.openai.request_ids import RequestIds
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -33,13 +34,15 @@ def add_middleware(app: FastAPI, options: OpenAiOptions) -> None:
     app.add_middleware(HeadAsGet)
     if options.api_keys:
         app.add_middleware(ApiKeys, keys=options.api_keys)
-    if options.cors_origins:  # outermost, so that a browser can also read refusals
+    if options.cors_origins:  # outside of these, so that a browser can also read refusals
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
             allow_methods=["GET", "POST", "OPTIONS"],
             allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
         )
+    app.add_middleware(RequestIds)
 
 
 class ApiKeys:

@@ -47,4 +47,5 @@ def _models(model: ServingModel) -> list[dict[str, Any]]:
         }
 
     own = [entry(name, base, None) for name in model.names]
-    return own + [entry(name, name, base) for name in model.adapter_names()]
+    usable = (state for state in model.adapters() if not state.problem)
+    return own + [entry(state.name, state.path or state.name, base) for state in usable]

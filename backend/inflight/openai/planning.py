@@ -26,6 +26,7 @@ class Plan:
         prompts: For the engine, each with what makes its texts.
         usage: Counts its tokens.
         model_name: What the answer says.
+        fingerprint: Of what serves it, for the answer.
         names: What tokens are called; None where none are named.
         hidden_ids: Tokens that are no part of a text.
     """
@@ -34,6 +35,7 @@ class Plan:
     prompts: Sequence[tuple[Prompt, NewText]]
     usage: Usage
     model_name: str
+    fingerprint: str
     names: TokenNames | None
     hidden_ids: frozenset[int]
 
@@ -80,6 +82,7 @@ def make_plan(
         prompts,
         Usage([prompt for prompt, _ in prompts], description.limits.tokens_per_block),
         body.model or model.names[0],
+        model.fingerprint,
         TokenNames(model.token_bytes, body.return_tokens_as_token_ids) if tells_tokens else None,
         tokenizer.special_ids if asked.skip_special_tokens else frozenset(),
     )

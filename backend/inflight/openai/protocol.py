@@ -109,15 +109,12 @@ class StructuredOutputs(Body):
     disable_any_whitespace: bool = False
 
 
-_STORED = "this server keeps no completions"
 _COMMON_NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "include_stop_str_in_output": ((False,), "texts end before their stop string; add it where it is needed"),
     "spaces_between_special_tokens": ((True,), "special tokens are decoded with the text around them"),
     "logits_processors": (([],), "functions come with the server; name one in logits_post_processor_name"),
     "kv_transfer_params": ((), "prefill and decode run in one engine here"),
     "detokenize": ((True,), "answers are text; ids come beside it with return_token_ids"),
-    "store": ((False,), _STORED),
-    "metadata": (({},), f"it belongs to stored completions, and {_STORED}"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
 
@@ -134,6 +131,8 @@ class SamplingBody(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     request_id: str | None = Field(None, max_length=MAX_ID_LENGTH)
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
 
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -256,7 +255,6 @@ class ChatBody(SamplingBody):
         "modalities": ((["text"],), "this server generates text alone"),
         "prediction": ((), "send prompt_lookup_num_tokens to have what the prompt says guessed"),
         "web_search_options": ((), "this server searches nothing; send tools, and search yourself"),
-        "verbosity": (("medium",), "say it in a message"),
         "echo": ((False,), "messages are not repeated; continue_final_message goes on with the last one"),
         "chat_template": ((), "the template is the server's: start it with --chat-template FILE"),
         "documents": (([],), "put them into a message, or into chat_template_kwargs"),
@@ -273,6 +271,7 @@ class ChatBody(SamplingBody):
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=_MAX_VARIABLES)
     reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     include_reasoning: bool = True
 
 

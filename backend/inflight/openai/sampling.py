@@ -16,7 +16,7 @@ from inflight.core.request.guide import Guide
 from inflight.core.request.request import EngineDescription, ModelLimits, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.openai.errors import ApiError, in_fields, invalid, unsupported
+from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid, unsupported
 from inflight.openai.protocol import MAX_INT32, ChatBody, SamplingBody
 from inflight.serving.reply import Prompt, ReplyOptions
 from inflight.serving.text_encoder import TextEncoder, check_words
@@ -98,7 +98,7 @@ def make_prompt(
         end_ids=_end_ids(body, description),
         sampling=read_sampling(body, asked.seed),
         output=_output(asked, len(ids), limits),
-        stop_words=tuple(w for text in stop_strings for w in encoder.spellings(text)) if uses_beams else (),
+        stop_words=_stop_words(body, encoder) if uses_beams else (),
         bad_words=tuple(word for text in body.bad_words if text for word in encoder.spellings(text)),
         prompt_lookup_num_tokens=body.prompt_lookup_num_tokens,
         logits_post_processor_name=body.logits_post_processor_name,
@@ -120,9 +120,17 @@ def make_prompt(
             prompt_text=text,
             include_prompt=asked.echo,
             stop_strings=stop_strings,
+            min_tokens=body.min_tokens,
             vocab_size=limits.vocab_size,
         ),
     )
+
+
+def _stop_words(body: SamplingBody, encoder: TextEncoder) -> tuple[tuple[int, ...], ...]:
+    """What ends a beam in the engine, which does not hold stop words back: not where the body wants that."""
+    if body.min_tokens:
+        return ()
+    return tuple(word for text in body.stop_strings for word in encoder.spellings(text))
 
 
 def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
@@ -190,8 +198,8 @@ def _max_new_tokens(asked: Asked, prompt_length: int, limits: ModelLimits) -> in
             f"{limits.max_input_length}; the KV cache has room for {limits.num_blocks * limits.tokens_per_block}. "
             f"The request has {prompt_length} in the prompt{completion}: at most {max(room, 0)} can be generated",
             400,
-            "max_tokens" if wanted and room > 0 else "prompt",
-            "context_length_exceeded",
+            "max_tokens" if wanted and room > 0 else asked.fields["input_ids"],
+            CONTEXT_LENGTH_EXCEEDED,
         )
     most = min(room, asked.default_max_tokens or room) if wanted is None else max(wanted, 1)
     if body.min_tokens > most:
@@ -207,21 +215,22 @@ def _end_ids(body: SamplingBody, description: EngineDescription) -> tuple[int, .
 
 def _output(asked: Asked, prompt_length: int, limits: ModelLimits) -> OutputConfig:
     top, prompt_top = asked.num_top, asked.num_prompt_top
-    if prompt_top:
-        num_bytes = 4 * prompt_length * limits.vocab_size
-        if num_bytes > MAX_CONTEXT_LOGITS_BYTES:
-            name = "prompt_logprobs" if asked.body.prompt_logprobs else "logprobs"
-            raise unsupported(
-                name,
-                f"{name} is {prompt_top}: the likeliest tokens beside {prompt_length} prompt tokens take "
-                f"{num_bytes >> 20} MiB of logits, more than {MAX_CONTEXT_LOGITS_BYTES >> 20}; 0 needs none",
-            )
+    num_bytes = 4 * prompt_length * limits.vocab_size
+    fits = num_bytes <= MAX_CONTEXT_LOGITS_BYTES
+    if prompt_top and not fits:
+        name = "prompt_logprobs" if asked.body.prompt_logprobs else "logprobs"
+        raise unsupported(
+            name,
+            f"{name} is {prompt_top}: the likeliest tokens beside {prompt_length} prompt tokens take "
+            f"{num_bytes >> 20} MiB of logits, more than {MAX_CONTEXT_LOGITS_BYTES >> 20}; 0 needs none",
+        )
     return OutputConfig(
         exclude_input_from_output=True,
         return_log_probs=top is not None,
         num_top_log_probs=top or 0,
         return_prompt_log_probs=prompt_top is not None,
-        return_context_logits=bool(prompt_top),
+        # The ranks of the prompt's own tokens are told where that is possible.
+        return_context_logits=bool(prompt_top) or (asked.body.prompt_logprobs is not None and fits),
         # Nobody reads it of other streams, where it would come with every token.
         return_perf_metrics=asked.body.includes_usage,
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -16,20 +15,40 @@ from inflight.errors import InflightError, Unavailable
 from inflight.openai.context import context_of
 from inflight.openai.errors import ApiError
 from inflight.openai.metric_aliases import vllm_aliases
-from inflight.openai.serving_model import ServingModel
+from inflight.openai.serving_model import ServingModel, package_version
 
 router = APIRouter()
 _METRICS_TIMEOUT_S = 5.0
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Whatever http_proxy says: tritonserver is on this machine or beside it, and no proxy finds it there."""
+_TEXT_ALONE = "this server generates text alone"
+_RANKS = "this server generates text and ranks nothing"
+_NO_FILES = "this server keeps no files and runs no batches: send each request by itself"
+_NO_AGENTS = (
+    "this server keeps no conversations, assistants or stores: send the messages to /v1/chat/completions"
+)
+_NO_TRAINING = "this server trains and evaluates nothing"
+_ADAPTERS = "adapters are loaded by their first request, or by Triton's tensor lora_command"
 _NOT_SERVED = {
     "/v1/embeddings": "this server generates text and computes no embeddings",
     "/v1/responses": "this server has no responses API: send the messages to /v1/chat/completions",
-    "/v1/audio/{path:path}": "this server generates text alone",
-    "/v1/images/{path:path}": "this server generates text alone",
+    "/v1/messages": "this server has no messages API: send the messages to /v1/chat/completions",
+    **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ALONE),
     "/v1/moderations": "this server moderates nothing",
-    "/v1/rerank": "this server generates text and ranks nothing",
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify"), _RANKS),
+    "/pooling": "this server generates text and computes no embeddings",
+    **dict.fromkeys(("/v1/files", "/v1/uploads", "/v1/batches", "/v1/containers"), _NO_FILES),
+    **dict.fromkeys(
+        ("/v1/assistants", "/v1/threads", "/v1/conversations", "/v1/vector_stores", "/v1/chatkit"), _NO_AGENTS
+    ),
+    **dict.fromkeys(("/v1/fine_tuning", "/v1/evals"), _NO_TRAINING),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
+    **dict.fromkeys(
+        ("/v1/chat/completions/render", "/v1/completions/render"),
+        "this server renders no prompts for others: /tokenize tells the token ids of messages",
+    ),
 }
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
 @router.get("/health")
@@ -43,10 +62,7 @@ async def health(request: Request) -> Response:
 @router.get("/version")
 async def tell_version() -> dict[str, str]:
     """The package's version."""
-    try:
-        return {"version": version("inflight")}
-    except PackageNotFoundError:
-        return {"version": "unknown"}
+    return {"version": package_version()}
 
 
 @router.get("/metrics")
@@ -80,11 +96,16 @@ def _fetch(url: str) -> tuple[str, str]:
         raise Unavailable(f"the metrics page cannot be read: {error}") from error
 
 
-def _refuse(path: str, sentence: str) -> None:
-    @router.post(path)
+def _refuse(path: str, sentence: str, methods: list[str]) -> None:
+    @router.api_route(path, methods=methods)
     async def refuse() -> Response:
         raise ApiError(sentence, 501, None, "not_implemented")
 
 
 for _path, _sentence in _NOT_SERVED.items():
-    _refuse(_path, _sentence)
+    _refuse(_path, _sentence, _METHODS)
+    _refuse(f"{_path}/{{rest:path}}", _sentence, _METHODS)
+_STORED = "this server keeps no completions"
+_refuse("/v1/chat/completions", _STORED, ["GET"])
+_refuse("/v1/chat/completions/{rest:path}", _STORED, ["GET", "POST", "DELETE"])
+_refuse("/v1/models/{rest:path}", "this server deletes no models", ["DELETE"])

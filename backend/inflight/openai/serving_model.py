@@ -10,10 +10,13 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from inflight.core.ports import EngineClient
-from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
+from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.core.request.request import EngineDescription
 from inflight.errors import Unavailable, Unsupported, without_places
 from inflight.hub import checkpoint_name
@@ -33,6 +36,14 @@ _SLOW_S = 1.0
 """A failure to reach the engine that took longer is remembered for so long, or each request would wait as much."""
 
 
+def package_version() -> str:
+    """The version of this package; unknown where it is not installed."""
+    try:
+        return version("inflight")
+    except PackageNotFoundError:
+        return "unknown"
+
+
 class ServingModel:
     """What is known of the served model beside the engine client itself; any thread."""
 
@@ -45,7 +56,7 @@ class ServingModel:
         self._failure: Unavailable | None = None
         self._failed_s = 0.0
         self._listing = threading.Lock()
-        self._adapters: tuple[str, ...] = ()
+        self._adapters: dict[str, bool] = {}  # by name: whether it can be used, as far as is known
         self._listed_s = 0.0
         self.encoder = TextEncoder(self.tokenizer)
 
@@ -92,13 +103,13 @@ class ServingModel:
             loaded = self._loaded
         return (checkpoint_name(Path(loaded.description.model_path)) or "model",)
 
-    def adapter_names(self) -> tuple[str, ...]:
-        """The LoRA adapters that requests can name as a model. May block."""
+    def adapters(self) -> tuple[AdapterState, ...]:
+        """The LoRA adapters with names, those among them that cannot be loaded. May block."""
         try:
             states = self._client.adapters(AdapterCommand(AdapterAction.LIST), _ADAPTERS_TIMEOUT_S)
         except Unsupported:
             return ()
-        return tuple(state.name for state in states if state.name)
+        return tuple(state for state in states if state.name)
 
     def adapter_of(self, model: str | None) -> str:
         """The adapter that a body's `model` means, "" for the bare model; an error 404 for a name of neither.
@@ -111,12 +122,12 @@ class ServingModel:
         with self._listing:
             is_fresh = time.monotonic() - self._listed_s < _ADAPTERS_FRESH_S
             if not (is_fresh and model in self._adapters):  # a new one can be named at once
-                self._adapters = self.adapter_names()
+                self._adapters = {state.name: not state.problem for state in self.adapters()}
                 self._listed_s = time.monotonic()
             adapters = self._adapters
-        if model in adapters:
+        if model in adapters:  # one that could not be loaded is tried again, and says why it cannot
             return model
-        known = ", ".join((*self.names, *adapters))
+        known = ", ".join((*self.names, *(name for name, is_usable in adapters.items() if is_usable)))
         raise ApiError(
             f"the model {model[:200]!r} does not exist; this server has {known}",
             404,
@@ -124,11 +135,13 @@ class ServingModel:
             "model_not_found",
         )
 
-    def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Ids of each text; raises InvalidArgument for one that is too long whatever it says."""
+    def encode(
+        self, texts: Sequence[str], add_special_tokens: bool = True, field: str = "prompt"
+    ) -> list[list[int]]:
+        """Ids of each text; raises InvalidArgument, which names `field`, for one that is too long in any case."""
         limits = self.describe().limits
         for text in texts:
-            self.encoder.check_prompt_length(len(text.encode()), "prompt", limits)
+            self.encoder.check_prompt_length(len(text.encode()), field, limits)
         return self.tokenizer().encode_batch(texts, add_special_tokens)
 
     def chat_template(self) -> ChatTemplate:
@@ -143,6 +156,17 @@ class ServingModel:
         return template
 
     @property
+    def fingerprint(self) -> str:
+        """A name of what makes the answers: the package, the checkpoint, and the limits that it is served with.
+
+        The same as long as these are the same, OpenAI's `system_fingerprint`.
+        """
+        description = self._checkpoint().description
+        limits = replace(description.limits, num_blocks=0)  # which follow the memory that is free at a start
+        told = repr((package_version(), description.model_path, description.dtype, limits))
+        return f"fp_{blake2b(told.encode(errors='surrogatepass'), digest_size=5).hexdigest()}"
+
+    @property
     def token_bytes(self) -> list[bytes]:
         """By id, the bytes that each token adds to a text."""
         return self._checkpoint().token_bytes()
@@ -152,7 +176,7 @@ class ServingModel:
         description = self.describe()
         with self._lock:
             if self._loaded is None or self._loaded.description is not description:
-                self._loaded = _Checkpoint(description, self.options.chat_template)
+                self._loaded = _Checkpoint(description, self.options)
             loaded = self._loaded
         loaded.load()
         return loaded
@@ -168,9 +192,10 @@ class _Checkpoint:
         description: The engine's.
     """
 
-    def __init__(self, description: EngineDescription, template_file: Path | None) -> None:
+    def __init__(self, description: EngineDescription, options: OpenAiOptions) -> None:
         self.description = description
-        self._template_file = template_file
+        self._template_file = options.chat_template
+        self._finds_calls = options.tool_call_parser == "auto"
         self._lock = threading.Lock()
         self._finder = TokenizerFinder(None)
         self._is_loaded = False
@@ -192,6 +217,13 @@ class _Checkpoint:
             except Exception as error:  # whatever a broken file raises: completions are served all the same
                 self._problem = without_places(str(error))
                 _log.error("chats will be refused: %s", error)
+            template = self._template
+            if template is not None and template.takes_tools and not template.style and self._finds_calls:
+                _log.warning(
+                    "%s: chats with tools are answered for tool_choice required, a named function, and none; for "
+                    "others choose a --tool-call-parser",
+                    template.unknown_calls(),
+                )
 
     def tokenizer(self) -> Tokenizer:
         with self._lock:

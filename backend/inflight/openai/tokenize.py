@@ -49,7 +49,7 @@ def _tokenize(model: ServingModel, body: TokenizeBody) -> dict[str, Any]:
     text = render_messages(model.chat_template(), body) if is_chat else body.prompt or ""
     special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
     tokenizer = model.tokenizer()
-    (ids,) = model.encode([text], special)
+    (ids,) = model.encode([text], special, "messages" if is_chat else "prompt")
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": model.describe().limits.max_sequence_length,

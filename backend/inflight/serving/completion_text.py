@@ -102,6 +102,7 @@ class CompletionText:
         stop_strings: What ends the text; may be shared by all sequences of a request.
         skip_special_tokens: Leave special tokens out of the text. Stop strings that name one are found all the
             same.
+        min_tokens: A stop string that is complete with so many tokens, or fewer, ends nothing.
 
     Usage, once per result and in order:
 
@@ -117,8 +118,10 @@ class CompletionText:
         lead: bool = False,
         stop_strings: StopStrings = NO_STOP_STRINGS,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
+        self._min_tokens = min_tokens
         self._prompt_ids = prompt_ids
         self._prompt_text = prompt_text
         self._lead = lead
@@ -147,7 +150,8 @@ class CompletionText:
     def _start_row(self) -> _RowText:
         prefix_ids = self._prompt_ids[-_PREFIX_TOKENS:]
         detokenizer = IncrementalDetokenizer(self._tokenizer, self._skip_special_tokens, prefix_ids)
-        return _RowText(detokenizer, StopStringFinder(self._stop_strings) if self._stop_strings else None)
+        finder = StopStringFinder(self._stop_strings) if self._stop_strings else None
+        return _RowText(detokenizer, finder, self._min_tokens)
 
     def _prompt(self) -> str:
         if not self._lead:
@@ -160,9 +164,12 @@ class CompletionText:
 class _RowText:
     """Makes the generated text of one row."""
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, finder: StopStringFinder | None) -> None:
+    def __init__(
+        self, detokenizer: IncrementalDetokenizer, finder: StopStringFinder | None, min_tokens: int
+    ) -> None:
         self._detokenizer = detokenizer
         self._finder = finder
+        self._num_protected = min_tokens  # how many of the next tokens complete no stop string that counts
 
     def add(self, ids: tuple[int, ...], is_final: bool, lead: str) -> TextDelta:
         if self._finder is not None:
@@ -182,22 +189,29 @@ class _RowText:
             if finder.stopped:
                 return TextDelta("".join(parts), count, stopped=True)
         if is_final:
-            parts += [finder.add(self._detokenizer.flush()), finder.flush()]
+            rest = finder.add(self._detokenizer.flush(), may_stop=self._may_stop)
+            parts += [rest, finder.flush()]
         return TextDelta("".join(parts), len(ids), finder.stopped)
 
+    @property
+    def _may_stop(self) -> bool:
+        return self._num_protected < 0
+
     def _add_token(self, finder: StopStringFinder, token_id: int) -> str:
+        self._num_protected -= 1
+        may_stop = self._may_stop
         hidden = self._detokenizer.hidden_text(token_id)
         if not hidden:
-            return finder.add(self._detokenizer.add((token_id,)))
+            return finder.add(self._detokenizer.add((token_id,)), may_stop=may_stop)
         # What the detokenizer still holds back comes before the special token only if the text ends here.
         rest = self._detokenizer.flush()
         if rest:
             trial = finder.copy()
-            trial.add(rest)
-            trial.add(hidden, is_shown=False)
+            trial.add(rest, may_stop=may_stop)
+            trial.add(hidden, is_shown=False, may_stop=may_stop)
             if not trial.stopped:
                 rest = ""
-        return finder.add(rest) + finder.add(hidden, is_shown=False)
+        return finder.add(rest, may_stop=may_stop) + finder.add(hidden, is_shown=False, may_stop=may_stop)
 
 
 def new_tokens(result: Result) -> tuple[tuple[int, ...], ...]:

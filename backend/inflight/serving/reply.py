@@ -40,6 +40,7 @@ class ReplyOptions:
         prompt_text: The prompt as it came, None if it came as ids.
         include_prompt: Whether the text starts with the prompt.
         stop_strings: Texts that end the output.
+        min_tokens: Tokens before the first one that may complete a stop string.
         vocab_size: Values in a row of logits; ids from there on are rows of a prompt table.
         offered: The engine's additional outputs.
     """
@@ -49,6 +50,7 @@ class ReplyOptions:
     prompt_text: str | None = None
     include_prompt: bool = False
     stop_strings: tuple[str, ...] = ()
+    min_tokens: int = 0
     vocab_size: int = 0
     offered: tuple[OfferedOutput, ...] = ()
 
@@ -79,6 +81,7 @@ def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) ->
         options.include_prompt,
         stop_strings,
         skip_special_tokens,
+        options.min_tokens,
     )
 
 

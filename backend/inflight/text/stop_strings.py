@@ -96,8 +96,14 @@ class StopStringFinder:
         self._marks = b""  # for each of them, whether it is shown
         self.stopped = False
 
-    def add(self, text: str, is_shown: bool = True) -> str:
-        """Add to the text; returns what is certain to be shown now, up to a stop string when one completes."""
+    def add(self, text: str, is_shown: bool = True, may_stop: bool = True) -> str:
+        """Add to the text; returns what is certain to be shown now, up to a stop string when one completes.
+
+        Args:
+            text: What comes.
+            is_shown: Whether its reader gets to see it.
+            may_stop: Whether a stop string that is complete within it counts.
+        """
         if self.stopped or not text:
             return ""
         strings, full, shown = self._strings, self._full_state, self._shown_state
@@ -109,7 +115,7 @@ class StopStringFinder:
             full = strings.step(full, character)
             if is_shown:
                 shown = full if was_same else strings.step(shown, character)
-            if strings.match(full) or (is_shown and strings.match(shown)):
+            if may_stop and (strings.match(full) or (is_shown and strings.match(shown))):
                 self.stopped = True
                 length = self._span(strings.match(full), strings.match(shown) if is_shown else 0, end)
                 return self._release(end - length)

@@ -56,5 +56,9 @@ class AdapterRequests:
 
 
 def as_json(adapters: Iterable[AdapterState]) -> str:
-    """The answer: {"adapters": [{"name", "task_id", "path", "is_loaded", "rank", "num_bytes"}, …]}."""
-    return json.dumps({"adapters": [dataclasses.asdict(each) for each in adapters]})
+    """The answer: {"adapters": [{"name", "task_id", "path", "is_loaded", "rank", "num_bytes"}, …]}.
+
+    Those that could not be loaded have a `problem` too.
+    """
+    told = [dataclasses.asdict(each) for each in adapters]
+    return json.dumps({"adapters": [{k: v for k, v in each.items() if k != "problem" or v} for each in told]})

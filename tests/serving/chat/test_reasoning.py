@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidArgument
-from inflight.serving.chat.reasoning import opens_reasoning, reasoning_stream, starts_inside
+from inflight.serving.chat.reasoning import (
+    ReasoningTokens,
+    ends_reasoning,
+    opens_reasoning,
+    reasoning_stream,
+    starts_inside,
+)
 from inflight.serving.chat.template import ChatTemplate
 from inflight.serving.chat.template_files import TemplateFiles
 from tests.serving.chat.answers import Answer, read, write_calls
@@ -118,3 +124,52 @@ def test_tool_calls_behind_reasoning(parser: str) -> None:
         reasoning, content = split(parts)
         assert reasoning == thought
         assert read(parser, [content]) == Answer("", calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "reasoning", "content"),
+    [
+        ("never ends </thin", True, "never ends", ""),
+        ("<think>a </", False, "a", ""),
+        ("<think>a <", False, "a <", ""),
+        ("\n<thi", False, "", ""),
+        ("<", False, "", "<"),
+        ("<think>a</think>b </thi", False, "a", "b </thi"),
+    ],
+)
+def test_a_mark_that_is_cut_is_no_text(text: str, inside: bool, reasoning: str, content: str) -> None:
+    stream = reasoning_stream("think", inside)
+    pairs = [stream.add(text), stream.finish(is_cut=True)]
+    assert "".join(pair[0] for pair in pairs) == reasoning
+    assert "".join(pair[1] for pair in pairs) == content
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inside", "parser", "count"),
+    [
+        (["<think>", "a", " b", "</think>", "\n", "c"], False, "think", 4),
+        (["a", "é", "</", "think", ">", "c"], True, "think", 5),
+        (["\n", "<th", "ink>", "a"], False, "think", 4),
+        (["a", "<think>"], False, "think", 0),
+        (["a", "</think>", "b"], False, "deepseek_r1", 0),
+        (["a", "</think>", "b"], True, "deepseek_r1", 2),
+        (["<think>a</think>b", "c"], False, "think", 1),
+        (["a"], False, "", 0),
+        ([], True, "think", 0),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(tokens: list[str], inside: bool, parser: str, count: int) -> None:
+    table = [token.encode() for token in tokens]
+    for size in (1, 2, 100):
+        counter = ReasoningTokens(reasoning_stream(parser, inside), table)
+        for start in range(0, len(table), size):
+            counter.add(range(start, min(start + size, len(table))))
+        assert counter.count == count
+    counter.add([1 << 20])  # no token of the table
+
+
+def test_a_prompt_that_ends_behind_reasoning() -> None:
+    assert ends_reasoning("<think>\n\n</think>\n\n") and not ends_reasoning("</think>\n<think>\n")
+    assert not ends_reasoning("") and not ends_reasoning("x</think> y")
+    assert ends_reasoning("rendered", {"content": "<think>a</think>b"})
+    assert not ends_reasoning("rendered", {"content": "<think>a</think>b<think>c"})

@@ -32,6 +32,10 @@ def template(name: str) -> ChatTemplate:
     return ChatTemplate(TemplateFiles({"default": source(name)}, SPECIAL, name))
 
 
+def of_source(text: str) -> ChatTemplate:
+    return ChatTemplate(TemplateFiles({"default": text}, SPECIAL, "a test"))
+
+
 @pytest.fixture(scope="module")
 def transformers_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     return reference(make_folder(tmp_path_factory.mktemp("checkpoint")))
@@ -55,6 +59,15 @@ def rendered(name: str, messages: Messages, **options: Any) -> str | None:
         return None
 
 
+def with_empty(messages: Messages) -> Messages:
+    return [{**each, "content": ""} if each.get("content") is None else each for each in messages]
+
+
+def lost(text: str, messages: Messages) -> bool:
+    """Whether a result of a tool is not in a rendered chat."""
+    return any(each["role"] == "tool" and each["content"] not in text for each in messages)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_renders_as_transformers(transformers_tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     num_rendered = 0
@@ -71,6 +84,14 @@ def test_renders_as_transformers(transformers_tokenizer: PreTrainedTokenizerBase
                     messages = [{**message, "role": "system"} for message in messages[:1]] + messages[1:]
                     wanted = expected(transformers_tokenizer, name, messages, tools=tools, **options)
                     messages = CONVERSATIONS[label]
+                if (
+                    wanted is None
+                ):  # what a template cannot do with a content that is null is done with an empty one
+                    wanted = expected(
+                        transformers_tokenizer, name, with_empty(messages), tools=tools, **options
+                    )
+                if wanted is not None and lost(wanted, messages):
+                    wanted = None  # which transformers leaves out without a word
                 assert rendered(name, messages, tools=tools, **options) == wanted, (label, tools, options)
                 num_rendered += wanted is not None
     assert num_rendered >= 18
@@ -190,11 +211,130 @@ def test_continuing_is_not_beginning() -> None:
             continue_final_message=True,
         )
     with pytest.raises(InvalidArgument, match="does not render the last message as it is"):
-        template("qwen3").render(
-            [USER, {"role": "tool", "content": "x"}, {"role": "unknown", "content": "y"}],
+        of_source("{% for m in messages %}{{ m.content[:8] }}{% endfor %}").render(
+            [USER, {"role": "assistant", "content": "more than that"}],
             add_generation_prompt=False,
             continue_final_message=True,
         )
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        "{{ m.content[:3] }}{{ m.content }}",  # as the first edition of Qwen 3 looks at every message
+        "{{ m['content'] + '!' }}",
+        "{% if 'x' in m.content %}{% endif %}{{ m.content | trim }}",
+        "{{ m.content | tojson }}",
+        "{% if m.content == '' %}{{ raise_exception('empty') }}{% else %}{{ m.content or '' }}{% endif %}",
+        "{{ m.content if m.content is defined else raise_exception('missing') }}",
+        "{% if 'content' in m %}{{ m.content or raise_exception('empty') }}{% endif %}",
+    ],
+)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_call_without_content_is_rendered(reads: str, as_text: bool) -> None:
+    """By whatever the template takes for a content that is not there."""
+    arguments = "{{ '' + call.function.arguments }}" if as_text else "{{ call.function.arguments.city }}"
+    calls = f"{{% for call in m.tool_calls or [] %}}{{{{ call.function.name }}}}{arguments}{{% endfor %}}"
+    chat = of_source(f"{{% for m in messages %}}<{{{{ m.role }}}}>{reads}{calls}{{% endfor %}}")
+    call = as_sent([CONVERSATIONS["tool result"][1]])[0]
+    for null in ({}, {"content": None}):
+        sent = {**{name: value for name, value in call.items() if name != "content"}, **null}
+        text = chat.render([USER, sent, {"role": "tool", "content": "21"}, USER])
+        assert "weather" in text and "Zürich" in text and "None" not in text
+        assert text == chat.render([USER, {**call, "content": None}, {"role": "tool", "content": "21"}, USER])
+
+
+@pytest.mark.parametrize("role", ["wizard", ""])
+def test_a_role_that_nobody_knows_is_refused(role: str) -> None:
+    for name in NAMES:
+        with pytest.raises(
+            InvalidArgument, match=rf"messages\[1\].role is '{role}'|messages cannot be rendered"
+        ):
+            template(name).render([USER, {"role": role, "content": "SECRET RULE"}, USER])
+
+
+def test_a_message_that_a_template_leaves_out_is_refused() -> None:
+    two = of_source(
+        "{% for m in messages %}{% if m.role in ('user', 'npc') %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert two.render([USER, {"role": "npc", "content": "a role of its own"}]).endswith("a role of its own")
+    for role in ("system", "developer", "assistant", "tool"):
+        with pytest.raises(InvalidArgument, match=rf"messages\[1\].role is '{role}'.*expected user$"):
+            two.render([USER, {"role": role, "content": "x"}])
+
+
+CALL_WRITTEN = "{% for call in m.tool_calls or [] %}CALL{% endfor %}"
+TOOL_CHAT = (
+    "{% if tools %}{{ 'parameters <tool_call> arguments [TOOL_CALLS] <|start_header_id|>' }}"
+    "{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}" + CALL_WRITTEN + "<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\nTHINK{% endif %}"
+)
+OBJECT = "{{ {'name': call.function.name, 'KEY': call.function.arguments} | tojson }}"
+
+
+@pytest.mark.parametrize("thinks", ["", "<think>\n"])
+@pytest.mark.parametrize(
+    ("call", "style"),
+    [
+        (f"<tool_call>{OBJECT}</tool_call>", "hermes"),
+        (f"[TOOL_CALLS] [{OBJECT}]", "mistral"),
+        ("[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}", "mistral"),
+        (OBJECT.replace("KEY", "parameters"), "llama3_json"),
+        (f"<|python_tag|>{OBJECT.replace('KEY', 'parameters')}", "llama3_json"),
+        (f"[{OBJECT}]", "json"),  # as xLAM has it
+        # Functionary, Apriel, MiniMax, ToolACE, Qwen 3 Coder, GLM, Granite: nobody reads these.
+        ("<function={{ call.function.name }}>{{ call.function.arguments | tojson }}</function>", ""),
+        (f"<tool_calls>[{OBJECT}]</tool_calls>", ""),
+        (f"<tool_calls>\n{OBJECT}\n</tool_calls>", ""),
+        ("<minimax:tool_call><invoke name=\"{{ call.function.name }}\"></invoke></minimax:tool_call>", ""),
+        ("[{{ call.function.name }}(city='{{ call.function.arguments.pr0be_key }}')]", ""),
+        ("<tool_call>\n<function={{ call.function.name }}>\n</function>\n</tool_call>", ""),
+        ("<tool_call>{{ call.function.name }}\n<arg_key>x</arg_key></tool_call>", ""),
+        (f"<|tool_call|>[{OBJECT}]", ""),
+    ],
+)  # fmt: skip
+def test_how_calls_are_written_is_found_by_writing_one(thinks: str, call: str, style: str) -> None:
+    """Whatever words of other styles the template has in it."""
+    source_text = TOOL_CHAT.replace("CALL{%", call.replace("KEY", "arguments") + "{%").replace(
+        "THINK", thinks
+    )
+    chat = of_source(source_text)
+    assert chat.style == style
+    assert chat.call_example and (style or repr(chat.call_example) in chat.unknown_calls())
+
+
+@pytest.mark.parametrize(
+    ("said", "style"),
+    [
+        ('<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', "hermes"),
+        ("between <tool_call> and </tool_call>, with arguments", ""),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3_json"),
+        ("<|start_header_id|> parameters", ""),
+    ],
+)
+def test_a_template_that_writes_no_calls_is_known_by_its_example(said: str, style: str) -> None:
+    chat = of_source(
+        "{% if tools %}{{ SAID }}{% endif %}{{ messages[0].content }}".replace("SAID", repr(said))
+    )
+    assert (chat.style, chat.call_example) == (style, "")
+    assert "does not show how the model writes tool calls" in chat.unknown_calls()
+
+
+@pytest.mark.parametrize("name", ["xml_tools", "python_tools"])
+def test_tools_are_given_as_the_template_calls_them(name: str) -> None:
+    """SmolLM3 has these two, and later all three."""
+    shown = "{% for tool in (NAME or [])[:] %}{{ tool | string }}{% endfor %}{{ messages[0].content }}"
+    chat = of_source(shown.replace("NAME", name))
+    assert chat.takes_tools and "'weather'" in chat.render([USER], tools=TOOLS)
+    assert chat.render([USER]) == USER["content"]
+    assert "mine" in chat.render([USER], template_kwargs={name: ["mine"]})
+    with pytest.raises(InvalidArgument, match=f"chat_template_kwargs.{name} is where"):
+        chat.render([USER], tools=TOOLS, template_kwargs={name: ["mine"]})
+    newer = of_source(
+        "{% if tools %}{% set xml_tools = tools %}{% endif %}{{ xml_tools }}{{ messages[0].content }}"
+    )
+    assert "'weather'" in newer.render([USER], tools=TOOLS)
 
 
 TEXT = "{{ bos_token }}TEXT{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidArgument
-from inflight.serving.chat.tool_calls import tool_call_stream
+from inflight.serving.chat.tool_calls import ChatDelta, tool_call_stream
 from inflight.serving.chat.tool_guides import forced_prefix
 from inflight.serving.chat.tool_styles import TOOL_CALL_PARSERS, needs_special_tokens
 from inflight.text.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ def test_arguments_are_passed_on_as_they_come() -> None:
         stream.add(part) for part in ("<tool_call>", '{"name": "f", ', '"arguments": {"a"', ": 1", "}}")
     ]
     assert [[(c.name, c.arguments) for c in delta.tool_calls] for delta in deltas] == [
-        [], [], [("f", ""), ("", '{"a"')], [("", ": 1")], [("", "}")],
+        [], [], [("f", '{"a"')], [("", ": 1")], [("", "}")],
     ]  # fmt: skip
 
 
@@ -211,3 +211,57 @@ def without_ids(answer: tuple[str, Sequence[dict[str, str]]]) -> Any:
 def is_subsequence(part: str, text: str) -> bool:
     rest = iter(text)
     return all(character in rest for character in part)
+
+
+@given(st.sampled_from(TOOL_CALL_PARSERS), CALLS, st.integers(0, 400), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_call_that_is_cut_leaves_nothing_of_itself(
+    parser: str, calls: list[tuple[str, dict[str, Any]]], length: int, forced: bool
+) -> None:
+    """At whatever place: one that has not begun yet is not told at all, but for a single character."""
+    text = write_calls(parser, calls)
+    if forced:
+        text = text.removeprefix(forced_prefix(parser))
+    stream = tool_call_stream(parser, forced)
+    deltas = [stream.add(text[:length]), stream.finish(is_cut=True)]
+    assert len("".join(delta.content for delta in deltas)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "content"),
+    [
+        ("hermes", 'See. <tool_call>\n{"name": "f", "arg', "See."),
+        ("hermes", "See. <tool_", "See."),
+        ("hermes", "1 <", "1 <"),
+        ("hermes", "<tool_call>\nsearch()", "<tool_call>\nsearch()"),
+        ("mistral", "[TOOL_CALLS]weath", ""),
+        ("mistral", 'a [TOOL_CALLS] [{"na', "a"),
+        ("llama3_json", '{"name": "f", "parameters"', ""),
+        ("llama3_json", '{"na', ""),
+        ("llama3_json", '{"name": "Ada", "bo', '{"name": "Ada", "bo'),
+        ("llama3_json", '{"nation', '{"nation'),
+        ("llama3_json", "{", "{"),
+        ("json", '[{"name": "f"', ""),
+        ("json", '[{"title": "f"', '[{"title": "f"'),
+    ],
+)
+def test_what_is_cut_and_may_be_no_call_is_told(parser: str, text: str, content: str) -> None:
+    stream = tool_call_stream(parser)
+    deltas = [stream.add(text), stream.finish(is_cut=True)]
+    assert "".join(delta.content for delta in deltas).rstrip() == content
+    assert not any(delta.tool_calls for delta in deltas)
+
+
+@given(st.sampled_from(TOOL_CALL_PARSERS), CALLS, st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_delta_has_one_entry_for_each_call(
+    parser: str, calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
+) -> None:
+    """Clients put entries of one index in one chunk together in different ways, and lose some."""
+    stream = tool_call_stream(parser)
+    deltas = [*map(stream.add, cut(write_calls(parser, calls), data)), stream.finish()]
+    for delta in (*deltas, ChatDelta.joined(deltas)):
+        indices = [call.index for call in delta.tool_calls]
+        assert len(set(indices)) == len(indices)
+    whole = ChatDelta.joined(deltas).tool_calls
+    assert [(call.name, json.loads(call.arguments)) for call in whole] == calls

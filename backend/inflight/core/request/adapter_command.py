@@ -34,7 +34,7 @@ class AdapterCommand:
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """An adapter that requests can use.
+    """An adapter that requests can use, or could if it were right.
 
     Attributes:
         name: What its requests say in `lora_name`; "" for one that clients have sent.
@@ -43,6 +43,7 @@ class AdapterState:
         is_loaded: Whether it is in host memory; one that is not is read with its first request.
         rank: Its largest rank; 0 while it is not loaded.
         num_bytes: Of host memory.
+        problem: Why its folder could not be loaded when that was last tried; "": it could, or nobody has tried.
     """
 
     name: str = ""
@@ -51,3 +52,4 @@ class AdapterState:
     is_loaded: bool = True
     rank: int = 0
     num_bytes: int = 0
+    problem: str = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, cast
 
 from inflight.errors import InvalidArgument
@@ -21,6 +22,26 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MAX_DEPTH = 64
 
 
+class EmptyContent(Enum):
+    """What stands for the content of an answer that has none, as one that only calls tools."""
+
+    LEFT_OUT = "left out"
+    EMPTY = "empty"
+    NULL = "null"
+
+    def field(self, takes_text: bool) -> Message:
+        """The part of a message that says it.
+
+        Args:
+            takes_text: A content is a text; otherwise it is a list of parts.
+        """
+        if self is EmptyContent.LEFT_OUT:
+            return {}
+        if self is EmptyContent.NULL:
+            return {"content": None}
+        return {"content": "" if takes_text else []}
+
+
 @dataclass(frozen=True, slots=True)
 class MessageForm:
     """What messages have to look like for one template.
@@ -31,12 +52,14 @@ class MessageForm:
         arguments_as_text: Arguments of tool calls are JSON as text, not objects.
         takes_developer: It renders messages of the role developer, OpenAI's newer name of system; otherwise they
             become system messages.
+        empty_content: What an answer without a content has instead.
     """
 
     takes_text: bool = True
     takes_parts: bool = False
     arguments_as_text: bool = False
     takes_developer: bool = False
+    empty_content: EmptyContent = EmptyContent.LEFT_OUT
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], form: MessageForm) -> list[Message]:
@@ -90,6 +113,8 @@ def _message(given: Any, name: str, form: MessageForm) -> Message:
         message["content"] = _content(message["content"], f"{name}.content", form)
     elif role in _NEEDS_CONTENT:
         raise InvalidArgument(f"{name}.content is missing, expected a text or a list of parts of type text")
+    elif role == "assistant":
+        message.update(form.empty_content.field(form.takes_text))
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], f"{name}.tool_calls", form)
         if not message["tool_calls"]:

@@ -7,7 +7,7 @@ it. One object a text, used by one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.errors import InvalidArgument
@@ -38,6 +38,15 @@ def reasoning_stream(parser: str, starts_inside: bool) -> ReasoningStream:
         starts_inside=starts_inside and bool(parser),
         may_begin_again=parser == "deepseek_r1",
     )
+
+
+def ends_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
+    """Whether a prompt ends behind reasoning, and an answer has none; arguments as those of `starts_inside`."""
+    if final_message is not None:
+        content = str(final_message.get("content") or "")
+        if content.rfind(THINK_END) > content.rfind(THINK_BEGIN):
+            return True
+    return prompt.rstrip().endswith(THINK_END)
 
 
 def starts_inside(parser: str, prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
@@ -95,14 +104,31 @@ class ReasoningStream:
             self._inside()
         return self._reasoning.take(), self._content() if self._place == "behind" else ""
 
-    def finish(self) -> tuple[str, str]:
-        """The text has ended; returns the rest of reasoning and content."""
+    def finish(self, is_cut: bool = False) -> tuple[str, str]:
+        """The text has ended; returns the rest of reasoning and content.
+
+        Args:
+            is_cut: A limit has ended it, so that the beginning of a mark at its end is left out.
+        """
+        mark = {"start": self._begin, "inside": THINK_END}.get(self._place, "")
+        if is_cut and len(self._text.lstrip()) > 1 and mark.startswith(self._text.lstrip()):
+            self._text = ""
         if self._place == "start":
             self._place = self._otherwise
         if self._place == "behind":
             return "", self._content()
         self._reasoning.add(self._text)
         return self._reasoning.take(), ""
+
+    @property
+    def is_in_reasoning(self) -> bool:
+        """Whether the text is within the reasoning now."""
+        return self._place == "inside"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all that comes is content."""
+        return self._place == "behind"
 
     def _start(self) -> None:
         shown = self._text.lstrip()
@@ -128,3 +154,35 @@ class ReasoningStream:
             text = text.lstrip()
             self._drop_leading = not text
         return text
+
+
+class ReasoningTokens:
+    """Counts the tokens of an answer that are reasoning, its marks among them.
+
+    Args:
+        stream: A new one for the answer, of which nothing else is asked.
+        token_bytes: By id, what each token adds to a text.
+
+    Attributes:
+        count: So far.
+    """
+
+    def __init__(self, stream: ReasoningStream, token_bytes: Sequence[bytes]) -> None:
+        self._stream = stream
+        self._token_bytes = token_bytes
+        self._num_undecided = 0
+        self.count = 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Go on with the answer."""
+        for token_id in token_ids:
+            if self._stream.has_ended:
+                return
+            raw = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+            was_inside = self._stream.is_in_reasoning
+            # The marks are ASCII, so that it does not matter which characters stand for other bytes.
+            reasoning, _ = self._stream.add(raw.decode("latin-1"))
+            self._num_undecided += 1
+            if was_inside or reasoning or self._stream.is_in_reasoning:
+                self.count += self._num_undecided
+                self._num_undecided = 0

@@ -1,8 +1,8 @@
 """A checkpoint's chat template: messages to the text of a prompt, as transformers' `apply_chat_template` does.
 
-Owns the choice among several templates, what is found out about one by trying it, and `continue_final_message`.
-The messages themselves are made fit by `messages.py`. Does not know a protocol. A ChatTemplate is immutable; any
-thread.
+Owns the choice among several templates, and `continue_final_message`. What a template can render is found out by
+`template_trial.py`, and the messages themselves are made fit by `messages.py`. Does not know a protocol. A
+ChatTemplate is immutable; any thread.
 """
 
 from __future__ import annotations
@@ -17,8 +17,23 @@ import jinja2
 from inflight.errors import ConfigError, InvalidArgument
 from inflight.serving.chat.messages import Message, MessageForm, plain_json, plain_messages
 from inflight.serving.chat.reasoning import THINK_END
-from inflight.serving.chat.template_environment import compile_template, names_in, render_bounded
+from inflight.serving.chat.template_environment import (
+    compile_template,
+    constants_in,
+    names_in,
+    render_bounded,
+)
 from inflight.serving.chat.template_files import DEFAULT, TOOL_USE, TemplateFiles, read_template_files
+from inflight.serving.chat.template_trial import (
+    TOOLS_NAMES,
+    USUAL_ROLES,
+    CallStyle,
+    RoleFate,
+    Trial,
+    find_call_style,
+    find_fate,
+    find_form,
+)
 
 _OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -42,8 +57,9 @@ class ChatTemplate:
     """The templates of a checkpoint, of which a chat takes one.
 
     Attributes:
-        style: The parser of `tool_calls.py` that fits what the template asks for: llama3_json, hermes, mistral, or
-            "" where none does.
+        style: The parser of `tool_calls.py` that reads calls as it writes them, or "", if none does.
+        call_example: The beginning of a call as it writes it; "" where it writes none.
+        takes_tools: Whether it has a place for tools.
         reasoning_style: The parser of `reasoning.py` that fits: think, or "".
     """
 
@@ -53,8 +69,10 @@ class ChatTemplate:
             name: _compile(source, name, files.origin, self._special_tokens)
             for name, source in files.sources.items()
         }
-        for_tools = files.sources.get(TOOL_USE) or files.sources.get(DEFAULT, "")
-        self.style = tool_style(for_tools)
+        for_tools = self._by_name.get(TOOL_USE) or self._by_name.get(DEFAULT)
+        calls = CallStyle("", "") if for_tools is None else find_call_style(for_tools.trial, for_tools.form)
+        self.style, self.call_example = calls.parser, calls.example
+        self.takes_tools = for_tools is not None and bool(for_tools.trial.tools_name)
         self.reasoning_style = "think" if THINK_END in files.sources.get(DEFAULT, "") else ""
 
     def render(
@@ -86,16 +104,26 @@ class ChatTemplate:
             )
         chosen = self._choose(has_tools=bool(tools))
         chat = plain_messages(messages, chosen.form)
-        values = {**self._special_tokens, **_checked_kwargs(template_kwargs, chosen)}
-        values["tools"] = _checked_tools(tools, chosen) if tools else None
-        values.setdefault("documents", None)
+        _check_roles(messages, chosen)
+        values = {"tools": None, "documents": None, **self._special_tokens}
+        values |= _checked_kwargs(template_kwargs, chosen)
+        if tools:
+            values |= _checked_tools(tools, chosen, template_kwargs)
         if continue_final_message:
+            if messages[-1].get("content") in (None, []):
+                raise InvalidArgument("continue_final_message: the last message has no content to go on with")
             return _render_continued(chosen, chat, values)
         return _render(chosen, {**values, "messages": chat, "add_generation_prompt": add_generation_prompt})
 
     def reads(self, name: str, has_tools: bool) -> bool:
         """Whether the template of a chat, with tools or without, has a variable of this name."""
         return name in self._choose(has_tools).names
+
+    def unknown_calls(self) -> str:
+        """Why `style` is ""."""
+        if self.call_example:
+            return f"no parser reads tool calls as the chat template writes them, {self.call_example!r}"
+        return "the chat template does not show how the model writes tool calls"
 
     def _choose(self, has_tools: bool) -> _Template:
         chosen = self._by_name.get(TOOL_USE) if has_tools else None
@@ -107,16 +135,6 @@ class ChatTemplate:
         return chosen
 
 
-def tool_style(source: str) -> str:
-    """The parser of tool calls that a template asks the model to write for; "" where none fits."""
-    if "<tool_call>" in source and "arguments" in source:
-        return "" if "<function=" in source or "<arg_key>" in source else "hermes"
-    if "[TOOL_CALLS]" in source:
-        return "mistral"
-    is_llama = "<|start_header_id|>" in source and "parameters" in source
-    return "llama3_json" if is_llama and "<function=" not in source else ""
-
-
 @dataclass(frozen=True, slots=True)
 class _Template:
     """One template, compiled, and what is known of it.
@@ -124,62 +142,46 @@ class _Template:
     Attributes:
         compiled: To render.
         names: The variables that it reads.
-        source: What it was compiled from.
+        constants: The texts that it compares with or writes, names of roles among them.
         form: What messages have to look like for it.
+        trial: Renders messages to find out more about it.
+        roles: What it does with messages of each of USUAL_ROLES.
     """
 
     compiled: jinja2.Template
     names: frozenset[str]
-    source: str
+    constants: frozenset[str]
     form: MessageForm
+    trial: Trial
+    roles: Mapping[str, RoleFate]
 
 
 def _compile(source: str, name: str, origin: str, special_tokens: Mapping[str, str]) -> _Template:
     try:
-        compiled, names = compile_template(source), names_in(source)
+        compiled, names, constants = compile_template(source), names_in(source), constants_in(source)
     except (jinja2.TemplateError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise ConfigError(f"the chat template {name} of {origin} is no template{line}: {error}") from error
-    return _Template(compiled, names, source, _find_form(compiled, special_tokens))
+    trial = Trial(compiled, special_tokens, next((each for each in TOOLS_NAMES if each in names), ""))
+    form = find_form(trial)
+    roles = {role: find_fate(trial, form, role) for role in USUAL_ROLES}
+    return _Template(compiled, names, constants, form, trial, roles)
 
 
-_PROBE = "pr0be"
-_CALL_ID = "abcdef123"  # nine letters or digits, as Mistral's templates want
-
-
-def _find_form(compiled: jinja2.Template, special_tokens: Mapping[str, str]) -> MessageForm:
-    """Find out by trying what messages a template can render."""
-
-    def rendered(*messages: Message) -> str:
-        values = {**special_tokens, "messages": list(messages), "tools": None, "documents": None}
-        try:
-            return render_bounded(compiled, {**values, "add_generation_prompt": False})
-        except Exception:  # whatever a template raises
-            return ""
-
-    def takes_arguments(arguments: Any) -> bool:
-        user = {"role": "user", "content": "question"}
-        call = {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
-        for content in ({}, {"content": ""}):
-            answer = {"role": "assistant", **content, "tool_calls": [call]}
-            if _PROBE in rendered(user, answer):
-                return True
-        return False
-
-    text = rendered({"role": "user", "content": _PROBE})
-    parts = rendered({"role": "user", "content": [{"type": "text", "text": _PROBE}]})
-    # Where a template prints a list as it is, the text in it is in quotation marks.
-    takes_parts = _PROBE in parts and f"'{_PROBE}'" not in parts and f'"{_PROBE}"' not in parts
-    developer = {
-        "role": "developer",
-        "content": _PROBE if _PROBE in text else [{"type": "text", "text": _PROBE}],
-    }
-    return MessageForm(
-        takes_developer=_PROBE in rendered(developer, {"role": "user", "content": "question"}),
-        takes_text=_PROBE in text or not takes_parts,
-        takes_parts=takes_parts,
-        arguments_as_text=not takes_arguments({"key": _PROBE}) and takes_arguments(f'{{"key": "{_PROBE}"}}'),
-    )
+def _check_roles(messages: Sequence[Mapping[str, Any]], chosen: _Template) -> None:
+    """Refuse messages that the template would leave out, or whose role it does not know."""
+    for index, message in enumerate(messages):
+        given = str(message["role"])
+        role = "system" if given == "developer" and not chosen.form.takes_developer else given
+        fate = chosen.roles.get(role, RoleFate.LEFT_OUT)
+        if role not in chosen.roles and role in chosen.constants:  # one of the template's own
+            fate = find_fate(chosen.trial, chosen.form, role)
+        if fate is RoleFate.LEFT_OUT:
+            known = [each for each, fate in chosen.roles.items() if fate is RoleFate.WRITTEN]
+            raise InvalidArgument(
+                f"messages[{index}].role is {given[:80]!r}, which the chat template of this model does not know: "
+                f"expected {', '.join(known)}"
+            )
 
 
 def _checked_kwargs(given: Mapping[str, Any], chosen: _Template) -> dict[str, Any]:
@@ -196,10 +198,17 @@ def _checked_kwargs(given: Mapping[str, Any], chosen: _Template) -> dict[str, An
     return plain_json(given, "chat_template_kwargs")
 
 
-def _checked_tools(tools: Sequence[Mapping[str, Any]], chosen: _Template) -> list[Any]:
-    if "tools" not in chosen.names:
+def _checked_tools(
+    tools: Sequence[Mapping[str, Any]], chosen: _Template, template_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    name = chosen.trial.tools_name
+    if not name:
         raise InvalidArgument("tools: the chat template of this model has no place for tools")
-    return plain_json(tools, "tools")
+    if name in template_kwargs:
+        raise InvalidArgument(
+            f"chat_template_kwargs.{name} is where the template gets the tools of the request: send one of the two"
+        )
+    return {name: plain_json(tools, "tools")}
 
 
 def _render(chosen: _Template, values: Mapping[str, Any]) -> str:
@@ -213,9 +222,7 @@ def _render(chosen: _Template, values: Mapping[str, Any]) -> str:
 
 def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[str, Any]) -> str:
     """Render with a mark behind the last message's text, and cut there, as transformers does."""
-    final = chat[-1].get("content")
-    if final is None or final == []:
-        raise InvalidArgument("continue_final_message: the last message has no content to go on with")
+    final = chat[-1]["content"]
     if isinstance(final, str):
         marked: Any = final + _TAG
     else:

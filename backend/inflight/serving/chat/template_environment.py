@@ -48,6 +48,12 @@ def names_in(source: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(tree) | asked) - functions.keys()
 
 
+def constants_in(source: str) -> frozenset[str]:
+    """The texts that a chat template has in its expressions, such as the roles that it asks for."""
+    values = (each.value for each in _environment().parse(source).find_all(nodes.Const))
+    return frozenset(value for value in values if isinstance(value, str))
+
+
 def render_bounded(template: jinja2.Template, values: Mapping[str, Any]) -> str:
     """Render a template with plain values.
 

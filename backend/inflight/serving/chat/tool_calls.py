@@ -10,8 +10,8 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from inflight.serving.chat.held_text import HeldText, overlap
@@ -37,10 +37,30 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """What a piece of text adds to an answer: content, and tool calls behind it."""
+    """What a piece of text adds to an answer: content, and behind it tool calls, one delta for each at most."""
 
     content: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    @classmethod
+    def joined(cls, deltas: Iterable[ChatDelta]) -> ChatDelta:
+        """Deltas of one text that follow each other, as one."""
+        content: list[str] = []
+        calls: list[ToolCallDelta] = []
+        for delta in deltas:
+            content.append(delta.content)
+            calls += delta.tool_calls
+        return cls("".join(content), _one_a_call(calls))
+
+
+def _one_a_call(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Deltas with those of each call joined: clients expect one entry for an index in a chunk."""
+    firsts: dict[int, ToolCallDelta] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        firsts.setdefault(delta.index, delta)
+        arguments.setdefault(delta.index, []).append(delta.arguments)
+    return tuple(replace(first, arguments="".join(arguments[index])) for index, first in firsts.items())
 
 
 def tool_call_stream(parser: str, forced: bool = False) -> ToolCallStream:
@@ -91,13 +111,29 @@ class ToolCallStream:
             pass
         return self._take()
 
-    def finish(self) -> ChatDelta:
-        """The text has ended; returns the rest. A call that has begun stays one, with the arguments so far."""
-        if not self._is_rest_of_a_call():
+    def finish(self, is_cut: bool = False) -> ChatDelta:
+        """The text has ended; returns the rest. A call that has begun stays one, with the arguments so far.
+
+        Args:
+            is_cut: A limit has ended it, so that what may be the beginning of a call is left out: nobody can use
+                it, and it is no content.
+        """
+        if not (self._is_rest_of_a_call() or (is_cut and self._may_become_a_call())):
             self._content.add(self._held + self._text)
         self._text = self._held = ""
         delta = self._take()
         return ChatDelta(delta.content + self._content.take_space(), delta.tool_calls)
+
+    def _may_become_a_call(self) -> bool:
+        """Whether what is not decided at the text's end looks like the beginning of a call."""
+        if self._step == self._in_content:  # a single `<` or `[` is more likely something else
+            return len(self._text) > 1 and self._style.marker.startswith(self._text)
+        if self._is_forced or (self._style.marker and self._held.lstrip().startswith(self._style.marker)):
+            return True
+        if self._step == self._at_beginning:
+            return len(self._text) > 1
+        is_head = len(self._text) > 1 and _CUT_HEAD.match(self._text) is not None
+        return is_head or bool(self._held.strip())
 
     def _is_rest_of_a_call(self) -> bool:
         """Whether what is not decided at the text's end can only belong to a call, and tells nobody anything."""
@@ -108,7 +144,7 @@ class ToolCallStream:
 
     def _take(self) -> ChatDelta:
         calls, self._calls = self._calls, []
-        return ChatDelta(self._content.take(), tuple(calls))
+        return ChatDelta(self._content.take(), _one_a_call(calls))
 
     # Each of these is a place in the text. It returns whether there is something to do at once, in the next place.
 
@@ -343,6 +379,13 @@ _OTHER = rf'(?:"(?:type|id)"\s*:\s*{_STRING}\s*,\s*)*'
 _HEAD = re.compile(
     rf'\{{\s*{_OTHER}"name"\s*:\s*({_STRING})\s*,\s*{_OTHER}"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 )
+_PAIR = rf'"(?:name|type|id)"\s*:\s*{_STRING}'
+_CUT_KEY = '"(?:' + "|".join(sorted({key[:end] for key in _KEYS for end in range(1, len(key) + 1)})) + ")?"
+_CUT_HEAD = re.compile(
+    rf'\{{\s*(?:{_PAIR}\s*,\s*)*(?:{_PAIR}\s*,?|{_CUT_KEY}|"(?:name|type|id)"\s*:?\s*(?:"(?:[^"\\]|\\.)*\\?)?'
+    r'|"(?:arguments|parameters)"\s*:?\s*)?\Z'
+)
+"""A call without a marker that is cut before its arguments begin."""
 _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
 _NO_KEY = re.compile(r'\{\s*[^"\s]')
 _NAME = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")

@@ -1,0 +1,72 @@
+"""What a request is called in its answer's headers: as its client calls it in X-Request-Id, or by a random id.
+
+Every answer has the header, refusals too, so that a client's log and a proxy's can be put side by side. Knows
+nothing of what is asked. Runs on the event loop of the process.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+
+from inflight.openai.errors import error_body, error_response
+
+if TYPE_CHECKING:
+    from fastapi import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADER = "x-request-id"
+_MAX_CHARACTERS = 256
+_SCOPE_KEY = "inflight.request_id"
+
+
+def request_id_of(request: Request) -> str:
+    """The id of a request that has come through `RequestIds`."""
+    return request.scope[_SCOPE_KEY]
+
+
+class RequestIds:
+    """Gives each request an id, and its answer the header that says it.
+
+    Args:
+        app: What answers.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; one whose own id cannot be repeated is answered with 400."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        own = Headers(scope=scope).get(HEADER, "")
+        is_usable = len(own) <= _MAX_CHARACTERS and own.isascii() and own.isprintable()
+        request_id = own if own and is_usable else uuid.uuid4().hex
+        scope[_SCOPE_KEY] = request_id
+
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message)[HEADER] = request_id
+            await send(message)
+
+        if is_usable:
+            try:
+                await self._app(scope, receive, send_with_id)
+            except Exception as error:  # a bug: answered here, where the id is known, and raised to be logged
+                if not has_started:
+                    await error_response(error)(scope, receive, send_with_id)
+                raise
+            return
+        text = (
+            f"the header X-Request-Id has {len(own)} characters, expected at most {_MAX_CHARACTERS} of "
+            "printable ASCII"
+        )
+        await JSONResponse(error_body(400, text, HEADER, "invalid_value"), 400)(scope, receive, send_with_id)

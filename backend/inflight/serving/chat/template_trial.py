@@ -1,0 +1,236 @@
+"""What is found out about a chat template by rendering made-up messages: which forms, roles and calls it knows.
+
+A template says nothing of itself, and words in its source mislead: it may mention a marker that it never writes.
+Knows the parsers of `tool_calls.py`, which have to read what a template makes of a call. Plain functions over a
+Trial; any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os.path
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import jinja2
+
+from inflight.serving.chat.messages import EmptyContent, Message, MessageForm
+from inflight.serving.chat.template_environment import render_bounded
+from inflight.serving.chat.tool_calls import tool_call_stream
+from inflight.serving.chat.tool_styles import TOOL_CALL_PARSERS
+
+TOOLS_NAMES = ("tools", "xml_tools", "python_tools")
+"""What templates call the tools; the first one that a template reads is given to it. SmolLM3 has the others."""
+
+USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The roles that OpenAI has or has had."""
+
+_PROBE = "pr0be"
+_CALL_ID = "abcdef123"  # nine letters or digits, as Mistral's templates want
+_NAME, _ARGUMENTS = "pr0be_function", {"pr0be_key": "pr0be value"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "A function",
+        "parameters": {
+            "type": "object",
+            "properties": {"pr0be_key": {"type": "string", "description": "A value"}},
+            "required": ["pr0be_key"],
+        },
+    },
+}
+_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Renders messages with one template as a chat would.
+
+    Attributes:
+        compiled: The template.
+        special_tokens: Their spellings by their role, as the template gets them.
+        tools_name: The variable that tools are given as; "": the template has no place for them.
+    """
+
+    compiled: jinja2.Template
+    special_tokens: Mapping[str, str]
+    tools_name: str
+
+    def rendered(self, *messages: Message, tools: bool = False, begins_answer: bool = False) -> str | None:
+        """The text of a chat; None where the template raises an error."""
+        values = {**self.special_tokens, "messages": list(messages), "tools": None, "documents": None}
+        if tools and self.tools_name:
+            values[self.tools_name] = [_TOOL]
+        try:
+            return render_bounded(self.compiled, {**values, "add_generation_prompt": begins_answer})
+        except Exception:  # whatever a template raises
+            return None
+
+
+class RoleFate(Enum):
+    """What a template does with messages of a role."""
+
+    WRITTEN = "written"
+    LEFT_OUT = "left out"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How a template writes the calls of an answer.
+
+    Attributes:
+        parser: The parser of `tool_calls.py` that reads them; "" where none does.
+        example: The beginning of a call as the template writes it; "" where it writes none.
+    """
+
+    parser: str
+    example: str
+
+
+def find_form(trial: Trial) -> MessageForm:
+    """What messages a template can render."""
+    text = trial.rendered({"role": "user", "content": _PROBE}) or ""
+    parts = trial.rendered({"role": "user", "content": _parts(_PROBE)}) or ""
+    # Where a template prints a list as it is, the text in it is in quotation marks.
+    takes_parts = _PROBE in parts and f"'{_PROBE}'" not in parts and f'"{_PROBE}"' not in parts
+    takes_text = _PROBE in text or not takes_parts
+    developer = {"role": "developer", "content": _PROBE if _PROBE in text else _parts(_PROBE)}
+    as_text = not _takes_arguments(trial, takes_text, {"key": _PROBE}) and _takes_arguments(
+        trial, takes_text, json.dumps({"key": _PROBE})
+    )
+    return MessageForm(
+        takes_developer=_PROBE in (trial.rendered(developer, _user(takes_text)) or ""),
+        takes_text=takes_text,
+        takes_parts=takes_parts,
+        arguments_as_text=as_text,
+        empty_content=_find_empty_content(trial, takes_text, as_text),
+    )
+
+
+def find_call_style(trial: Trial, form: MessageForm) -> CallStyle:
+    """How a template writes calls, by the call that it renders; else by the example in what it says of tools."""
+    user = _user(form.takes_text)
+    call = _calling(form.empty_content, form.arguments_as_text, form.takes_text)
+    example = ""
+    for has_tools in (True, False):  # without, what is said of the tools is in nobody's way
+        begun = trial.rendered(user, tools=has_tools, begins_answer=True)
+        whole = trial.rendered(user, call, tools=has_tools)
+        if begun is None or whole is None:
+            continue
+        written = whole[_common_length(begun, whole) :].strip()
+        for parser in _IN_ORDER:
+            if _reads(parser, written):
+                return CallStyle(parser, written[:_SHOWN])
+        if not example and _PROBE in written:
+            example = written[:_SHOWN]
+    if example:
+        return CallStyle("", example)
+    instructions = trial.rendered(user, tools=True) or ""
+    said = (parser for parser, example in _EXAMPLES.items() if re.search(example, instructions))
+    return CallStyle(next(said, ""), "")
+
+
+def find_fate(trial: Trial, form: MessageForm, role: str) -> RoleFate:
+    """What a template does with messages of a role."""
+    content = _PROBE if form.takes_text else _parts(_PROBE)
+    message = {"role": role, "content": content, "tool_call_id": _CALL_ID, "name": _NAME}
+    user, call = (
+        _user(form.takes_text),
+        _calling(form.empty_content, form.arguments_as_text, form.takes_text),
+    )
+    chats: Iterable[tuple[Message, ...]] = (
+        (message, user),
+        (user, message),
+        (user, call, message),
+        (message,),
+    )
+    fate = RoleFate.REFUSED
+    for chat in chats:
+        for has_tools in (False, True):
+            text = trial.rendered(*chat, tools=has_tools)
+            if text is not None and _PROBE in text.replace(_NAME, ""):
+                return RoleFate.WRITTEN
+            if text is not None:
+                fate = RoleFate.LEFT_OUT
+    return fate
+
+
+def _user(as_text: bool) -> Message:
+    return {"role": "user", "content": "question" if as_text else _parts("question")}
+
+
+def _parts(text: str) -> list[Any]:
+    return [{"type": "text", "text": text}]
+
+
+def _calling(
+    content: EmptyContent, arguments_as_text: bool, takes_text: bool, arguments: Any = _ARGUMENTS
+) -> Message:
+    """An answer that is a call and has no content."""
+    if arguments_as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments)
+    call = {"id": _CALL_ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    return {"role": "assistant", **content.field(takes_text), "tool_calls": [call]}
+
+
+def _takes_arguments(trial: Trial, takes_text: bool, arguments: Any) -> bool:
+    """Whether a template renders a call with these arguments, whichever way it takes an empty content."""
+    chats = (_calling(content, False, takes_text, arguments) for content in EmptyContent)
+    found = (trial.rendered(_user(takes_text), chat) for chat in chats)
+    return any(_PROBE in (text or "").replace(_NAME, "") for text in found)
+
+
+def _find_empty_content(trial: Trial, takes_text: bool, arguments_as_text: bool) -> EmptyContent:
+    """The form that most chats with a call can be rendered in; of those that are equal, the first."""
+    user = _user(takes_text)
+    result = {"role": "tool", "tool_call_id": _CALL_ID, "name": _NAME, "content": user["content"]}
+    answer = {"role": "assistant", "content": user["content"]}
+
+    def num_rendered(content: EmptyContent) -> int:
+        call = _calling(content, arguments_as_text, takes_text)
+        chats = ((user, call), (user, call, result), (user, call, result, answer, user))
+        return sum(
+            trial.rendered(*chat, tools=tools) is not None for chat in chats for tools in (False, True)
+        )
+
+    return max(EmptyContent, key=num_rendered)
+
+
+def _common_length(begun: str, whole: str) -> int:
+    """How much of a chat with an answer is its prompt: what it has in common with the prompt alone.
+
+    The two may go on with the same letters by chance, `<think>` and `<tool_call>`, which are part of the answer.
+    """
+    if whole.startswith(begun):
+        return len(begun)
+    common = os.path.commonprefix([begun, whole])  # noqa: RUF071 - of characters
+    return max(common.rfind("\n"), common.rfind(">"), common.rfind("]")) + 1
+
+
+def _reads(parser: str, written: str) -> bool:
+    """Whether a parser finds the call that a template has written, and nothing of it is left as content."""
+    stream = tool_call_stream(parser)
+    deltas = (stream.add(written), stream.finish())
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    content = "".join(delta.content for delta in deltas)
+    try:
+        arguments = json.loads("".join(call.arguments for call in calls))
+    except ValueError:
+        return False
+    names = [call.name for call in calls if call.name]
+    return names == [_NAME] and arguments == _ARGUMENTS and "pr0be" not in content
+
+
+_IN_ORDER = ("hermes", "mistral", "llama3_json", "json")
+assert set(_IN_ORDER) == set(TOOL_CALL_PARSERS)
+_EXAMPLES = {
+    "hermes": r'<tool_call>\s*\{\s*"name"\s*:',
+    "mistral": r'\[TOOL_CALLS\]\s*\[\s*\{\s*"name"\s*:',
+    "llama3_json": r'\{"name": function name, "parameters": ',
+}
+"""By parser, what the instructions of templates say that render no calls of answers."""
