@@ -165,6 +165,7 @@ def _build(
             rank_context,
             supervision,
             load,
+            on_loss,
         )
     except ConfigError:
         rank_context.leave()

@@ -9,11 +9,14 @@
  * number of bytes overflows or is larger than any message (SIGSEGV, abort or std::bad_alloc), and classes of an
  * output of texts (SIGFPE). JSON that is nested deeper than a thread's stack (SIGSEGV) loses its connection, as the
  * parser cannot be stopped. A compressed body unpacks to as much as an uncompressed one may have.
+ *
+ * Models are told when the metrics page is read, so that it has what was answered before (triton/metrics_on_demand.py).
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <glob.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -24,6 +27,7 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -64,10 +68,10 @@ static Error* (*real_add_input)(Request*, const char*, int, const int64_t*, uint
 static Error* (*real_response_output)(Response*, uint32_t, const char**, int*, const int64_t**, uint64_t*,
                                       const void**, size_t*, int*, int64_t*, void**);
 static uint32_t (*real_data_type_byte_size)(int);
+static Error* (*real_server_metrics)(Server*, void**);
 static Error* (*batch_properties)(Server*, const char*, int64_t, uint32_t*, void**);
 static Error* (*error_new)(int, const char*);
 static void (*error_delete)(Error*);
-static int (*real_inflate)(void*, int);
 static ssize_t (*real_readv)(int, const struct iovec*, int);
 static ssize_t (*real_writev)(int, const struct iovec*, int);
 static int (*real_accept)(int, struct sockaddr*, socklen_t*);
@@ -108,7 +112,6 @@ static void leave_environment(void) {
 }
 
 __attribute__((constructor)) static void begin(void) {
-  real_inflate = dlsym(RTLD_NEXT, "inflate");
   real_readv = dlsym(RTLD_NEXT, "readv");
   real_writev = dlsym(RTLD_NEXT, "writev");
   real_accept = dlsym(RTLD_NEXT, "accept");
@@ -119,6 +122,7 @@ __attribute__((constructor)) static void begin(void) {
   real_add_input = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestAddInput");
   real_response_output = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceResponseOutput");
   real_data_type_byte_size = dlsym(RTLD_NEXT, "TRITONSERVER_DataTypeByteSize");
+  real_server_metrics = dlsym(RTLD_NEXT, "TRITONSERVER_ServerMetrics");
   batch_properties = dlsym(RTLD_NEXT, "TRITONSERVER_ServerModelBatchProperties");
   error_new = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
   error_delete = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorDelete");
@@ -253,6 +257,34 @@ uint32_t TRITONSERVER_DataTypeByteSize(int data_type) {
   return data_type == BYTES && output_is_text ? 1 : real_data_type_byte_size(data_type);
 }
 
+/* Waits, not for long, until the model that listens at `path` has published what it has observed. */
+static void have_published(const char* path) {
+  struct sockaddr_un address = {.sun_family = AF_UNIX};
+  struct timeval patience = {.tv_usec = 400000};
+  char end;
+  int file = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (file < 0) return;
+  setsockopt(file, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+  setsockopt(file, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+  if (snprintf(address.sun_path, sizeof address.sun_path, "%s", path) < (int)sizeof address.sun_path &&
+      connect(file, (struct sockaddr*)&address, sizeof address) == 0 && read(file, &end, 1) > 0) {
+    /* It sends nothing: the end is the answer. */
+  }
+  close(file);
+}
+
+Error* TRITONSERVER_ServerMetrics(Server* server, void** metrics) {
+  const char* folder = getenv("XDG_RUNTIME_DIR");
+  char pattern[4096];
+  glob_t found;
+  if (folder != NULL && snprintf(pattern, sizeof pattern, "%s/metrics-*", folder) < (int)sizeof pattern &&
+      glob(pattern, GLOB_NOSORT, NULL, &found) == 0) {
+    for (size_t index = 0; index < found.gl_pathc; index++) have_published(found.gl_pathv[index]);
+    globfree(&found);
+  }
+  return real_server_metrics(server, metrics);
+}
+
 /* How deep the JSON is nested that comes by a connection. Whether it begins inside of a string depends on what the
  * headers before it say, so both are followed: one of them is right, and the other counts what is in strings. */
 typedef struct {
@@ -326,7 +358,9 @@ int accept4(int file, struct sockaddr* address, socklen_t* size, int flags) {
   return accepted;
 }
 
-/* zlib's, of which only this field is looked at. */
+enum { STREAM_ERROR = -2 }; /* zlib's; of its errors the one that HTTP's front end heeds */
+
+/* zlib's, of which only some fields are looked at. */
 typedef struct {
   void* next_in;
   unsigned avail_in;
@@ -336,15 +370,23 @@ typedef struct {
   unsigned long total_out;
 } Stream;
 
+static int go_on_inflating(void* stream, int flush) {
+  static int (*_Atomic real_inflate)(void*, int);
+  if (real_inflate == NULL) {
+    void* zlib = dlopen("libz.so.1", RTLD_LAZY | RTLD_NOLOAD); /* a program may load it only when it needs it */
+    real_inflate = dlsym(zlib == NULL ? RTLD_NEXT : zlib, "inflate");
+  }
+  return real_inflate == NULL ? STREAM_ERROR : real_inflate(stream, flush);
+}
+
 int inflate(void* stream, int flush) {
-  enum { STREAM_ERROR = -2 }; /* the one that HTTP's front end heeds */
   static _Thread_local Nesting nesting[2];
   Stream* state = stream;
-  if (real_request_new == NULL) return real_inflate(stream, flush);
-  if (state->total_out > (is_http ? MOST_HTTP_UNPACKED : MOST_UNPACKED)) return STREAM_ERROR;
+  if (real_request_new == NULL) return go_on_inflating(stream, flush);
   if (state->total_out == 0) begin_nesting(nesting);
   char* unpacked = state->next_out;
-  int status = real_inflate(stream, flush);
+  int status = go_on_inflating(stream, flush);
+  if (state->total_out > (is_http ? MOST_HTTP_UNPACKED : MOST_UNPACKED)) return STREAM_ERROR;
   if (!is_http || unpacked == NULL) return status; /* gRPC's messages are no JSON */
   return either_is_too_deep(nesting, unpacked, (char*)state->next_out - unpacked) ? STREAM_ERROR : status;
 }

@@ -17,7 +17,7 @@ import numpy as np
 
 from inflight.config import Role
 from inflight.errors import InflightError, InvalidArgument, StepFailed, Unsupported
-from inflight.server.guard import guard_in_server
+from inflight.server.guard import guard_of_front_end
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.text_encoder import TextEncoder
 from inflight.text.words import biased_ids
@@ -53,7 +53,7 @@ class TextModel(ABC):
         self.tokenizers = TokenizerFinder(self.parameters.tokenizer_dir)
         self.tokenizers.find()
         # Last, as Triton calls no finalize where this fails.
-        self._guard = guard_in_server(args["model_name"])
+        self._guard = guard_of_front_end(args["model_name"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer every request on the spot: one response for each, in order."""
