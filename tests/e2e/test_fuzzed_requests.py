@@ -38,6 +38,15 @@ TENSORS = {
     "preprocessing": PREPROCESSING_INPUTS.declared(Vocabulary.TOKENS),
     "postprocessing": POSTPROCESSING_INPUTS.declared(Vocabulary.TOKENS),
 }
+WHOLE = {
+    "tensorrt_llm": ("input_ids", "request_output_len"),
+    "tensorrt_llm_infer": ("input_ids", "request_output_len"),
+    "ensemble": ("text_input", "max_tokens"),
+    "tensorrt_llm_bls": ("text_input", "max_tokens"),
+    "preprocessing": ("QUERY", "REQUEST_OUTPUT_LEN"),
+    "postprocessing": ("TOKENS_BATCH",),
+}
+"""What makes a request of a model's complete: half of the requests have it, beside what is drawn."""
 INTEGERS = (0, 1, 1, 2, 3, -1, 7, 64, 65, 2**31 - 1, -(2**31), 2**31, 2**32, 2**63 - 1, 2**64)
 DIMENSIONS = (0, 1, 1, 1, 2, 3, 5, 64, 65, 2**16, 2**31, 2**32, 2**61, 2**62, 2**63 - 1)
 VALUES = (
@@ -104,6 +113,9 @@ class Fuzzer:
             request.inputs.add(name=name, datatype=kind, shape=shape)
             if chance.random() < 0.9:
                 request.raw_input_contents.append(self._data(kind, shape))
+        for name, kind, shape in self._whole(model, [each.name for each in request.inputs]):
+            request.inputs.add(name=name, datatype=kind, shape=shape)
+            request.raw_input_contents.append(b"\1\0\0\0a" if kind == "BYTES" else b"\3\0\0\0")
         for output in self._outputs():
             made = request.outputs.add(name=output["name"])
             for key, value in output["parameters"].items():
@@ -112,10 +124,9 @@ class Fuzzer:
         return request
 
     def _generate(self, model: str) -> dict[str, Any]:
-        chance = self._chance
         body = {name: self._value() for name, _ in self._names(model)}
-        if chance.random() < 0.5:
-            body.update({"text_input": "def f", "max_tokens": 3, "request_output_len": 3, "QUERY": "a"})
+        for name, kind, _ in self._whole(model, list(body)):
+            body[name] = "def f" if kind == "BYTES" else 3
         return body
 
     def _infer(self, model: str) -> dict[str, Any]:
@@ -127,12 +138,23 @@ class Fuzzer:
             if self._chance.random() < 0.1:
                 made["parameters"] = {"binary_data_size": self._chance.choice(INTEGERS)}
             inputs.append(made)
+        for name, kind, shape in self._whole(model, [each["name"] for each in inputs]):
+            data = ["def f"] if kind == "BYTES" else [3]
+            inputs.append({"name": name, "datatype": kind, "shape": shape, "data": data})
         return {"inputs": inputs, "outputs": self._outputs()}
+
+    def _whole(self, model: str, given: list[str]) -> list[tuple[str, str, list[int]]]:
+        """Names, data types and shapes of what makes the request complete; half of the time nothing."""
+        if self._chance.random() < 0.5:
+            return []
+        types = {name: spec.dtype for name, spec in TENSORS[model]}
+        shapes = {"TOKENS_BATCH": [1, 1, 1]}
+        return [(name, types[name], shapes.get(name, [1, 1])) for name in WHOLE[model] if name not in given]
 
     def _names(self, model: str) -> list[tuple[str, str]]:
         chance = self._chance
         declared = [(name, spec.dtype) for name, spec in TENSORS[model]]
-        chosen = chance.sample(declared, min(chance.choice([1, 1, 2, 3]), len(declared)))
+        chosen = chance.sample(declared, min(chance.choice([0, 0, 1, 1, 2, 3]), len(declared)))
         if chance.random() < 0.1:
             return [(name, chance.choice(list(SIZES))) for name, _ in chosen]
         return chosen
