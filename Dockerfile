@@ -1,4 +1,5 @@
-# The server inside NVIDIA's tritonserver image (Python 3.10 or 3.12 of it, releases 24.08 and later).
+# The server inside NVIDIA's tritonserver image (Python 3.10 or 3.12 of it, releases 24.08 and later). Take the newest:
+# defects of its front ends are mended from release to release. 25.11 was the newest when this was written.
 #
 #   docker build --build-arg TRITON_IMAGE=<NVIDIA's tritonserver image, -py3> -t inflight .
 #   docker run --rm --gpus all --shm-size=1g -p 8000-8002:8000-8002 -p 9000:9000 -v /path/to/checkpoint:/model \
@@ -19,7 +20,8 @@ COPY backend backend
 COPY client client
 COPY model_repository model_repository
 RUN python3 -m pip install -c constraints.txt ".[mpi]" ./client
-# For CPUs: compiled here for all that have AVX-512, so that no container needs a compiler or waits for one.
+# The compiler makes the library that tritonserver loads first (docs/production.md) at each start. What computes on CPUs
+# is compiled here, for all that have AVX-512, so that no container waits for it.
 RUN apt-get update && apt-get install -yqq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* && \
     cd / && python3 -m inflight.engine.torch.native.prebuild
 

@@ -11,16 +11,16 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, Unavailable
 from inflight.file_names import native
 from inflight.load_model import load_model
 
 if TYPE_CHECKING:
     from inflight.adapters.commands import AdapterCommands
     from inflight.batch_manager import GptManager
-    from inflight.batch_manager.instruments import Instruments
+    from inflight.batch_manager.instruments import Instruments, Watchdog
     from inflight.config import Parameters
     from inflight.core.ports import (
         GetInferenceRequestsCallback,
@@ -53,6 +53,8 @@ __all__ = [
 UNLOAD_TIMEOUT_S = 10.0
 """How long requests of other models' clients may go on; Triton lets those of this one finish before it unloads."""
 _LOOP_END_S = 2.0  # for a loop that has nothing left to do
+
+OnHang: TypeAlias = "Callable[[Unavailable], None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ def build_engine(
     rank_context: RankContext | None = None,
     supervision: Supervision | None = None,
     load: LoadModel = load_model,
+    on_hang: OnHang | None = None,
 ) -> RunningEngine:
     """Load the model and start serving it, to other processes too; with several ranks, on rank 0.
 
@@ -162,13 +165,14 @@ def build_engine(
         endpoint_path: Unix socket for front ends in other processes.
         return_metrics: As `start_engine` has it; so are `rank_context` and `load`.
         supervision: For an engine whose life another process decides about.
+        on_hang: As `start_engine` has it.
 
     Raises:
         ConfigError: what is wrong, by parameter or file.
     """
     from inflight.endpoint.server import EndpointServer
 
-    engine = start_engine(parameters, version_dir, return_metrics, rank_context, load)
+    engine = start_engine(parameters, version_dir, return_metrics, rank_context, load, on_hang)
     retire = supervision.retire if supervision else lambda timeout_s: running.close(timeout_s)
     try:
         endpoint = EndpointServer(engine.client, endpoint_path, engine.client.drain, retire, supervision)
@@ -185,6 +189,7 @@ def start_engine(
     return_metrics: ReturnMetricsCallback | None = None,
     rank_context: RankContext | None = None,
     load: LoadModel = load_model,
+    on_hang: OnHang | None = None,
 ) -> RunningEngine:
     """Load the model and start the loop, for this process alone; with several ranks, on rank 0.
 
@@ -196,6 +201,8 @@ def start_engine(
             closed in order; where this raises, the caller leaves it.
         load: What makes the engine; of several ranks each gives its own. `functools.partial(load_model, …)` gives
             it logits post-processors or a vocabulary as values.
+        on_hang: Called once, on a thread of its own, if an iteration takes longer than `hang_timeout_ms`: has to
+            end this process, with several ranks too, as the others wait for this one. None: nothing is done.
 
     Raises:
         ConfigError: what is wrong, by parameter or file.
@@ -207,7 +214,7 @@ def start_engine(
     model = _load_checked(load, parameters, version_dir, rank_context)
     limits = model.engine.limits
     scheduler = Scheduler(parameters.scheduler, limits)
-    instruments = _make_instruments(parameters, limits, return_metrics)
+    instruments = _make_instruments(parameters, limits, return_metrics, on_hang)
     adapters = make_adapters(parameters, model, lambda: manager.notify())
     client = LocalEngineClient(
         _describe(parameters, model),
@@ -318,23 +325,39 @@ def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
 
 
 def _make_instruments(
-    parameters: Parameters, limits: EngineLimits, return_metrics: ReturnMetricsCallback | None
+    parameters: Parameters,
+    limits: EngineLimits,
+    return_metrics: ReturnMetricsCallback | None,
+    on_hang: OnHang | None,
 ) -> Instruments:
-    from inflight.batch_manager.instruments import Instruments, StatisticsRings, Watchdog
+    from inflight.batch_manager.instruments import Instruments, StatisticsRings
     from inflight.batch_manager.kv_event_buffer import KvEventBuffer
     from inflight.batch_manager.recording import JsonRecorder
     from inflight.serving.memory import measure_memory
 
-    timeout_ms, path = parameters.watchdog_timeout_ms, parameters.record_path
+    path = parameters.record_path
     num_events = parameters.scheduler.kv_event_buffer_size
     return Instruments(
         recorder=JsonRecorder(path, parameters.scheduler, limits) if path else None,
-        watchdog=Watchdog(timeout_ms / 1000) if timeout_ms else None,
+        watchdog=_make_watchdog(parameters, on_hang),
         rings=StatisticsRings(parameters.iter_stats_max_iterations, parameters.request_stats_max_iterations),
         kv_events=KvEventBuffer(num_events) if num_events else None,
         return_metrics=return_metrics,
         measure_memory=measure_memory,
     )
+
+
+def _make_watchdog(parameters: Parameters, on_hang: OnHang | None) -> Watchdog | None:
+    from inflight.batch_manager.instruments import Watchdog
+
+    stuck_ms, hang_ms = parameters.watchdog_timeout_ms, parameters.hang_timeout_ms
+    if on_hang is None or not hang_ms:
+        return Watchdog(stuck_ms / 1000) if stuck_ms else None
+
+    def tell(line: str) -> None:
+        on_hang(Unavailable(f"the engine hangs, and ends (hang_timeout_ms): {line}"))
+
+    return Watchdog((stuck_ms or hang_ms) / 1000, hang_timeout_s=hang_ms / 1000, on_hang=tell)
 
 
 def _counting_iterations(
@@ -414,19 +437,18 @@ def start_following(
     Raises ConfigError, on all ranks, if the model cannot be loaded.
     """
     from inflight.batch_manager import GptManager
-    from inflight.batch_manager.instruments import Instruments, Watchdog
+    from inflight.batch_manager.instruments import Instruments
     from inflight.core.scheduler import Scheduler
 
     model = _load_checked(load, parameters, version_dir, rank_context)
     deaths: list[InflightError] = []
-    timeout_ms = parameters.watchdog_timeout_ms
     manager = GptManager(
         model.engine,
         Scheduler(parameters.scheduler, model.engine.limits),
         lambda max_num: (),
         lambda response: None,
         on_death=deaths.append,
-        instruments=Instruments(watchdog=Watchdog(timeout_ms / 1000) if timeout_ms else None),
+        instruments=Instruments(watchdog=_make_watchdog(parameters, on_hang=None)),  # rank 0 hangs with it
         ranks=rank_context.ranks,
     )
     return FollowingRank(manager, _release_once(model, rank_context), deaths)

@@ -428,6 +428,12 @@ class Parameters:
     watchdog_timeout_ms: int = parameter(
         60000, integer(0), "an iteration that takes longer is reported as hung; 0: off"
     )
+    hang_timeout_ms: int = parameter(
+        120000,
+        integer(0),
+        "an iteration that takes longer ends the engine, which is started again; 0: off",
+        behind="watchdog_timeout_ms",
+    )
     engine_endpoint: str | None = parameter(
         None, TEXT, "path of the engine's socket; unique per server without one", _MODELS
     )

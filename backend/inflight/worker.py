@@ -166,6 +166,7 @@ def _build(
             rank_context,
             supervision,
             load,
+            on_loss,
         )
     except ConfigError:
         rank_context.leave()

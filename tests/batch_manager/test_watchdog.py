@@ -73,6 +73,26 @@ def test_a_stuck_iteration_is_told_once_and_whenever_its_duration_doubles(watchd
     assert heads[3] == "iteration 7 has been running for 300.0 s: 3 rows, requests 4, 7"
 
 
+def test_an_iteration_that_hangs_is_told_once(clock, log):
+    hung: list[str] = []
+    watchdog = Watchdog(10.0, log.append, clock, start=False, hang_timeout_s=25.0, on_hang=hung.append)
+    watchdog.begin(7, rows)
+    for waited in (24.9, 25.0, 80.0):
+        clock.now_s = 100.0 + waited
+        assert watchdog.check()
+        assert hung == (
+            [] if waited < 25 else ["iteration 7 has been running for 25.0 s: 3 rows, requests 4, 7"]
+        )
+
+
+def test_a_hang_is_noticed_before_anything_is_logged(clock, log):
+    hung: list[str] = []
+    watchdog = Watchdog(60.0, log.append, clock, start=False, hang_timeout_s=5.0, on_hang=hung.append)
+    watchdog.begin(7, rows)
+    clock.now_s += 5.0
+    assert watchdog.check() and len(hung) == 1 and log == []
+
+
 def test_its_end_is_told_if_it_was_told_itself(watchdog, clock, log):
     watchdog.begin(7, rows)
     clock.now_s += 25

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 import urllib.request
 from datetime import datetime
@@ -107,6 +108,18 @@ def test_the_page_is_the_log_line_and_falls_back_when_idle(fake_server):
     assert page["Max KV cache blocks"] * page["Tokens per KV cache block"] == 8192
     assert page["Max Request Count"] > 0
     assert page["Runtime CPU Memory Usage"] > 10_000_000
+
+
+def test_what_is_answered_is_on_the_page(fake_server):
+    """At once, with nothing else in flight: the page waits for the engine's publication."""
+    for _ in range(3):
+        before = wait_idle(fake_server)
+        threads = [threading.Thread(target=complete, args=(fake_server,)) for _ in range(13)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert ended(page_of(fake_server)) - ended(before) == 13
 
 
 def test_gauges_show_what_runs_and_what_waits(fake_server):

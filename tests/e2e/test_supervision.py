@@ -17,6 +17,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inflight.server import runtime_directory
+from inflight.server.guard import SILENCE_S
 from inflight.testing.fake_server import make_fake_repository
 from tests.commands import Command, command
 
@@ -201,6 +202,21 @@ def test_a_model_whose_process_is_killed_comes_back(serving, model):
     assert not runtime_directory.shared_memory_files(folder)
     serving.process.terminate()
     assert f"the process of the model {model} has ended" in serving.process.communicate(timeout=30)[1]
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+def test_a_model_whose_process_is_stopped_comes_back(serving, model):
+    """Within the silence that its guard allows and an outage."""
+    ready, _ = wait_ready(serving)
+    begun_s = time.monotonic()
+    os.kill(stubs(serving)[model], signal.SIGSTOP)
+    assert serving.ready_line() == ready
+    assert time.monotonic() - begun_s > SILENCE_S - 1
+    (after,) = ask(ready["grpc"], "ensemble", text_input="def f", max_tokens=5)
+    assert after.error is None
+    serving.process.terminate()
+    said = serving.process.communicate(timeout=30)[1]
+    assert f"the process of the model {model} has been silent for {SILENCE_S:g} s" in said
 
 
 @pytest.mark.parametrize("mode", ["orchestrator", "leader"])

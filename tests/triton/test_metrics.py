@@ -312,6 +312,17 @@ def test_closing_publishes_the_last_though_the_publisher_rests():
     publisher.close()
 
 
+def test_who_waits_for_the_page_gets_the_last_though_the_publisher_rests():
+    pb_utils, lines = FakePbUtils(), queue.Queue()
+    publisher = MetricsPublisher(pb_utils, "m", "1", lines.put, seconds_per_call=1000.0)
+    publisher.put(STATS, NOTHING, NOW)
+    lines.get(timeout=TIMEOUT_S)
+    publisher.put(replace(STATS, num_active_requests=0), NOTHING, NOW)
+    publisher.flush(TIMEOUT_S)
+    assert shown(parse(pb_utils.metrics.page()))["Active Request Count"] == 0
+    publisher.close()
+
+
 def test_the_next_process_of_a_model_takes_over_and_the_last_deletes_nothing():
     """Triton loads the next before it unloads the last; the server does not survive a deletion then."""
     pb_utils = FakePbUtils()

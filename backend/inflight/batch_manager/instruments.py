@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import threading
 import time
@@ -149,6 +150,9 @@ class Watchdog:
     Args:
         timeout_s: An iteration that takes longer is stuck; > 0. The log is written at most half a timeout late,
             and again each time that the duration has doubled.
+        hang_timeout_s: An iteration that takes longer has hung: it is not expected to end; None: none ever has.
+        on_hang: Called with a line about such an iteration, once, on the watchdog's thread, at most half a timeout
+            late.
         log: Takes each message, which has many lines.
         clock: Seconds, monotonic.
         wait: Waits for an event for some seconds (None: without end), and returns whether it is set.
@@ -162,10 +166,15 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[threading.Event, float | None], bool] = threading.Event.wait,
         start: bool = True,
+        hang_timeout_s: float | None = None,
+        on_hang: Callable[[str], None] = lambda line: None,
     ) -> None:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, expected more than 0")
         self._timeout_s = timeout_s
+        self._hang_timeout_s = math.inf if hang_timeout_s is None else hang_timeout_s
+        self._on_hang = on_hang
+        self._period_s = min(timeout_s, self._hang_timeout_s) / 2
         self._log = log
         self._clock = clock
         self._wait = wait
@@ -215,7 +224,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._is_closed.is_set():
             if self.check():
-                self._wait(self._is_closed, self._timeout_s / 2)
+                self._wait(self._is_closed, self._period_s)
             else:
                 self._wait(self._is_needed, None)
 
@@ -231,6 +240,9 @@ class Watchdog:
                 run.next_report_s *= 2
             run.is_reported = True
             self._log(f"{_headline(run, seconds)}\n{all_stacks(besides=threading.get_ident())}")
+        if seconds >= self._hang_timeout_s:
+            self._hang_timeout_s = math.inf  # once
+            self._on_hang(_headline(run, seconds))
         return True
 
 

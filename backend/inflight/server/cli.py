@@ -82,6 +82,7 @@ def parse(arguments: list[str] | None) -> ServerOptions:
         exit_timeout_s=given.exit_timeout,
         ready_timeout_s=given.ready_timeout,
         restarts=given.restarts,
+        request_checks=not given.no_request_checks,
         model_control=given.model_control,
         client_apis=ClientApis(
             shared_memory=given.allow_shared_memory,
@@ -194,6 +195,12 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="start a server that has ended by itself again, and give up after N starts in a row that came to "
         "nothing; 0: never start it again (default: %(default)s)",
+    )
+    add(
+        "--no-request-checks",
+        action="store_true",
+        help="do not look for requests that end tritonserver (empty batches, shapes that overflow, ...) before it "
+        "sees them",
     )
     add(
         "--model-control",

@@ -33,6 +33,9 @@ _STUB = b"triton_python_backend_stub"
 _SERVER_GRACE_S = 2.0
 _RANKS_GRACE_S = 1.0
 _KILLED_S = 2.0
+SILENCE_S = 20.0
+"""How long a model's process may be silent: one that is stopped, or whose native code holds Python's lock."""
+
 _BEATS_PER_TIMEOUT = 5
 _STOPPED = 1.5  # a wait that takes so many times as long: this process was stopped itself
 
@@ -114,6 +117,14 @@ def keep_private() -> None:
 def guard_in_server(model: str) -> Guard | None:
     """A guard of this process; None where it is not a stub of tritonserver's, and so has no server to end."""
     return Guard(sys.executable, model) if _region(os.getpid()) else None
+
+
+def guard_of_front_end(model: str) -> Guard | None:
+    """The same for a model without an engine, whose silence counts as its end."""
+    guard = guard_in_server(model)
+    if guard is not None:
+        guard.beat(SILENCE_S)
+    return guard
 
 
 class _Word(Enum):

@@ -24,12 +24,14 @@ class Installation:
         interpreter: Folder of the `python3` that the Python backend takes its packages from.
         arguments: The program's first arguments.
         library_path: Folders that its loader has to search.
+        preloaded: Libraries that its loader has to load first.
     """
 
     program: Path
     interpreter: Path
     arguments: tuple[str, ...] = ()
     library_path: tuple[Path, ...] = ()
+    preloaded: tuple[Path, ...] = ()
 
     def environment(self) -> dict[str, str]:
         """The environment to start it in."""
@@ -37,8 +39,12 @@ class Installation:
 
     def variables(self) -> dict[str, str]:
         """The variables that differ in it: the Python stub takes its interpreter from the first folder on PATH."""
-        folders = {"PATH": [self.interpreter], "LD_LIBRARY_PATH": list(self.library_path)}
-        return {name: _prepended(name, before) for name, before in folders.items() if before}
+        paths = {
+            "PATH": [self.interpreter],
+            "LD_LIBRARY_PATH": list(self.library_path),
+            "LD_PRELOAD": list(self.preloaded),
+        }
+        return {name: _prepended(name, before) for name, before in paths.items() if before}
 
 
 def external(program: Path, folder: Path) -> Installation:
@@ -126,6 +132,6 @@ def _libpython() -> Path | None:
     )
 
 
-def _prepended(name: str, folders: list[Path]) -> str:
+def _prepended(name: str, paths: list[Path]) -> str:
     after = [os.environ[name]] if os.environ.get(name) else []
-    return os.pathsep.join([str(folder) for folder in folders] + after)
+    return os.pathsep.join([str(path) for path in paths] + after)

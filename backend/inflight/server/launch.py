@@ -6,6 +6,7 @@ command line. A keeper ends the server, its stubs and its ranks if the launcher 
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Literal, TextIO
 
 from inflight.endpoint.path import endpoint_path
 from inflight.openai.options import OpenAiOptions
-from inflight.server import descriptors, installation, ranks, runtime_directory
+from inflight.server import descriptors, installation, ranks, request_checks, runtime_directory
 from inflight.server.client_apis import ClientApis
 from inflight.server.drain import EngineDrain, IdleWatch, stubs_processor_time
 from inflight.server.errors import ServeError, Starved
@@ -45,6 +46,7 @@ _SENDING_SHARE = 0.25
 _KILL_S, _KILL_SHARE = 0.5, 0.25
 # Loading a large checkpoint happens inside the stub, which must not be taken for stuck.
 _STUB_TIMEOUT_S = 1200
+_LAST_REQUESTS = 16  # of those that came before the server was lost
 # Each instance's share of /dev/shm to begin with; small enough for many models in a container's usual 64 MB.
 _SHARED_MEMORY_BYTES = 4 * 1024 * 1024
 
@@ -59,6 +61,7 @@ class ServerOptions:
             server's.
         ready_timeout_s: Give up after so many seconds without progress before the server is ready; None: never.
         restarts: A supervisor gives up after so many starts in a row that came to nothing; 0: after the first.
+        request_checks: Whether tritonserver loads a library that refuses requests which would end it.
         model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request, as
             an orchestrator does itself; everything in the repository is loaded at first in any mode.
         client_apis: Which of Triton's APIs clients may use; to load and unload models takes its key.
@@ -76,6 +79,7 @@ class ServerOptions:
     exit_timeout_s: int = 30
     ready_timeout_s: int | None = None
     restarts: int = 0
+    request_checks: bool = True
     model_control: Literal["none", "explicit"] = "none"
     client_apis: ClientApis = field(default_factory=ClientApis)
     tp: int | None = None
@@ -106,7 +110,7 @@ class TritonServer:
         self._log: ServerLog | None = None
         self._ready = False
         try:
-            self._installation = _find(options.tritonserver, self._folder)
+            self._installation = self._find_installation()
             self.repository = self._assemble()
             self._leader = self._find_leader()
             self._environment = self._make_environment()
@@ -196,6 +200,8 @@ class TritonServer:
             if deadline is not None and time.monotonic() > deadline:
                 raise ServeError(f"not ready after {timeout:g} s:\n{find_cause(self.log_text())}")
         self._ready = True
+        if self._installation.preloaded and not request_checks.are_loaded(self._folder):
+            self._warn_unchecked("tritonserver could not load their library, as its log says")
         if self._log:
             self._log.settle(quiet=0.05, timeout=0.5)
         return True
@@ -235,6 +241,10 @@ class TritonServer:
         when = "" if self._ready else " before it was ready"
         why = f": {descriptors.explanation()}" if descriptors.TOO_MANY in log else ":"
         return ServeError(f"tritonserver ended{when} (exit status {self.returncode}){why}\n{find_cause(log)}")
+
+    def last_requests(self) -> list[str]:
+        """The last requests that came over HTTP and gRPC, a line for each; none where they were not noted."""
+        return request_checks.last_requests(self._folder, _LAST_REQUESTS)
 
     def shut_down(self, hurry: Callable[[], bool] = lambda: False) -> bool:
         """Let requests in flight finish, refuse new ones, and end; at once where `hurry` says so.
@@ -299,6 +309,25 @@ class TritonServer:
             runtime_directory.remove(self._folder)
             if self._keeper:
                 self._keeper.dismiss()
+
+    def _find_installation(self) -> installation.Installation:
+        found = _find(self._options.tritonserver, self._folder)
+        if not self._options.request_checks:
+            return found
+        try:
+            library = request_checks.compile_checks(self._folder / "request_checks.so")
+        except request_checks.CannotCompile as error:
+            self._warn_unchecked(str(error))
+            return found
+        return replace(found, preloaded=(library,))
+
+    def _warn_unchecked(self, why: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            print(
+                f"serve: requests that end tritonserver are not refused: {why} (docs/production.md)",
+                file=self._echo or sys.stderr,
+                flush=True,
+            )
 
     def _assemble(self) -> RuntimeRepository:
         return lay_out(self._options, self._folder / "models")

@@ -144,6 +144,7 @@ class Supervisor:
         if self._signals.any():
             self._shut_down(server)
             return None
+        self._tell_last_requests(server)
         if not (server.was_lost and self._options.restarts):
             raise server.ended()
         if time.monotonic() - ready_at > _PROVEN_S:
@@ -159,6 +160,11 @@ class Supervisor:
         if not (in_order or self._signals.several()):
             timeout = self._options.exit_timeout_s
             raise ServeError(f"tritonserver had not finished after {timeout} s and was ended")
+
+    def _tell_last_requests(self, server: TritonServer) -> None:
+        """Log what came before the loss: one of them may have caused it."""
+        for request in server.last_requests():
+            self._say(f"one of the last requests before the end: {request}")
 
     def _pause(self, loss: str) -> None:
         pause_s = _PAUSES_S[min(self._num_lost, len(_PAUSES_S) - 1)]

@@ -26,8 +26,8 @@ class Leader:
     Args:
         job: For all ranks.
         return_metrics: As GptManager has it.
-        on_end: Called when a rank is lost and the engine has answered everything, on a thread that does nothing
-            else any more: has to end this process.
+        on_end: Called when a rank is lost or the loop hangs, and the engine has answered everything, on a thread
+            that does nothing else any more: has to end this process.
 
     Attributes:
         client: To the engine.
@@ -47,7 +47,12 @@ class Leader:
         rank_context = lead(join(), job, self._lose)
         try:
             self._engine = build_engine(
-                job.parameters, job.version_dir, job.endpoint_path, return_metrics, rank_context
+                job.parameters,
+                job.version_dir,
+                job.endpoint_path,
+                return_metrics,
+                rank_context,
+                on_hang=self._lose,
             )
         except ConfigError:
             rank_context.leave()

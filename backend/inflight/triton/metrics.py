@@ -83,6 +83,8 @@ class MetricsPublisher:
         self._waiting: _Publication | None = None
         self._engine = 0
         self._change = threading.Condition()
+        self._is_publishing = False  # this and the next: under the condition's lock
+        self._num_flushing = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="inflight-metrics", daemon=True)
         self._thread.start()
@@ -103,7 +105,15 @@ class MetricsPublisher:
         """
         with self._change:
             self._waiting = _Publication(stats, metrics, wall_clock_s, memory, self._engine)
-            self._change.notify()
+            self._change.notify_all()
+
+    def flush(self, timeout_s: float) -> None:
+        """Publish at once what was put until now, and wait until it is on the page, for so long at most."""
+        with self._change:
+            self._num_flushing += 1
+            self._change.notify_all()
+            self._change.wait_for(lambda: self._waiting is None and not self._is_publishing, timeout_s)
+            self._num_flushing -= 1
 
     def start_over(self) -> None:
         """Add what follows to what is on the page: it is of another engine, which counts from nothing."""
@@ -115,7 +125,7 @@ class MetricsPublisher:
         """Publish what waits and end the thread; the page keeps what is on it. Idempotent."""
         self._closing.set()
         with self._change:
-            self._change.notify()
+            self._change.notify_all()
         self._thread.join()
 
     # ---------------------------------------------------------------- on the thread
@@ -131,7 +141,7 @@ class MetricsPublisher:
             except Exception:  # whatever it is, the thread goes on with the next statistics
                 _log.exception("statistics of iteration %d were not published", publication.stats.iteration)
             num_calls = page.num_calls - num_before
-            self._closing.wait(min(num_calls * self._seconds_per_call, _LONGEST_PAUSE_S))
+            self._rest(min(num_calls * self._seconds_per_call, _LONGEST_PAUSE_S))
 
     def _new_page(self) -> _Page:
         return _Page(self._pb_utils, self._labels, self._batching)
@@ -141,7 +151,15 @@ class MetricsPublisher:
         with self._change:
             self._change.wait_for(lambda: self._waiting is not None or self._closing.is_set())
             publication, self._waiting = self._waiting, None
+            self._is_publishing = publication is not None
             return publication
+
+    def _rest(self, seconds: float) -> None:
+        """Leave the process's Python to others for so long, unless somebody waits for the page."""
+        with self._change:
+            self._is_publishing = False
+            self._change.notify_all()
+            self._change.wait_for(lambda: self._num_flushing or self._closing.is_set(), seconds)
 
     def _publish(self, publication: _Publication, page: _Page) -> None:
         stats = publication.stats

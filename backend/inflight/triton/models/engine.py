@@ -22,7 +22,7 @@ from inflight.processes import this_parent
 from inflight.ranks.job import Job
 from inflight.ranks.launch import LaunchMode, find_launch_mode, waits_for_leader
 from inflight.ranks.orchestrator import ModelControl, Orchestrator, Surroundings
-from inflight.server.guard import Guard, guard_in_server, keep_private
+from inflight.server.guard import SILENCE_S, Guard, guard_in_server, keep_private
 from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.metric_table import Batching
@@ -37,6 +37,7 @@ from inflight.triton.host import (
 )
 from inflight.triton.leader import Leader, refuse_ranks, take_seat
 from inflight.triton.metrics import MetricsPublisher
+from inflight.triton.metrics_on_demand import MetricsOnDemand
 
 if TYPE_CHECKING:
     from inflight.build import RunningEngine
@@ -59,6 +60,7 @@ class TritonPythonModel:
         log_to_triton(pb_utils)
         self._pb_utils = pb_utils
         self._engine: RunningEngine | Leader | Orchestrator | None = None
+        self._running: RunningEngine | None = None  # the engine, if it is in this process
         self._front_end: FrontEnd | None = None
         self._guard: Guard | None = None
         model, self._mode = _read(args)
@@ -68,13 +70,15 @@ class TritonPythonModel:
         batching = Batching.STATIC if is_static else Batching.INFLIGHT
         version, log = model.version_dir.name, pb_utils.Logger.log_verbose
         self._publisher = MetricsPublisher(pb_utils, model.name, version, log, batching)
+        self._on_demand = MetricsOnDemand(self._publisher.flush, model.name)
         try:
             self._engine = engine = self._make_engine(model, path)
             tokenizers = TokenizerFinder(model.parameters.tokenizer_dir)
             tokenizers.find(engine.client.describe().tokenizer_dir)
             self._front_end = FrontEnd(pb_utils, engine.client, self._close_engine, model, tokenizers)
-            if self._guard is not None and self._mode is not LaunchMode.IN_PROCESS:
-                self._guard.beat(model.parameters.rank_timeout_ms / 1000)
+            if self._guard is not None:
+                has_ranks = self._mode is not LaunchMode.IN_PROCESS
+                self._guard.beat(model.parameters.rank_timeout_ms / 1000 if has_ranks else SILENCE_S)
             note_initialized(model.name)
         except BaseException:  # Triton calls no finalize where initialize fails
             if self._engine is not None:
@@ -101,6 +105,7 @@ class TritonPythonModel:
         self._has_ended = self._engine.close()
 
     def _end(self) -> None:
+        self._on_demand.close()
         self._publisher.close()
         if self._guard is None:
             return
@@ -123,7 +128,15 @@ class TritonPythonModel:
         # Triton lets an unloaded model live on while a client holds a stream that used it. There is neither place
         # nor memory for two engines.
         retire_predecessor(path, UNLOAD_TIMEOUT_S)
-        return build_engine(job.parameters, job.version_dir, path, self._publish, load=self.load_model)
+        self._running = build_engine(
+            job.parameters,
+            job.version_dir,
+            path,
+            self._publish,
+            load=self.load_model,
+            on_hang=self._lose_engine,
+        )
+        return self._running
 
     def load_model(
         self, parameters: Parameters, version_dir: str, rank_context: RankContext | None
@@ -151,15 +164,24 @@ class TritonPythonModel:
         around = Surroundings(server, control, self._guard, self._publisher, UNLOAD_TIMEOUT_S)
         return Orchestrator(job, around)
 
+    def _lose_engine(self, error: InflightError) -> None:
+        """End the server, as the engine in this process hangs; called on a thread that the loop cannot hold up."""
+        if self._guard is None:  # there is no server to end
+            self._pb_utils.Logger.log_error(str(error))
+            return
+        if self._running is not None:
+            self._running.fail(error)
+        self._end_server(error)
+
     def _publish(self, stats: Any, metrics: Any) -> None:
         self._publisher.put(stats, metrics, time.time())
 
     def _end_server(self, error: InflightError) -> None:
-        """End the server because a rank is lost; called on the heartbeat's thread, once everybody is answered."""
+        """End the server because the engine is lost; called on a thread of its own, once everybody is answered."""
         self._pb_utils.Logger.log_error(f"the server ends: {error}")
         if self._front_end is not None:
             self._front_end.flush(_FLUSH_S)
-        assert self._guard is not None, "a leader has one"
+        assert self._guard is not None, "whose engine ends the server has one"
         self._guard.end_server()
 
 

@@ -17,7 +17,7 @@ from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.drafting import DraftingClient
 from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError
-from inflight.server.guard import guard_in_server, keep_private
+from inflight.server.guard import guard_of_front_end, keep_private
 from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.triton.front_end import FrontEnd
@@ -48,7 +48,7 @@ class Infer:
         client = self.make_client(parameters)
         self._front_end = FrontEnd(pb_utils, client, client.close, model, tokenizers, self.vocabulary)
         # Last, as Triton calls no finalize where this fails.
-        self._guard = guard_in_server(model.name)
+        self._guard = guard_of_front_end(model.name)
         note_initialized(model.name)
 
     def make_client(self, parameters: Parameters) -> EngineClient:

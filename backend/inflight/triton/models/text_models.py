@@ -17,7 +17,7 @@ import numpy as np
 
 from inflight.config import Role
 from inflight.errors import InflightError, InvalidArgument, Unsupported, unexpected
-from inflight.server.guard import guard_in_server, keep_private
+from inflight.server.guard import guard_of_front_end, keep_private
 from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.text_encoder import TextEncoder
@@ -60,7 +60,7 @@ class TextModel(ABC):
         self.tokenizers = TokenizerFinder(self.parameters.tokenizer_dir)
         self.tokenizers.find()
         # Last, as Triton calls no finalize where this fails.
-        self._guard = guard_in_server(args["model_name"])
+        self._guard = guard_of_front_end(args["model_name"])
         note_initialized(args["model_name"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:

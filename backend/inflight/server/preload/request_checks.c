@@ -1,0 +1,392 @@
+/* Loaded into tritonserver before its own library: refuses the requests that would end it, and notes the last ones.
+ *
+ * tritonserver's HTTP and gRPC front ends make every request by calls of libtritonserver's C API. The functions
+ * here have the names of those calls, so the loader finds them first; each looks at its arguments and goes on to
+ * the real one, or returns the error that the front end sends to the client. Nothing else is changed, and in a
+ * process that is not tritonserver nothing at all. Needs a C compiler and the C library.
+ *
+ * What is refused ends tritonserver 2.51 or its Python backend: a batch of no requests (SIGSEGV), a shape whose
+ * number of bytes overflows or is larger than any message (SIGSEGV, abort or std::bad_alloc), and classes of an
+ * output of texts (SIGFPE). JSON that is nested deeper than a thread's stack (SIGSEGV) loses its connection, as the
+ * parser cannot be stopped. A compressed body unpacks to as much as an uncompressed one may have.
+ *
+ * Models are told when the metrics page is read, so that it has what was answered before (triton/metrics_on_demand.py).
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <glob.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+/* What is used of tritonserver.h, which is not installed beside the program; a C API that keeps its numbers. */
+typedef struct Opaque Error, Request, Response, Server;
+enum { INVALID_ARG = 3, BATCH_FIRST_DIM = 2, BYTES = 13, NUM_TYPES = 15 };
+static const uint64_t BYTES_OF[NUM_TYPES] = {1, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 4, 2}; /* a text has its length */
+
+/* Of a tensor: gRPC's bound of a message, and what a JSON body of tritonserver's 64 MiB can spell: two characters an
+ * element, of 8 bytes at most. HTTP's front end takes that memory before it looks at the data. */
+static const uint64_t MOST_BYTES = INT32_MAX, MOST_HTTP_BYTES = 256 << 20;
+/* Of a compressed body, and of a compressed message of gRPC's. */
+static const uint64_t MOST_HTTP_UNPACKED = 64 << 20, MOST_UNPACKED = 256 << 20;
+enum { MOST_NESTED = 500000, STACK_OF_A_LEVEL = 256 }; /* the parser takes about 100 bytes of stack for a level */
+
+/* The file of the last requests: slots of text, each of which begins with the request's number. */
+enum { NUM_SLOTS = 64, SLOT_BYTES = 1024 };
+
+typedef struct {
+  const Request* request; /* what this thread makes now */
+  Server* server;
+  char model[256];
+  int64_t version;
+  char* slot; /* NULL where nothing is noted */
+  size_t used;
+} Making;
+
+static _Thread_local Making making;
+static _Thread_local bool output_is_text; /* the last output that this thread looked at */
+static _Thread_local bool is_http;        /* this thread reads HTTP connections, and makes their requests */
+static char* slots;
+static int most_nested = MOST_NESTED;
+static atomic_uint_fast64_t num_requests;
+
+static Error* (*real_request_new)(Request**, Server*, const char*, int64_t);
+static Error* (*real_set_id)(Request*, const char*);
+static Error* (*real_add_input)(Request*, const char*, int, const int64_t*, uint64_t);
+static Error* (*real_response_output)(Response*, uint32_t, const char**, int*, const int64_t**, uint64_t*,
+                                      const void**, size_t*, int*, int64_t*, void**);
+static uint32_t (*real_data_type_byte_size)(int);
+static Error* (*real_server_metrics)(Server*, void**);
+static Error* (*batch_properties)(Server*, const char*, int64_t, uint32_t*, void**);
+static Error* (*error_new)(int, const char*);
+static void (*error_delete)(Error*);
+static ssize_t (*real_readv)(int, const struct iovec*, int);
+static ssize_t (*real_writev)(int, const struct iovec*, int);
+static int (*real_accept)(int, struct sockaddr*, socklen_t*);
+static int (*real_accept4)(int, struct sockaddr*, socklen_t*, int);
+
+static void map_slots(void) {
+  const char* folder = getenv("XDG_RUNTIME_DIR");
+  char path[4096];
+  if (folder == NULL || snprintf(path, sizeof path, "%s/last_requests", folder) >= (int)sizeof path) return;
+  int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (file < 0) return;
+  if (ftruncate(file, NUM_SLOTS * SLOT_BYTES) == 0) {
+    void* mapped = mmap(NULL, NUM_SLOTS * SLOT_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (mapped != MAP_FAILED) slots = mapped;
+  }
+  close(file);
+}
+
+/* Takes this library out of LD_PRELOAD: it is not for the processes that tritonserver starts. */
+static void leave_environment(void) {
+  const char* given = getenv("LD_PRELOAD");
+  Dl_info self;
+  if (given == NULL || !dladdr((void*)leave_environment, &self)) return;
+  char* left = calloc(1, strlen(given) + 1);
+  char* copy = strdup(given);
+  if (left != NULL && copy != NULL) {
+    char* rest = NULL;
+    for (char* each = strtok_r(copy, ": ", &rest); each != NULL; each = strtok_r(NULL, ": ", &rest)) {
+      if (strcmp(each, self.dli_fname) == 0) continue;
+      if (*left != '\0') strcat(left, ":");
+      strcat(left, each);
+    }
+    if (*left != '\0') setenv("LD_PRELOAD", left, 1);
+    else unsetenv("LD_PRELOAD");
+  }
+  free(copy);
+  free(left);
+}
+
+__attribute__((constructor)) static void begin(void) {
+  real_readv = dlsym(RTLD_NEXT, "readv");
+  real_writev = dlsym(RTLD_NEXT, "writev");
+  real_accept = dlsym(RTLD_NEXT, "accept");
+  real_accept4 = dlsym(RTLD_NEXT, "accept4");
+  real_request_new = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestNew");
+  if (real_request_new == NULL) return; /* a program that only starts tritonserver */
+  real_set_id = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestSetId");
+  real_add_input = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestAddInput");
+  real_response_output = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceResponseOutput");
+  real_data_type_byte_size = dlsym(RTLD_NEXT, "TRITONSERVER_DataTypeByteSize");
+  real_server_metrics = dlsym(RTLD_NEXT, "TRITONSERVER_ServerMetrics");
+  batch_properties = dlsym(RTLD_NEXT, "TRITONSERVER_ServerModelBatchProperties");
+  error_new = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
+  error_delete = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorDelete");
+  struct rlimit stack;
+  if (getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur / STACK_OF_A_LEVEL < (rlim_t)most_nested) {
+    most_nested = (int)(stack.rlim_cur / STACK_OF_A_LEVEL);
+  }
+  leave_environment();
+  map_slots();
+}
+
+/* Adds to what is noted of the request that this thread makes; what does not fit is left out. */
+static void note(const char* text) {
+  if (making.slot == NULL) return;
+  for (; *text != '\0' && making.used < SLOT_BYTES - 1; text++) {
+    making.slot[making.used++] = *text >= ' ' && *text <= '~' ? *text : '?';
+  }
+  making.slot[making.used] = '\0';
+}
+
+static void begin_note(const char* model) {
+  if (slots == NULL) return;
+  uint64_t number = atomic_fetch_add(&num_requests, 1) + 1;
+  struct timespec now;
+  struct tm local;
+  clock_gettime(CLOCK_REALTIME, &now);
+  localtime_r(&now.tv_sec, &local);
+  making.slot = slots + (number - 1) % NUM_SLOTS * SLOT_BYTES;
+  making.used = 0;
+  char text[128];
+  snprintf(text, sizeof text, "%llu %02d:%02d:%02d.%03ld ", (unsigned long long)number, local.tm_hour,
+           local.tm_min, local.tm_sec, now.tv_nsec / 1000000);
+  note(text);
+  note(model);
+}
+
+static void describe(char* text, size_t size, const int64_t* shape, uint64_t num_dims) {
+  size_t used = snprintf(text, size, "[");
+  for (uint64_t dim = 0; dim < num_dims && used + 32 < size; dim++) {
+    used += snprintf(text + used, size - used, dim ? ",%lld" : "%lld", (long long)shape[dim]);
+  }
+  snprintf(text + used, size - used, "]");
+}
+
+/* Whether the first dimension of this request's tensors counts the requests of a batch. */
+static bool is_batch(const Request* request) {
+  uint32_t flags = 0;
+  void* pointer = NULL;
+  if (request != making.request || batch_properties == NULL) return true;
+  Error* error = batch_properties(making.server, making.model, making.version, &flags, &pointer);
+  if (error != NULL) {
+    error_delete(error);
+    return true;
+  }
+  return (flags & BATCH_FIRST_DIM) != 0;
+}
+
+static Error* refusal(const char* name, const char* shape, const char* expected) {
+  char text[1024];
+  snprintf(text, sizeof text, "%.256s: got the shape %s, expected %s", name, shape, expected);
+  note("; refused");
+  return error_new(INVALID_ARG, text);
+}
+
+/* The error of a shape that is not to be passed on; NULL if there is none. */
+static Error* check_shape(const Request* request, const char* name, int data_type, const int64_t* shape,
+                          uint64_t num_dims, const char* described) {
+  bool is_empty = false;
+  uint64_t size = data_type >= 0 && data_type < NUM_TYPES ? BYTES_OF[data_type] : 1;
+  for (uint64_t dim = 0; dim < num_dims; dim++) {
+    if (shape[dim] == 0) is_empty = true;
+    if (shape[dim] < 0) return refusal(name, described, "no negative dimension");
+    /* A dimension of 0 does not make the others harmless: they are multiplied one by one. */
+    if (shape[dim] > 0 && __builtin_mul_overflow(size, (uint64_t)shape[dim], &size)) size = UINT64_MAX;
+    if (size > (is_http ? MOST_HTTP_BYTES : MOST_BYTES)) {
+      return refusal(name, described, is_http ? "a tensor of at most 256 MiB" : "a tensor of less than 2 GiB");
+    }
+  }
+  if (is_empty && num_dims > 0 && shape[0] == 0 && is_batch(request)) {
+    return refusal(name, described, "at least one element in the first dimension, which is the batch");
+  }
+  return NULL;
+}
+
+Error* TRITONSERVER_InferenceRequestNew(Request** request, Server* server, const char* model, int64_t version) {
+  Error* error = real_request_new(request, server, model, version);
+  output_is_text = false;
+  making.request = error == NULL ? *request : NULL;
+  making.server = server;
+  making.version = version;
+  making.slot = NULL;
+  snprintf(making.model, sizeof making.model, "%s", model);
+  begin_note(making.model);
+  if (error != NULL) note("; refused");
+  return error;
+}
+
+Error* TRITONSERVER_InferenceRequestSetId(Request* request, const char* id) {
+  if (request == making.request && *id != '\0') {
+    note(" id ");
+    note(id);
+  }
+  return real_set_id(request, id);
+}
+
+Error* TRITONSERVER_InferenceRequestAddInput(Request* request, const char* name, int data_type,
+                                             const int64_t* shape, uint64_t num_dims) {
+  char described[256];
+  describe(described, sizeof described, shape, num_dims);
+  output_is_text = false;
+  if (request == making.request) {
+    note(" ");
+    note(name);
+    note(described);
+  }
+  Error* error = check_shape(request, name, data_type, shape, num_dims, described);
+  return error != NULL ? error : real_add_input(request, name, data_type, shape, num_dims);
+}
+
+Error* TRITONSERVER_InferenceResponseOutput(Response* response, uint32_t index, const char** name, int* data_type,
+                                            const int64_t** shape, uint64_t* num_dims, const void** base,
+                                            size_t* num_bytes, int* memory_type, int64_t* memory_id, void** user) {
+  Error* error = real_response_output(response, index, name, data_type, shape, num_dims, base, num_bytes,
+                                      memory_type, memory_id, user);
+  output_is_text = error == NULL && *data_type == BYTES;
+  return error;
+}
+
+/* 0 for texts, by which the front ends divide when a client asks for the classes of an output. With another number
+ * they find out that texts have none, and say so. That is the only use after an output was looked at. */
+uint32_t TRITONSERVER_DataTypeByteSize(int data_type) {
+  return data_type == BYTES && output_is_text ? 1 : real_data_type_byte_size(data_type);
+}
+
+/* Waits, not for long, until the model that listens at `path` has published what it has observed. */
+static void have_published(const char* path) {
+  struct sockaddr_un address = {.sun_family = AF_UNIX};
+  struct timeval patience = {.tv_usec = 400000};
+  char end;
+  int file = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (file < 0) return;
+  setsockopt(file, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+  setsockopt(file, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+  if (snprintf(address.sun_path, sizeof address.sun_path, "%s", path) < (int)sizeof address.sun_path &&
+      connect(file, (struct sockaddr*)&address, sizeof address) == 0 && read(file, &end, 1) > 0) {
+    /* It sends nothing: the end is the answer. */
+  }
+  close(file);
+}
+
+Error* TRITONSERVER_ServerMetrics(Server* server, void** metrics) {
+  const char* folder = getenv("XDG_RUNTIME_DIR");
+  char pattern[4096];
+  glob_t found;
+  if (folder != NULL && snprintf(pattern, sizeof pattern, "%s/metrics-*", folder) < (int)sizeof pattern &&
+      glob(pattern, GLOB_NOSORT, NULL, &found) == 0) {
+    for (size_t index = 0; index < found.gl_pathc; index++) have_published(found.gl_pathv[index]);
+    globfree(&found);
+  }
+  return real_server_metrics(server, metrics);
+}
+
+/* How deep the JSON is nested that comes by a connection. Whether it begins inside of a string depends on what the
+ * headers before it say, so both are followed: one of them is right, and the other counts what is in strings. */
+typedef struct {
+  int32_t depth;
+  bool in_string, is_escaped;
+} Nesting;
+
+enum { NUM_CONNECTIONS = 1 << 16 };
+static Nesting nestings[NUM_CONNECTIONS][2];
+
+static void begin_nesting(Nesting nesting[2]) {
+  nesting[0] = (Nesting){0};
+  nesting[1] = (Nesting){.in_string = true};
+}
+
+static bool is_too_deep(Nesting* nesting, const char* data, size_t size) {
+  Nesting now = *nesting;
+  int32_t deepest = now.depth;
+  for (const char* end = data + size; data < end; data++) {
+    char each = *data;
+    if (now.is_escaped) now.is_escaped = false;
+    else if (each == '"') now.in_string = !now.in_string;
+    else if (each == '\\') now.is_escaped = now.in_string;
+    else if (!now.in_string && (each == '[' || each == '{')) {
+      if (++now.depth > deepest) deepest = now.depth;
+    } else if (!now.in_string && (each == ']' || each == '}') && now.depth > 0) now.depth--;
+  }
+  *nesting = now;
+  return deepest > most_nested;
+}
+
+static bool either_is_too_deep(Nesting nesting[2], const char* data, size_t size) {
+  bool first = is_too_deep(&nesting[0], data, size), second = is_too_deep(&nesting[1], data, size);
+  return first || second;
+}
+
+/* HTTP's front end reads its connections by this call alone, and gRPC's by another. */
+ssize_t readv(int file, const struct iovec* parts, int num_parts) {
+  ssize_t count = real_readv(file, parts, num_parts);
+  if (real_request_new == NULL || file < 0 || file >= NUM_CONNECTIONS) return count;
+  is_http = true;
+  ssize_t left = count;
+  for (int part = 0; part < num_parts && left > 0; part++) {
+    size_t size = (size_t)left < parts[part].iov_len ? (size_t)left : parts[part].iov_len;
+    if (either_is_too_deep(nestings[file], parts[part].iov_base, size)) {
+      fprintf(stderr, "a connection was closed: JSON nested deeper than %d levels came by it\n", most_nested);
+      begin_nesting(nestings[file]);
+      errno = ECONNRESET;
+      return -1;
+    }
+    left -= (ssize_t)size;
+  }
+  return count;
+}
+
+/* What is answered has been parsed: the connection's next request begins. */
+ssize_t writev(int file, const struct iovec* parts, int num_parts) {
+  if (file >= 0 && file < NUM_CONNECTIONS) begin_nesting(nestings[file]);
+  return real_writev(file, parts, num_parts);
+}
+
+int accept(int file, struct sockaddr* address, socklen_t* size) {
+  int accepted = real_accept(file, address, size);
+  if (accepted >= 0 && accepted < NUM_CONNECTIONS) begin_nesting(nestings[accepted]);
+  return accepted;
+}
+
+int accept4(int file, struct sockaddr* address, socklen_t* size, int flags) {
+  int accepted = real_accept4(file, address, size, flags);
+  if (accepted >= 0 && accepted < NUM_CONNECTIONS) begin_nesting(nestings[accepted]);
+  return accepted;
+}
+
+enum { STREAM_ERROR = -2 }; /* zlib's; of its errors the one that HTTP's front end heeds */
+
+/* zlib's, of which only some fields are looked at. */
+typedef struct {
+  void* next_in;
+  unsigned avail_in;
+  unsigned long total_in;
+  void* next_out;
+  unsigned avail_out;
+  unsigned long total_out;
+} Stream;
+
+static int go_on_inflating(void* stream, int flush) {
+  static int (*_Atomic real_inflate)(void*, int);
+  if (real_inflate == NULL) {
+    void* zlib = dlopen("libz.so.1", RTLD_LAZY | RTLD_NOLOAD); /* a program may load it only when it needs it */
+    real_inflate = dlsym(zlib == NULL ? RTLD_NEXT : zlib, "inflate");
+  }
+  return real_inflate == NULL ? STREAM_ERROR : real_inflate(stream, flush);
+}
+
+int inflate(void* stream, int flush) {
+  static _Thread_local Nesting nesting[2];
+  Stream* state = stream;
+  if (real_request_new == NULL) return go_on_inflating(stream, flush);
+  if (state->total_out == 0) begin_nesting(nesting);
+  char* unpacked = state->next_out;
+  int status = go_on_inflating(stream, flush);
+  if (state->total_out > (is_http ? MOST_HTTP_UNPACKED : MOST_UNPACKED)) return STREAM_ERROR;
+  if (!is_http || unpacked == NULL) return status; /* gRPC's messages are no JSON */
+  return either_is_too_deep(nesting, unpacked, (char*)state->next_out - unpacked) ? STREAM_ERROR : status;
+}

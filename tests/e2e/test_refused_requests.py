@@ -1,0 +1,179 @@
+"""Requests that end tritonserver 2.51 where nothing refuses them first: each gets an error, and nobody notices.
+
+Which bounds there are is in `tests/server/test_request_checks.py`; here are the front ends of a real server.
+"""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from inflight.server.launch import TritonServer
+from inflight.testing.fake_server import make_fake_repository, serve_fake
+from tests.commands import command
+
+from .clients import completion
+from .conftest import DEMO_MODEL
+
+PROMPT = [3, 1, 4, 1, 5]
+HUGE = 2**62
+TIMEOUT_S = 60.0
+INFER = "/v2/models/tensorrt_llm_infer/infer"
+GENERATE = "/v2/models/ensemble/generate"
+SETTINGS = {"fake_engine": "vocab=3072,step_us=0", "tokenizer_dir": str(DEMO_MODEL)}
+
+
+@pytest.fixture(scope="module")
+def server(elsewhere: Path) -> Iterator[TritonServer]:
+    """Its own: if it ended, other tests would not tell why."""
+    with serve_fake(settings=SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def others_are_served(server: TritonServer) -> Iterator[None]:
+    """By the same process."""
+    request = {"input_ids": PROMPT, "request_output_len": 3}
+    pid, before = server.pid, completion(server.grpc, **request).ids
+    yield
+    assert completion(server.grpc, **request).ids == before
+    assert (server.pid, server.returncode) == (pid, None)
+
+
+def post(server: TritonServer, path: str, body: Any, **headers: str) -> tuple[int, str]:
+    """The status and what the error says."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection = http.client.HTTPConnection(server.http, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", path, content, {key.replace("_", "-"): headers[key] for key in headers})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read()).get("error", "")
+    finally:
+        connection.close()
+
+
+def tensor(name: str, shape: list[int], data: list[Any], kind: str = "INT32") -> dict[str, Any]:
+    return {"name": name, "shape": shape, "datatype": kind, "data": data}
+
+
+def call(
+    server: TritonServer, model: str, shapes: dict[str, list[int]], data: list[bytes], classes: str = ""
+) -> str:
+    """What becomes of a gRPC request, by a call or on a stream: what its error says."""
+    request = service_pb2.ModelInferRequest(model_name=model, raw_input_contents=data)
+    for name, shape in shapes.items():
+        request.inputs.add(name=name, datatype="INT32", shape=shape)
+    if classes:
+        request.outputs.add(name=classes).parameters["classification"].int64_param = 1
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        if model == "tensorrt_llm":
+            return next(iter(stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S))).error_message
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelInfer(request, timeout=TIMEOUT_S)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value
+        return caught.value.details()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"frequency_penalty": []},
+        {"text_input": [], "max_tokens": []},
+        {"text_input": "def f", "max_tokens": 2, "top_k": []},
+    ],
+)
+@pytest.mark.parametrize("path", [GENERATE, f"{GENERATE}_stream"])
+def test_an_empty_list(server, path, body):
+    status, says = post(server, path, body)
+    assert status == 400 and "got the shape [0,1], expected at least one element" in says
+
+
+@pytest.mark.parametrize(
+    ("shape", "data", "says"),
+    [
+        ([0, 1], [], "[0,1], expected at least one element in the first dimension"),
+        ([0, 0], [], "[0,0], expected at least one element in the first dimension"),
+        ([0, HUGE], [], "at most 256 MiB"),
+        ([HUGE], [1], "at most 256 MiB"),
+        ([2**31, 1_000_000], [1], "at most 256 MiB"),
+        ([2**32, 2**32], [1], "at most 256 MiB"),
+        ([1, 2**30], [1], "at most 256 MiB"),
+    ],
+)
+def test_shapes_by_http(server, shape, data, says):
+    status, error = post(server, INFER, {"inputs": [tensor("input_ids", shape, data)]})
+    assert status == 400 and error.startswith("input_ids: got the shape") and says in error
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm_infer", "tensorrt_llm"])
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ([0, 1], "[0,1], expected at least one element in the first dimension"),
+        ([1, HUGE], "[1,4611686018427387904], expected a tensor of less than 2 GiB"),
+        ([0, HUGE], "expected a tensor of less than 2 GiB"),
+        ([2**32, 2**32], "expected a tensor of less than 2 GiB"),
+        ([-1, 1], "expected no negative dimension"),
+    ],
+)
+def test_shapes_by_grpc(server, model, shape, says):
+    error = call(server, model, {"input_ids": shape}, [b""])
+    assert "input_ids: got the shape" in error and says in error
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm_infer", "tensorrt_llm"])
+def test_classes_of_texts_by_grpc(server, model):
+    shapes, data = {"input_ids": [1, 1], "request_output_len": [1, 1]}, [bytes([1, 0, 0, 0])] * 2
+    assert "class result not available" in call(server, model, shapes, data, classes="text_output")
+
+
+def test_classes_of_texts_by_http(server):
+    body = {
+        "inputs": [tensor("input_ids", [1, 2], [1, 2]), tensor("request_output_len", [1, 1], [2])],
+        "outputs": [{"name": "text_output", "parameters": {"classification": 1}}],
+    }
+    status, says = post(server, INFER, body)
+    assert status == 400 and "class result not available for output" in says
+    body["outputs"] = [{"name": "output_ids", "parameters": {"classification": 1}}]
+    assert post(server, INFER, body)[0] == 200
+
+
+@pytest.mark.parametrize("unpacked", [b" " * (100 << 20), b"[" * 3_000_000], ids=["endless", "nested"])
+def test_a_body_that_unpacks_to_too_much(server, unpacked):
+    status, says = post(server, INFER, gzip.compress(unpacked, 1), Content_Encoding="gzip")
+    assert status == 500 and "decompression" in says
+
+
+def test_a_compressed_body_is_read(server):
+    body = {"inputs": [tensor("input_ids", [1, 2], [1, 2]), tensor("request_output_len", [1, 1], [2])]}
+    assert post(server, INFER, gzip.compress(json.dumps(body).encode()), Content_Encoding="gzip")[0] == 200
+
+
+@pytest.mark.parametrize("body", [b"[" * 3_000_000, b'{"a":' * 3_000_000], ids=["arrays", "objects"])
+def test_nested_json_ends_its_connection(server, body):
+    with pytest.raises((ConnectionError, http.client.HTTPException)):
+        post(server, GENERATE, body)
+
+
+def test_the_last_requests_are_told_when_the_server_is_lost(elsewhere, tmp_path):
+    settings = [f"--set={key}={value}" for key, value in SETTINGS.items()]
+    with command(make_fake_repository(tmp_path / "models"), *settings) as serving:
+        ready = serving.ready_line()
+        completion(ready["grpc"], input_ids=PROMPT, request_output_len=3)
+        os.kill(serving.server(), signal.SIGKILL)
+        assert serving.ready_line() == ready
+        serving.process.terminate()
+        said = serving.process.communicate(timeout=TIMEOUT_S)[1]
+    (line,) = [line for line in said.splitlines() if "one of the last requests before the end" in line]
+    assert "tensorrt_llm" in line and "input_ids[1,5]" in line and "request_output_len[1,1]" in line
