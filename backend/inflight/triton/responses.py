@@ -46,13 +46,14 @@ class ResponseBuilder:
         self._in_order = lru_cache(maxsize=64)(self._typed)
 
     def outputs(self, outputs: Sequence[Output]) -> Any:
-        """One response, with every tensor that one of its prompts wants."""
-        wanted = outputs[0].prompt.options.outputs
+        """One response: the tensors that its prompts want; what else was named comes without elements."""
+        options = outputs[0].prompt.options
+        wanted, named = options.outputs, options.named
         if len(outputs) > 1:
             wanted = wanted.union(*(output.prompt.options.outputs for output in outputs[1:]))
         tensors = []
-        for name, dtype in self._in_order(wanted):
-            array = make_array(name, outputs)
+        for name, dtype in self._in_order(wanted | named if named else wanted):
+            array = make_array(name, outputs) if name in wanted else _without_elements(name, len(outputs))
             if array is not None:
                 tensors.append(self._pb_utils.Tensor(name, np.ascontiguousarray(array, dtype)))
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
@@ -150,6 +151,12 @@ def make_array(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
     Types are numpy's choice; KeyError for a name that no table knows.
     """
     return _additional(name, outputs) if is_additional(name) else _MAKERS[name](outputs)
+
+
+def _without_elements(name: str, num_prompts: int) -> np.ndarray:
+    """An output that was named and not asked for; those that are in no table are asked for by their names."""
+    spec = OUTPUTS[name]
+    return np.empty([num_prompts] * spec.is_batched + [0] * len(spec.dims))
 
 
 _Maker = Callable[[Sequence[Output]], np.ndarray | None]
