@@ -532,6 +532,9 @@ _TRITONS_OWN = ParameterSpec(
 
 PARAMETERS: tuple[ParameterSpec, ...] = (*_built(), _TRITONS_OWN, *NO_EFFECT, *UNBUILT)
 
+OLD_NAMES = {"max_kv_cache_length": "max_attention_window_size", "worker_path": "executor_worker_path"}
+"""What tensorrtllm_backend's files of 2023 and 2024 call a parameter: read, and not written into a file here."""
+
 
 # ---------------------------------------------------------------------- the reader
 
@@ -546,13 +549,18 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     given: dict[str, Any] = {}
     for key, entry in model_config.get("parameters", {}).items():
         text = str(entry.get("string_value", ""))
-        if key not in known:
+        name = OLD_NAMES.get(key, key)
+        if name not in known:
             problems.append(_unknown(key, text, known))
         elif is_filled(text):
             try:
-                given[key] = known[key].parse(text)
+                value = known[name].parse(text)
+                if given.setdefault(name, value) != value:
+                    problems.append(
+                        f"{key}: got {text!r}, but its other name says {given[name]}: fill in one"
+                    )
             except ConfigError as error:
-                problems.append(str(error))
+                problems.append(f"{key}, now {error}" if key in OLD_NAMES else str(error))
     max_batch_size = int(model_config.get("max_batch_size", 0))
     if max_batch_size < 1:
         problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= 1")
@@ -584,9 +592,9 @@ def without_effect(model_config: Mapping[str, Any], role: Role) -> list[str]:
         key: str(entry.get("string_value", "")) for key, entry in model_config.get("parameters", {}).items()
     }
     return [
-        f"parameter {key} is {text!r} and has no effect: {rows[key].no_effect}"
+        f"parameter {key} is {text!r} and has no effect: {rows[OLD_NAMES.get(key, key)].no_effect}"
         for key, text in given.items()
-        if key in rows and is_filled(text)
+        if OLD_NAMES.get(key, key) in rows and is_filled(text)
     ]
 
 
