@@ -301,7 +301,7 @@ def test_a_parameter_of_another_model_is_unknown() -> None:
 
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
-        make_parameters(max_batch_size=0, max_num_tokens="x", nonsense="y", num_nodes="4")
+        make_parameters(max_batch_size=-1, max_num_tokens="x", nonsense="y", num_nodes="4")
     message = str(raised.value)
     assert message.startswith("config.pbtxt of a_model:")
     assert all(name in message for name in ("max_batch_size", "max_num_tokens", "nonsense", "num_nodes"))

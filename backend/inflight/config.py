@@ -532,6 +532,9 @@ _TRITONS_OWN = ParameterSpec(
 
 PARAMETERS: tuple[ParameterSpec, ...] = (*_built(), _TRITONS_OWN, *NO_EFFECT, *UNBUILT)
 
+DEFAULT_NUM_SEQUENCES = 64
+"""Sequences that run at once where max_batch_size is 0 and says nothing of them."""
+
 OLD_NAMES = {"max_kv_cache_length": "max_attention_window_size", "worker_path": "executor_worker_path"}
 """What tensorrtllm_backend's files of 2023 and 2024 call a parameter: read, and not written into a file here."""
 
@@ -562,8 +565,9 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
             except ConfigError as error:
                 problems.append(f"{key}, now {error}" if key in OLD_NAMES else str(error))
     max_batch_size = int(model_config.get("max_batch_size", 0))
-    if max_batch_size < 1:
-        problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= 1")
+    least = 0 if role is Role.ENGINE else 1  # 0: tensors without a dimension for a batch, as llmapi has them
+    if max_batch_size < least:
+        problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= {least}")
     if problems:
         raise ConfigError(
             f"config.pbtxt of {model_config.get('name', role.value)}:\n  " + "\n  ".join(problems)
@@ -574,7 +578,7 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     scheduler = SchedulerConfig(**_fields(SchedulerConfig, given))
     engine = EngineConfig(
         **_fields(EngineConfig, given),
-        max_num_sequences=max_batch_size,
+        max_num_sequences=max_batch_size or DEFAULT_NUM_SEQUENCES,
         max_num_tokens=scheduler.max_num_tokens,
     )
     return Parameters(**_fields(Parameters, given), scheduler=scheduler, engine=engine)

@@ -34,10 +34,14 @@ class ResponseBuilder:
     Args:
         pb_utils: The module, or a fake of it.
         declared: Data types of outputs where they are not those of the table.
+        is_batched: Whether outputs have a dimension for the batch.
     """
 
-    def __init__(self, pb_utils: Any, declared: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, pb_utils: Any, declared: Mapping[str, str] | None = None, is_batched: bool = True
+    ) -> None:
         self._pb_utils = pb_utils
+        self._is_batched = is_batched
         declared = declared or {}
         dtypes = {spec.name: declared.get(spec.name, spec.dtype) for spec in OUTPUTS.specs}
         dtypes |= {name: dtype for name, dtype in declared.items() if is_additional(name)}
@@ -55,6 +59,8 @@ class ResponseBuilder:
         for name, dtype in self._in_order(wanted | named if named else wanted):
             array = make_array(name, outputs) if name in wanted else _without_elements(name, len(outputs))
             if array is not None:
+                if not self._is_batched and (is_additional(name) or OUTPUTS[name].is_batched):
+                    array = array[0]  # there is one prompt
                 tensors.append(self._pb_utils.Tensor(name, np.ascontiguousarray(array, dtype)))
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
 
@@ -73,7 +79,7 @@ class ResponseBuilder:
 
     def text(self, name: str, text: str) -> Any:
         """A response of one output, `name`: the answer to a state request, or to one about adapters."""
-        array = np.array([[text.encode("utf-8")]], np.object_)
+        array = np.array([[text.encode("utf-8")]] if self._is_batched else [text.encode("utf-8")], np.object_)
         return self._pb_utils.InferenceResponse(output_tensors=[self._pb_utils.Tensor(name, array)])
 
     def error(self, error: InflightError) -> Any:
