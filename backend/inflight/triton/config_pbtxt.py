@@ -1,10 +1,10 @@
 """Writes every model's config.pbtxt from the tables of tensors and parameters.
 
 Each is written twice: for `model_repository`, where it loads as it is, and for five models as a template in
-`all_models/inflight_batcher_llm`, which tensorrtllm_backend's `fill_template.py` has to fill in first. `tensorrt_llm`
-is in `all_models/llmapi` too, without a dimension for a batch. Owns the layout of the files and which model declares
-what. Knows neither numpy nor a running Triton. Run by `scripts/write_configs`; a test holds the files equal to what
-this writes.
+`all_models/inflight_batcher_llm`, which tensorrtllm_backend's `fill_template.py` has to fill in first.
+`tensorrt_llm` is in `all_models/llmapi` too, without a dimension for a batch. Owns the layout of the files and
+which model declares what. Knows neither numpy nor a running Triton. Run by `scripts/write_configs`; a test holds
+the files equal to what this writes.
 """
 
 from __future__ import annotations
