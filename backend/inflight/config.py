@@ -596,9 +596,9 @@ def without_effect(model_config: Mapping[str, Any], role: Role) -> list[str]:
         key: str(entry.get("string_value", "")) for key, entry in model_config.get("parameters", {}).items()
     }
     return [
-        f"parameter {key} is {text!r} and has no effect: {rows[OLD_NAMES.get(key, key)].no_effect}"
+        f"parameter {key} is {text!r} and has no effect: {row.no_effect}"
         for key, text in given.items()
-        if OLD_NAMES.get(key, key) in rows and is_filled(text)
+        if is_filled(text) and (row := rows.get(OLD_NAMES.get(key, key))) is not None
     ]
 
 
