@@ -535,7 +535,10 @@ PARAMETERS: tuple[ParameterSpec, ...] = (*_built(), _TRITONS_OWN, *NO_EFFECT, *U
 DEFAULT_NUM_SEQUENCES = 64
 """Sequences that run at once where max_batch_size is 0 and says nothing of them."""
 
-OLD_NAMES = {"max_kv_cache_length": "max_attention_window_size", "worker_path": "executor_worker_path"}
+OLD_NAMES: Mapping[str, str] = {
+    "max_kv_cache_length": "max_attention_window_size",
+    "worker_path": "executor_worker_path",
+}
 """What tensorrtllm_backend's files of 2023 and 2024 call a parameter: read, and not written into a file here."""
 
 
@@ -552,7 +555,7 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     given: dict[str, Any] = {}
     for key, entry in model_config.get("parameters", {}).items():
         text = str(entry.get("string_value", ""))
-        name = OLD_NAMES.get(key, key)
+        name = _newest_name(key)
         if name not in known:
             problems.append(_unknown(key, text, known))
         elif is_filled(text):
@@ -598,8 +601,12 @@ def without_effect(model_config: Mapping[str, Any], role: Role) -> list[str]:
     return [
         f"parameter {key} is {text!r} and has no effect: {row.no_effect}"
         for key, text in given.items()
-        if is_filled(text) and (row := rows.get(OLD_NAMES.get(key, key))) is not None
+        if is_filled(text) and (row := rows.get(_newest_name(key))) is not None
     ]
+
+
+def _newest_name(key: str) -> str:
+    return OLD_NAMES.get(key, key)
 
 
 def is_filled(text: str | None) -> bool:
