@@ -272,6 +272,24 @@ def test_an_unknown_key_fails_with_the_nearest_known_one() -> None:
         make_parameters(max_num_token="5")
 
 
+def test_old_names_of_tensorrtllm_backend_are_read() -> None:
+    assert make_parameters(max_kv_cache_length="512").engine.max_attention_window_size == (512,)
+    assert make_parameters(max_kv_cache_length="${max_kv_cache_length}", worker_path="").engine
+    same = make_parameters(max_kv_cache_length="512", max_attention_window_size="512")
+    assert same.engine.max_attention_window_size == (512,)
+    config = make_model_config(worker_path="/a/path")
+    assert without_effect(config, Role.ENGINE) == [
+        "parameter worker_path is '/a/path' and has no effect: ranks run this package"
+    ]
+
+
+def test_an_old_name_that_says_otherwise_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_attention_window_size: got '7', but its other name says"):
+        make_parameters(max_kv_cache_length="512", max_attention_window_size="7")
+    with pytest.raises(ConfigError, match="max_kv_cache_length, now max_attention_window_size: got 'x'"):
+        make_parameters(max_kv_cache_length="x")
+
+
 def test_an_unknown_key_fails_even_when_it_is_not_filled_in() -> None:
     with pytest.raises(ConfigError, match=r"xyzzy: got '', .* expected one of .*add_special_tokens|xyzzy"):
         make_parameters(xyzzy="")
@@ -284,7 +302,7 @@ def test_a_parameter_of_another_model_is_unknown() -> None:
 
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
-        make_parameters(max_batch_size=0, max_num_tokens="x", nonsense="y", num_nodes="4")
+        make_parameters(max_batch_size=-1, max_num_tokens="x", nonsense="y", num_nodes="4")
     message = str(raised.value)
     assert message.startswith("config.pbtxt of a_model:")
     assert all(name in message for name in ("max_batch_size", "max_num_tokens", "nonsense", "num_nodes"))

@@ -551,6 +551,15 @@ _TRITONS_OWN = ParameterSpec(
 
 PARAMETERS: tuple[ParameterSpec, ...] = (*_built(), _TRITONS_OWN, *NO_EFFECT, *UNBUILT)
 
+DEFAULT_NUM_SEQUENCES = 64
+"""Sequences that run at once where max_batch_size is 0 and says nothing of them."""
+
+OLD_NAMES: Mapping[str, str] = {
+    "max_kv_cache_length": "max_attention_window_size",
+    "worker_path": "executor_worker_path",
+}
+"""What tensorrtllm_backend's files of 2023 and 2024 call a parameter: read, and not written into a file here."""
+
 
 # ---------------------------------------------------------------------- the reader
 
@@ -565,16 +574,22 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     given: dict[str, Any] = {}
     for key, entry in model_config.get("parameters", {}).items():
         text = str(entry.get("string_value", ""))
-        if key not in known:
+        name = _newest_name(key)
+        if name not in known:
             problems.append(_unknown(key, text, known))
         elif is_filled(text):
             try:
-                given[key] = known[key].parse(text)
+                value = known[name].parse(text)
+                if given.setdefault(name, value) != value:
+                    problems.append(
+                        f"{key}: got {text!r}, but its other name says {given[name]}: fill in one"
+                    )
             except ConfigError as error:
-                problems.append(str(error))
+                problems.append(f"{key}, now {error}" if key in OLD_NAMES else str(error))
     max_batch_size = int(model_config.get("max_batch_size", 0))
-    if max_batch_size < 1:
-        problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= 1")
+    least = 0 if role is Role.ENGINE else 1  # 0: tensors without a dimension for a batch, as llmapi has them
+    if max_batch_size < least:
+        problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= {least}")
     if problems:
         raise ConfigError(
             f"config.pbtxt of {model_config.get('name', role.value)}:\n  " + "\n  ".join(problems)
@@ -585,7 +600,7 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     scheduler = SchedulerConfig(**_fields(SchedulerConfig, given))
     engine = EngineConfig(
         **_fields(EngineConfig, given),
-        max_num_sequences=max_batch_size,
+        max_num_sequences=max_batch_size or DEFAULT_NUM_SEQUENCES,
         max_num_tokens=scheduler.max_num_tokens,
     )
     return Parameters(**_fields(Parameters, given), scheduler=scheduler, engine=engine)
@@ -603,10 +618,14 @@ def without_effect(model_config: Mapping[str, Any], role: Role) -> list[str]:
         key: str(entry.get("string_value", "")) for key, entry in model_config.get("parameters", {}).items()
     }
     return [
-        f"parameter {key} is {text!r} and has no effect: {rows[key].no_effect}"
+        f"parameter {key} is {text!r} and has no effect: {row.no_effect}"
         for key, text in given.items()
-        if key in rows and is_filled(text)
+        if is_filled(text) and (row := rows.get(_newest_name(key))) is not None
     ]
+
+
+def _newest_name(key: str) -> str:
+    return OLD_NAMES.get(key, key)
 
 
 def is_filled(text: str | None) -> bool:

@@ -191,7 +191,7 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
             dtype = checkpoint.get("torch_dtype", checkpoint.get("dtype"))
             if dtype != "float32" and _keeps_integers(checkpoint.get("quantization_config", {})):
                 dtype = INT8  # the same code has 4 bits
-    if isinstance(dtype, str) and dtype != FP8:
+    if isinstance(dtype, str) and dtype not in (FP8, "auto"):
         is_rounded = config.kv_cache_dtype != "auto"
         begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8, is_rounded)
 

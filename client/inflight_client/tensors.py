@@ -97,6 +97,8 @@ def generate_call(
         "exclude_input_in_output": as_tensor("exclude_input_in_output", [True], np.bool_, 1),
         **(read.text if by_text_names else read.ids),
     }
+    if NUM_OUTPUT_TOKENS in outputs:
+        tensors[f"return_{NUM_OUTPUT_TOKENS}"] = as_tensor(NUM_OUTPUT_TOKENS, [True], np.bool_, 1)
     return Call(
         model,
         request_id or str(uuid.uuid4()),

@@ -128,6 +128,7 @@ def test_context_logits_that_are_too_large_to_repeat_are_in_a_streams_first_resp
         input_ids=[7] * 700,
         request_output_len=64,  # more than arrive while the first response is being sent
         streaming=True,
+        return_context_logits=True,
     )
     assert first.outputs["context_logits"].shape == (1, 700, VOCABULARY)
     assert others and not any("context_logits" in answer.outputs for answer in others)
@@ -219,8 +220,17 @@ def test_unasked_come_four_outputs(fake_server):
     ],
 )
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer"])
-def test_a_named_output_comes_alone_and_needs_no_flag(fake_server, model, name):
-    request = {"input_ids": PLAIN, "request_output_len": 3}
+def test_a_named_output_comes_alone_and_its_flag_decides_whether_it_is_empty(fake_server, model, name):
+    spec = OUTPUTS[name]
+    for flag in {bool(spec.asked_by), False}:
+        asked = {spec.asked_by: int(flag) if spec.asked_by == "num_top_log_probs" else flag} if flag else {}
+        output = _named(fake_server, model, name, asked)
+        assert output.ndim == len(spec.dims) + spec.is_batched
+        assert bool(output.size) is (flag or not spec.asked_by)
+
+
+def _named(fake_server, model, name, asked):
+    request = {"input_ids": PLAIN, "request_output_len": 3, **asked}
     if model == "tensorrt_llm":
         (answer,) = ask(fake_server.grpc, outputs=[name], **request)
         assert answer.error is None
@@ -229,7 +239,7 @@ def test_a_named_output_comes_alone_and_needs_no_flag(fake_server, model, name):
         result = unary(fake_server.grpc, outputs=[name], **request)
         outputs = {one.name: result.as_numpy(one.name) for one in result.get_response().outputs}
     assert set(outputs) == {name}
-    assert outputs[name].ndim == len(OUTPUTS[name].dims) + OUTPUTS[name].is_batched
+    return outputs[name]
 
 
 @pytest.mark.parametrize("name", [name for name in OF_GENERATION if OUTPUTS.sent_as(name, Vocabulary.TEXT)])

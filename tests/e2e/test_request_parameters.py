@@ -89,12 +89,15 @@ def test_upstreams_inputs_of_other_models_are_declared_and_refused(demo_server, 
     assert f"{name} is not available in this version" in str(answer.error)
 
 
-def test_the_names_of_llmapi_reach_the_same_controls(demo_server) -> None:
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm", "tensorrt_llm_infer"])
+def test_the_names_of_llmapi_reach_the_same_controls(demo_server, model) -> None:
     usual = generate(demo_server.http, **TEXT, temperature=0.7, top_k=9, seed=3, exclude_input_in_output=True)
     named = {"temperature": 0.7, "top_k": 9, "seed": 3, "exclude_input_from_output": True, "max_tokens": 4}
     body = {f"sampling_param_{name}": value for name, value in named.items()}
-    llmapi = generate(demo_server.http, text_input=TEXT["text_input"], streaming=False, **body)
+    llmapi = generate(demo_server.http, model, text_input=TEXT["text_input"], streaming=False, **body)
     assert llmapi["text_output"] == usual["text_output"]
+    short = generate(demo_server.http, model, text_input=TEXT["text_input"], max_tokens=4)
+    assert short["text_output"].startswith(TEXT["text_input"])
 
 
 @pytest.mark.covers(

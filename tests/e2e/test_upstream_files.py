@@ -13,9 +13,15 @@ from tritonclient.utils import InferenceServerException
 
 from inflight.server.launch import TritonServer, serve
 from inflight.triton.config_pbtxt import TEMPLATES
-from tests.triton.upstream_files import QUICK_START, engine_config, fill_template
+from tests.triton.upstream_files import (
+    ENSEMBLE_OUTPUTS,
+    QUICK_START,
+    engine_config,
+    ensemble_config,
+    fill_template,
+)
 
-from .clients import generate, infer
+from .clients import generate, infer, unary
 from .conftest import DEMO_MODEL
 
 # Beside what the README says, whatever it leaves to the user.
@@ -85,6 +91,43 @@ def server_of_upstreams_file(
     with serve(model_repository=repository) as server:
         yield server
 
+
+@pytest.fixture(scope="module")
+def server_of_upstreams_ensemble(
+    elsewhere: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """tensorrtllm_backend's own `ensemble`, which Triton runs, over three of this project's models."""
+    repository = tmp_path_factory.mktemp("upstream") / "ensemble"
+    for name, arguments in QUICK_START:
+        if name in ("preprocessing", "tensorrt_llm", "postprocessing"):
+            shutil.copytree(Path(__file__).parents[2] / TEMPLATES / name, repository / name)
+            path = repository / name / "config.pbtxt"
+            arguments = arguments.replace("/models/x", str(DEMO_MODEL))
+            path.write_text(fill_template(path.read_text(encoding="utf-8"), arguments), encoding="utf-8")
+    (repository / "ensemble" / "1").mkdir(parents=True)
+    (repository / "ensemble" / "config.pbtxt").write_text(ensemble_config(), encoding="utf-8")
+    with serve(model_repository=repository) as server:
+        yield server
+
+
+@pytest.mark.parametrize("flags", [{}, {"return_context_logits": False, "return_generation_logits": False}])
+def test_an_ensemble_that_names_every_output_gets_those_that_flags_ask_for(
+    server_of_upstreams_ensemble: TritonServer, flags: dict[str, bool]
+) -> None:
+    text = {"text_input": "import os\n", "max_tokens": 4, **flags}
+    for ask in (infer, unary):
+        url = server_of_upstreams_ensemble.http if ask is infer else server_of_upstreams_ensemble.grpc
+        plain = ask(url, "ensemble", **text)
+        assert plain.as_numpy("text_output").item().startswith(b"import os\n")
+        full = {"text_output", "batch_index", "sequence_index"}
+        for name in [name for name, _, _ in ENSEMBLE_OUTPUTS if name not in (*full, *_INSIDE)]:
+            assert plain.as_numpy(name).size == 0, name
+        asked = ask(url, "ensemble", **{**text, "return_context_logits": True})
+        (num_prompt, vocabulary_size) = asked.as_numpy("context_logits").shape[1:]
+        assert num_prompt and vocabulary_size and not asked.as_numpy("generation_logits").size
+
+
+_INSIDE = ("output_ids", "sequence_length")
 
 LENGTHS = {"input_lengths": len(PROMPT), "request_output_len": 4}
 

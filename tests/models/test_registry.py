@@ -277,6 +277,25 @@ def test_what_published_checkpoints_say_besides_is_no_obstacle(tmp_path: Path, n
     assert _read(tmp_path, PUBLISHED[name]).hidden_size == 32
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_experts": 0, "shared_expert_intermediate_size": 0, "num_nextn_predict_layers": 0},
+        {"sliding_window": False, "max_window_layers": 28},
+        {"sliding_window": 0},
+        {"sliding_window": None, "rope_scaling": False, "layer_types": None},
+        {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_none_of_something_means_nothing(tmp_path: Path, values: dict[str, Any]) -> None:
+    assert _read(tmp_path, {**LLAMA, **values}).sliding_windows == (None,) * 4
+
+
+def test_experts_that_a_dense_family_does_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="key 'num_experts' is 8, expected no such key"):
+        _read(tmp_path, {**LLAMA, "num_experts": 8})
+
+
 def test_code_of_the_checkpoints_own_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _read(tmp_path, PUBLISHED["a fine-tune"])
     assert "auto_map names code of the checkpoint's own for AutoModelForCausalLM" in caplog.text
@@ -303,7 +322,13 @@ def test_eos_token_ids(
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "float16"}, "float16"), ({}, None)],
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "auto"}, None),
+        ({"torch_dtype": "auto"}, None),
+        ({}, None),
+    ],
 )
 def test_dtype(tmp_path: Path, values: dict[str, Any], expected: str | None) -> None:
     assert _read(tmp_path, {**LLAMA, **values}).dtype == expected
@@ -334,7 +359,7 @@ def test_dtype(tmp_path: Path, values: dict[str, Any], expected: str | None) -> 
         ({**LLAMA, "num_key_value_heads": 3}, "expected a divisor of num_attention_heads, 4"),
         ({**LLAMA, "hidden_size": 30}, "hidden size 30 is not a multiple of 4 heads"),
         ({**LLAMA, "head_dim": 7}, "7 dimensions of a head are rotated"),
-        ({**LLAMA, "hidden_act": "gelu_fast"}, "key 'hidden_act' is 'gelu_fast', expected one of silu"),
+        ({**LLAMA, "hidden_act": "quick_gelu"}, "key 'hidden_act' is 'quick_gelu', expected one of silu"),
         ({**LLAMA, "dtype": "float8_e4m3fn"}, "expected one of float32, bfloat16, float16"),
         ({**LLAMA, "eos_token_id": "</s>"}, "expected a token id or a list of them"),
         ({**LLAMA, "attention_bias": 1}, "key 'attention_bias' is 1, expected true or false"),

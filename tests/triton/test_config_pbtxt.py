@@ -8,8 +8,8 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from inflight.config import PARAMETERS, Parameters, is_filled, read_parameters
-from inflight.triton.config_pbtxt import MODELS, TEMPLATES, ModelSpec, render, write
+from inflight.config import PARAMETERS, Parameters, Role, is_filled, read_parameters
+from inflight.triton.config_pbtxt import LLMAPI, MODELS, TEMPLATES, ModelSpec, render, write, write_llmapi
 from tests.triton import upstream_files
 from tests.triton.upstream_files import DOCUMENTED, fill_template
 
@@ -36,6 +36,20 @@ def test_the_templates_are_what_the_tables_say(model: ModelSpec) -> None:
     assert text == render(model, model.template), "run scripts/write_configs"
     code = (REPOSITORY / model.name / "1" / "model.py").read_text(encoding="utf-8")
     assert (folder / "1" / "model.py").read_text(encoding="utf-8") == code, "run scripts/write_configs"
+
+
+def test_the_model_without_a_batch_dimension_is_what_the_tables_say(tmp_path: Path) -> None:
+    write_llmapi(tmp_path, REPOSITORY)
+    written = tmp_path / "tensorrt_llm"
+    for name in ("config.pbtxt", "1/model.py"):
+        there = (ROOT / LLMAPI / "tensorrt_llm" / name).read_text(encoding="utf-8")
+        assert there == (written / name).read_text(encoding="utf-8"), "run scripts/write_configs"
+    config = text_format.Parse((written / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+    assert not any(tensor.HasField("reshape") for tensor in config.input)
+    parameters = read_parameters(
+        {"name": "tensorrt_llm", "max_batch_size": config.max_batch_size}, Role.ENGINE
+    )
+    assert parameters.engine.max_num_sequences == 64
 
 
 def filled(name: str, arguments: str) -> tuple[model_config_pb2.ModelConfig, Parameters]:

@@ -149,7 +149,11 @@ def test_the_id_and_the_defaults() -> None:
             InvalidArgument,
             r"bad_words_list must have shape \[1, 2, n\], got \[2\]\. .*\[\[5,7,3,9,2\],\[3,5,-1,-1,-1\]\]",
         ),
-        ({"image_url": np.array([b"x"], np.object_)}, InvalidArgument, "there is no tensor 'image_url'"),
+        (
+            {"image_input": np.ones([1, 3, 1, 1], np.float16)},
+            InvalidArgument,
+            "there is no tensor 'image_input'",
+        ),
         ({"lookahead_ngram_size": np.array([[1]], np.int32)}, Unsupported, "lookahead_ngram_size"),
         ({"lora_config": np.ones([2, 3], np.int32)}, InvalidArgument, "must have both lora_weights"),
         ({"lora_command": np.array([b"{}"], np.object_)}, InvalidArgument, "lora_command"),

@@ -10,7 +10,7 @@ import pytest
 
 from inflight.core.kv.retention import Retention, TokenRangeRetention
 from inflight.core.request.guide import Guide, GuideType
-from inflight.core.request.request import ExternalDraft, FloatTensor, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.errors import Unsupported
 from inflight.serving.reply import ReplyOptions
 from inflight.triton.requests import Naming, ServingContext, convert, wants_state, wants_stop
@@ -478,17 +478,24 @@ def test_a_flag_asks_for_its_outputs(spec: TensorSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", OUTPUTS.specs, ids=lambda spec: spec.name)
-def test_a_named_output_is_asked_for_by_its_name(spec: TensorSpec) -> None:
-    vocabulary = vocabulary_of(spec)
-    request, options = converted(vocabulary, outputs=frozenset({spec.name}))
-    assert options.outputs == {spec.name}
-    if spec.asked_by:
-        value = 1 if spec.asked_by == "num_top_log_probs" else asking_value(spec)
-        by_flag, _ = converted(vocabulary, **{spec.asked_by: value})
-        asked, flagged = (
-            replace(each.output, exclude_input_from_output=False) for each in (request, by_flag)
-        )
-        assert asked == flagged
+def test_a_flag_decides_and_no_name_does(spec: TensorSpec) -> None:
+    """A Triton ensemble names whatever it hands on: without the flag nothing is computed for it."""
+    vocabulary, named = vocabulary_of(spec), frozenset({spec.name})
+    for unset in ({}, {spec.asked_by: type(asking_value(spec))()}) if spec.asked_by else ():
+        request, options = converted(vocabulary, outputs=named, **unset)
+        assert (options.outputs, options.named) == (frozenset(), named)
+        assert replace(request.output, exclude_input_from_output=False) == OutputConfig()
+    asking = {spec.asked_by: asking_value(spec)} if spec.asked_by else {}
+    request, options = converted(vocabulary, outputs=named, **asking)
+    assert options.outputs == (named if spec.built else frozenset())
+    by_flag, _ = converted(vocabulary, **asking)
+    asked, flagged = (replace(each.output, exclude_input_from_output=False) for each in (request, by_flag))
+    assert asked == flagged
+
+
+def test_a_finish_reason_that_is_not_wanted_is_not_told_by_its_name_either() -> None:
+    _, options = converted(Vocabulary.TEXT, outputs=frozenset({"finish_reason"}), return_finish_reason=False)
+    assert not options.outputs
 
 
 @pytest.mark.parametrize("spec", ASKED_FOR, ids=lambda spec: spec.name)

@@ -231,3 +231,86 @@ def engine_config(parameters: dict[str, str]) -> str:
         value = values.get(key, f"${{{key}}}")
         blocks.append(f'parameters: {{\n  key: "{key}"\n  value: {{\n    string_value: "{value}"\n  }}\n}}')
     return "\n".join(blocks) + "\n"
+
+
+ENSEMBLE_OUTPUTS = [
+    line.split()
+    for line in TENSORS["tensorrt_llm", "output"].split(";")
+    if "context_phase_params" not in line
+]
+"""What its ensemble has tensorrt_llm answer, whatever a request asks for: all but output_ids go to the client."""
+
+_TO_PREPROCESSING = """
+    QUERY text_input; DECODER_QUERY decoder_text_input; REQUEST_OUTPUT_LEN max_tokens; BAD_WORDS_DICT bad_words;
+    STOP_WORDS_DICT stop_words; EMBEDDING_BIAS_WORDS embedding_bias_words;
+    EMBEDDING_BIAS_WEIGHTS embedding_bias_weights; END_ID end_id; PAD_ID pad_id;
+    PROMPT_TABLE_EXTRA_ID prompt_table_extra_id"""
+_FROM_PREPROCESSING = """
+    INPUT_ID input_ids; REQUEST_INPUT_LEN input_lengths; DECODER_INPUT_ID decoder_input_ids;
+    REQUEST_DECODER_INPUT_LEN decoder_input_lengths; REQUEST_OUTPUT_LEN request_output_len;
+    STOP_WORDS_IDS stop_words_list; BAD_WORDS_IDS bad_words_list; EMBEDDING_BIAS embedding_bias;
+    OUT_END_ID end_id; OUT_PAD_ID pad_id; OUT_PROMPT_TABLE_EXTRA_IDS prompt_table_extra_ids"""
+_RENAMED = {
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "length_penalty": "len_penalty",
+    "stream": "streaming",
+}
+_HANDED_ON = """
+    exclude_input_in_output top_k top_p temperature length_penalty repetition_penalty min_tokens presence_penalty
+    frequency_penalty seed return_log_probs return_context_logits return_generation_logits return_perf_metrics
+    return_num_input_tokens return_num_output_tokens num_return_sequences beam_width stream lora_task_id
+    guided_decoding_guide_type guided_decoding_guide"""
+
+
+def ensemble_config(batch_size: int = 4) -> str:
+    """Its config.pbtxt of `ensemble`, filled in: a Triton ensemble of three models."""
+    pairs = [line.split() for line in _TO_PREPROCESSING.split(";")]
+    names = {*(wire for _, wire in pairs), *_HANDED_ON.split()}
+    inputs = [
+        (name, dtype, dims)
+        for name, dtype, dims in map(str.split, TENSORS["ensemble", "input"].split(";"))
+        if name in names
+    ]
+    made = [line.split() for line in _FROM_PREPROCESSING.split(";")]
+    handed = [(_RENAMED.get(name, name), name) for name in _HANDED_ON.split()]
+    answered = [name for name, _, _ in ENSEMBLE_OUTPUTS]
+    internal = {"output_ids", "sequence_length"}
+    steps = (
+        ("preprocessing", pairs, [(theirs, f"_{ours}") for theirs, ours in made]),
+        (
+            "tensorrt_llm",
+            [*((ours, f"_{ours}") for _, ours in made), *handed],
+            [(name, f"_{name}" if name in internal else name) for name in answered],
+        ),
+        (
+            "postprocessing",
+            [("TOKENS_BATCH", "_output_ids"), ("SEQUENCE_LENGTH", "_sequence_length")],
+            [("OUTPUT", "text_output")],
+        ),
+    )
+    outputs = [("text_output", "BYTES", "-1"), *(row for row in ENSEMBLE_OUTPUTS if row[0] not in internal)]
+    optional = {name for name, _, _ in inputs} - {"text_input", "max_tokens"}
+    return "\n".join(
+        [
+            f'name: "ensemble"\nplatform: "ensemble"\nmax_batch_size: {batch_size}',
+            f"input [{', '.join(_tensor(*row, row[0] in optional) for row in inputs)}]",
+            f"output [{', '.join(_tensor(*row) for row in outputs)}]",
+            f"ensemble_scheduling {{ step [{', '.join(_step(*step) for step in steps)}] }}",
+        ]
+    )
+
+
+def _tensor(name: str, dtype: str, dims: str, is_optional: bool = False) -> str:
+    data_type = {"*": "TYPE_FP32", "BYTES": "TYPE_STRING"}.get(dtype, f"TYPE_{dtype}")
+    optional = " optional: true" if is_optional else ""
+    return f'{{ name: "{name}" data_type: {data_type} dims: [{dims}]{optional} }}'
+
+
+def _step(model: str, inputs: list[tuple[str, str]], outputs: list[tuple[str, str]]) -> str:
+    maps = [
+        f'{kind}_map {{ key: "{theirs}" value: "{ours}" }}'
+        for kind, pairs in (("input", inputs), ("output", outputs))
+        for theirs, ours in pairs
+    ]
+    return f'{{ model_name: "{model}" model_version: -1 {" ".join(maps)} }}'

@@ -320,7 +320,7 @@ class HostAdapterCache:
         except InflightError as error:
             return InvalidArgument(f"LoRA adapter {lora.label}: {error}")
         except Exception as error:  # whatever a reader of files raises, it is these requests' error alone
-            _log.exception("the LoRA adapter %s could not be loaded", lora.label)
+            _log.warning("the LoRA adapter %s could not be loaded", lora.label, exc_info=True)
             return StepFailed(f"LoRA adapter {lora.label} could not be loaded: {error!r}")
 
     # ---------------------------------------------------------------- under the lock

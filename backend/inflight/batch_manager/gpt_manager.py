@@ -32,7 +32,7 @@ from inflight.core.request.request import IterationInput
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.errors import InflightError, StepFailed, Unavailable
+from inflight.errors import InflightError, RequestError, StepFailed, Unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -306,7 +306,11 @@ def _drop(response: Response) -> None:
 
 def _as_step_failure(batch: ScheduledBatch, error: Exception) -> InflightError:
     """The error for a batch's requests; to be called while `error` is handled."""
-    _log.exception("iteration %d failed with %d rows in it", batch.iteration, batch.num_rows)
+    said = "iteration %d failed with %d rows in it", batch.iteration, batch.num_rows
+    if isinstance(error, RequestError):  # of what a client sent
+        _log.warning(*said, exc_info=True)
+        return error
+    _log.exception(*said)
     if isinstance(error, InflightError):
         return error
     return StepFailed(f"the iteration that carried this request failed: {type(error).__name__}: {error}")

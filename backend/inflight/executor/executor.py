@@ -443,6 +443,7 @@ class Executor:
             limits.vocab_size,
             request.client_id,
             converted.output,
+            limits.tokens_per_block,
         )
         answers = Answers(asked, converted.sampling.num_sequences)
         return _Prepared(converted, None, answers, request.logits_post_processor)

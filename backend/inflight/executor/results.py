@@ -42,6 +42,7 @@ class Asked:
         vocab_size: Width of logits.
         client_id: Goes back with every response.
         output: What comes back.
+        tokens_per_block: Of the KV cache.
     """
 
     streaming: bool
@@ -50,6 +51,7 @@ class Asked:
     vocab_size: int
     client_id: int | None
     output: core.OutputConfig
+    tokens_per_block: int = 1
 
     @property
     def looks_back(self) -> bool:
@@ -144,7 +146,9 @@ class Answer:
             decoding_iter=iterations,
             avg_decoded_tokens_per_iter=ratio(self.num_generated, iterations),
             additional_outputs=_additional_outputs(so_far if repeats else (result,)),
-            request_perf_metrics=None if result.perf_metrics is None else _perf_metrics(result),
+            request_perf_metrics=None
+            if result.perf_metrics is None
+            else _perf_metrics(result, asked.tokens_per_block),
         )
 
 
@@ -207,9 +211,11 @@ def _tensor(tensor: core.FloatTensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(tensor.data), dtype=torch.float32).reshape(tensor.shape)
 
 
-def _perf_metrics(result: core_response.Result) -> RequestPerfMetrics:
+def _perf_metrics(result: core_response.Result, tokens_per_block: int) -> RequestPerfMetrics:
     found = result.perf_metrics
     assert found is not None, "it is wanted"
+    # TensorRT-LLM's count has the prompt's last block, be it full or not.
+    num_missed = max(0, -(-result.num_input_tokens // tokens_per_block) - found.num_reused_blocks)
     has_tokens = found.first_token_time_ns > 0
     return RequestPerfMetrics(
         TimingMetrics(
@@ -222,17 +228,18 @@ def _perf_metrics(result: core_response.Result) -> RequestPerfMetrics:
             num_total_allocated_blocks=found.num_new_blocks,
             num_new_allocated_blocks=found.num_new_blocks,
             num_reused_blocks=found.num_reused_blocks,
-            num_missed_blocks=found.num_missed_blocks,
-            kv_cache_hit_rate=hit_rate(found.num_reused_blocks, found.num_missed_blocks),
+            num_missed_blocks=num_missed,
+            kv_cache_hit_rate=hit_rate(found.num_reused_blocks, num_missed),
         ),
         SpeculativeDecodingMetrics(
             acceptance_rate=found.acceptance_rate,
             total_accepted_draft_tokens=found.num_accepted_draft_tokens,
             total_draft_tokens=found.num_draft_tokens,
         ),
-        first_iter=found.first_iteration if has_tokens else None,
-        last_iter=found.last_iteration if has_tokens and result.is_sequence_final else None,
-        iter=found.last_iteration if has_tokens else None,
+        # TensorRT-LLM's begin with 0, those of the engine with 1.
+        first_iter=found.first_iteration - 1 if has_tokens else None,
+        last_iter=found.last_iteration - 1 if has_tokens and result.is_sequence_final else None,
+        iter=found.last_iteration - 1 if has_tokens else None,
     )
 
 

@@ -160,7 +160,7 @@ class ChildCompiler:
             except InflightError as failure:
                 error = failure
             except Exception as failure:  # a library may raise anything; its guide alone fails
-                _log.exception("a guide of type %s could not be compiled", guide.type.value)
+                _log.warning("a guide of type %s could not be compiled", guide.type.value, exc_info=True)
                 error = StepFailed(f"guided_decoding_guide could not be compiled: {failure!r}")
             self._tell(guide, error)
         self._end_child()

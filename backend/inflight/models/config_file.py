@@ -22,10 +22,11 @@ _ORIGIN = """
 """
 _LABELS = "id2label label2id num_labels _num_labels problem_type finetuning_task prefix task_specific_params"
 _TRAINING = """
-    attention_dropout hidden_dropout dropout attn_pdrop embd_pdrop resid_pdrop classifier_dropout initializer_range
-    init_std layerdrop gradient_checkpointing neftune_noise_alpha
-    output_router_logits router_aux_loss_coef router_jitter_noise summary_type summary_use_proj summary_activation
-    summary_proj_to_labels summary_first_dropout aux_loss_alpha seq_aux
+    attention_dropout activation_dropout hidden_dropout dropout attn_pdrop embd_pdrop resid_pdrop
+    attention_probs_dropout_prob hidden_dropout_prob classifier_dropout initializer_range init_std layerdrop
+    gradient_checkpointing neftune_noise_alpha output_router_logits router_aux_loss_coef router_jitter_noise
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout aux_loss_alpha
+    seq_aux
 """
 # Which of several ways to the same numbers is taken, and what a forward pass in Python gives back.
 _EXECUTION = """
@@ -58,6 +59,14 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "logits_scaling": (None, 1),
     "embedding_multiplier": (None, 1),
     "residual_multiplier": (None, 1),
+    # How many there are of what a family without a reader of the key has none of.
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "moe_intermediate_size": (None, 0),
+    "num_nextn_predict_layers": (None, 0),
 }
 
 _POSITIVE_INT, _POSITIVE = "an integer >= 1", "a number > 0"

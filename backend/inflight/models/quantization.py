@@ -170,7 +170,8 @@ def _read_awq(section: ConfigFile) -> Quantization:
 def _read_gptq(section: ConfigFile) -> Quantization:
     _expect(section, "bits", (4, 8))
     _expect(section, "pack_dtype", (None, "int32"))
-    layout = section.value("checkpoint_format") or section.value("format")
+    layouts = section.value("checkpoint_format"), section.value("format")
+    layout = layouts[0] or layouts[1]
     if layout not in (None, "gptq", "gptq_v2"):
         raise section.error("checkpoint_format", f"gptq or gptq_v2; {_INSTEAD}")
     if section.value("dynamic"):

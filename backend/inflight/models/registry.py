@@ -127,8 +127,10 @@ def _note_own_code(config: ConfigFile, family: Family) -> None:
 def _dtype(config: ConfigFile) -> str | None:
     old, new = config.text_or_none("torch_dtype"), config.text_or_none("dtype")
     key, name = ("torch_dtype", old) if new is None else ("dtype", new)
+    if name == "auto":  # that of the weights
+        return None
     if name is not None and name not in DTYPES:
-        raise config.error(key, f"one of {', '.join(DTYPES)}")
+        raise config.error(key, f"one of {', '.join(DTYPES)}, or auto")
     return name
 
 

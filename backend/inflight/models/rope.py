@@ -180,8 +180,10 @@ def _section(config: ConfigFile) -> ConfigFile:
 
 
 def _read_scaling(config: ConfigFile, section: ConfigFile, max_positions: int) -> RopeScaling | None:
-    key = "rope_type" if section.has("rope_type") else "type"
-    kind = section.text_or_none("rope_type") or section.text_or_none("type") or "default"
+    # Older transformers save both names of one thing; where both are there, the newer one counts.
+    kinds = {name: section.text_or_none(name) for name in ("type", "rope_type")}
+    key = "rope_type" if kinds["rope_type"] else "type"
+    kind = kinds[key] or "default"
     for name, value in section.values.items():
         if isinstance(value, dict):
             raise section.error(name, "no values of its own: a set for each layer type is not supported")
@@ -222,6 +224,7 @@ def _read_llama3(section: ConfigFile, original: int) -> Llama3Scaling:
 def _read_yarn(section: ConfigFile, original: int, max_positions: int) -> YarnScaling:
     factor = section.number_or_none("factor") or max_positions / original
     computed = _yarn_attention_factor(section, factor)
+    section.value("attn_factor")  # of other code than transformers', which goes by attention_factor alone
     of_all = section.number("mscale_all_dim") if section.value("mscale_all_dim") else 0.0
     return YarnScaling(
         factor=factor,

@@ -36,6 +36,7 @@ class ReplyOptions:
 
     Attributes:
         outputs: What the client wants back, by the names of its protocol.
+        named: What the client has named, be it wanted or not; what is not wanted comes without elements.
         streaming: Whether the client wants responses as they come. The engine may stream all the same.
         prompt_text: The prompt as it came, None if it came as ids.
         include_prompt: Whether the text starts with the prompt.
@@ -46,6 +47,7 @@ class ReplyOptions:
     """
 
     outputs: frozenset[str]
+    named: frozenset[str] = frozenset()
     streaming: bool = False
     prompt_text: str | None = None
     include_prompt: bool = False

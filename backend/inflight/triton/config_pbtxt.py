@@ -1,9 +1,10 @@
 """Writes every model's config.pbtxt from the tables of tensors and parameters.
 
 Each is written twice: for `model_repository`, where it loads as it is, and for five models as a template in
-`all_models/inflight_batcher_llm`, which tensorrtllm_backend's `fill_template.py` has to fill in first. Owns the
-layout of the files and which model declares what. Knows neither numpy nor a running Triton. Run by
-`scripts/write_configs`; a test holds the files equal to what this writes.
+`all_models/inflight_batcher_llm`, which tensorrtllm_backend's `fill_template.py` has to fill in first.
+`tensorrt_llm` is in `all_models/llmapi` too, without a dimension for a batch. Owns the layout of the files and
+which model declares what. Knows neither numpy nor a running Triton. Run by `scripts/write_configs`; a test holds
+the files equal to what this writes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ DEFAULT_MAX_BATCH_SIZE = 64
 
 TEMPLATES = Path("all_models", "inflight_batcher_llm")
 """Below the root of the checkout: where tensorrtllm_backend has them."""
+
+LLMAPI = Path("all_models", "llmapi")
+"""Where TensorRT-LLM has the model whose tensors have no dimension for a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +185,7 @@ def _tensor(
         data_type = fields.logits
     dims = ", ".join(str(length) for length in spec.dims or (1,))
     # A reshape to nothing makes [1, 1] on the wire [1] in the model.
-    reshape = " reshape { shape: [ ] }" if spec.scalar else ""
+    reshape = " reshape { shape: [ ] }" if spec.scalar and fields.max_batch_size != "0" else ""
     optional = "" if is_output else " optional: true"
     row = f'{{ name: "{name}" data_type: {data_type} dims: [ {dims} ]{reshape}{optional} }}'
     main_name = spec.names(model.vocabulary)[0]
@@ -212,6 +216,15 @@ def write_templates(folder: Path, repository: Path) -> None:
             shutil.copyfile(repository / model.name / "1" / "model.py", version / "model.py")
 
 
+def write_llmapi(folder: Path, repository: Path) -> None:
+    """Write `tensorrt_llm` as llmapi has it below `folder`: no dimension for a batch, one response."""
+    model = MODELS[0]
+    _write_config(folder / model.name, render(model, Fields("0", "false")))
+    version = folder / model.name / "1"
+    version.mkdir(exist_ok=True)
+    shutil.copyfile(repository / model.name / "1" / "model.py", version / "model.py")
+
+
 def _write_config(folder: Path, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.pbtxt").write_text(text, encoding="utf-8")
@@ -225,3 +238,4 @@ if __name__ == "__main__":
     root = parser.parse_args().root
     write(root / "model_repository")
     write_templates(root / TEMPLATES, root / "model_repository")
+    write_llmapi(root / LLMAPI, root / "model_repository")

@@ -88,7 +88,7 @@ class FrontEnd:
         self._model = model
         self._vocabulary = vocabulary
         self._tokenizers = tokenizers
-        self._responses = ResponseBuilder(pb_utils, model.outputs)
+        self._responses = ResponseBuilder(pb_utils, model.outputs, model.is_batched)
         self._in_flight = InFlight(client)
         self._budget = ResponseBudget()
         self._sender = Sender(

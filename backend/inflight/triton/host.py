@@ -47,6 +47,7 @@ class ModelArgs:
         decoupled: Whether config.pbtxt lets a request have more than one response.
         parameters: From config.pbtxt.
         outputs: The data type of each output that config.pbtxt declares, as in the table of tensors.
+        is_batched: Whether tensors have a dimension for the batch: not with max_batch_size 0.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ModelArgs:
     decoupled: bool
     parameters: Parameters
     outputs: Mapping[str, str]
+    is_batched: bool = True
 
 
 def read_model_args(args: Mapping[str, str], role: Role) -> ModelArgs:
@@ -73,6 +75,7 @@ def read_model_args(args: Mapping[str, str], role: Role) -> ModelArgs:
         decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         parameters=parameters,
         outputs=outputs,
+        is_batched=config.get("max_batch_size", 0) != 0,
     )
 
 

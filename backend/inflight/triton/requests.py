@@ -70,10 +70,10 @@ _Words = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """Which outputs a client names: exactly those it gets, and naming one is asking for it.
+    """Which outputs a client names: those it gets, and what the flags do not ask for comes empty.
 
-    Its return_* flag need not be set then. A client that names none, as HTTP generate never does, gets what the
-    flags say.
+    A Triton ensemble names whatever it hands on, be it wanted or not, so a name asks for nothing that has a flag.
+    A client that names none, as HTTP generate never does, gets what the flags say.
 
     Attributes:
         requested: Names of outputs; all of the model's if the client named none.
@@ -245,6 +245,7 @@ class _Row:
         self._validate(request, streaming, prompt_text is not None)
         options = ReplyOptions(
             outputs=wanted,
+            named=context.naming.requested if context.naming.named else frozenset(),
             streaming=streaming,
             prompt_text=prompt_text,
             include_prompt=not exclude_input and not streaming,
@@ -370,7 +371,9 @@ def _first(tensor: _Number | None, parameter: _Number | None, default: _Number) 
 def wanted_outputs(
     reader: TensorReader, naming: Naming, tells_prompts_apart: bool, tells_sequences_apart: bool
 ) -> frozenset[str]:
-    """Names of the outputs to return, as far as there is something to say.
+    """Names of the outputs that are asked for, as far as there is something to say.
+
+    Additional outputs are asked for by their names, or by the tensor additional_outputs.
 
     Args:
         reader: One prompt's tensors, for the flags.
@@ -378,14 +381,12 @@ def wanted_outputs(
         tells_prompts_apart: Whether responses of several prompts come one by one.
         tells_sequences_apart: Whether responses of several sequences do.
     """
-    if naming.named:
-        return naming.requested
     left_out: set[str] = set()
     if reader.boolean("return_finish_reason") is False:
         left_out.add("finish_reason")
-    if not tells_prompts_apart:
+    if not (tells_prompts_apart or naming.named):
         left_out.add("batch_index")
-    if not tells_sequences_apart:
+    if not (tells_sequences_apart or naming.named):
         left_out.add("sequence_index")
     return frozenset(
         spec.name
@@ -398,7 +399,10 @@ def wanted_outputs(
 
 
 def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
-    """Yield the names in the tensor additional_outputs; InvalidArgument for one that is not declared."""
+    """Yield those that are named, else those in the tensor; InvalidArgument for one that is not declared."""
+    if naming.named:
+        yield from filter(is_additional, naming.requested)
+        return
     for name in filter(None, reader.texts("additional_outputs")):
         if name not in naming.requested or not is_additional(name):
             known = ", ".join(sorted(filter(is_additional, naming.requested))) or "none"
@@ -411,12 +415,11 @@ def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
 
 def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputConfig:
     """What the engine has to keep and send for these outputs."""
-    num_top = reader.integer("num_top_log_probs")
     return OutputConfig(
         # Nobody looks at the prompt's ids without these outputs: they need not come back.
         exclude_input_from_output=exclude_input or not wanted & _ID_OUTPUTS,
         return_log_probs=bool(wanted & _LOG_PROB_OUTPUTS),
-        num_top_log_probs=(1 if num_top is None else num_top) if wanted & _TOP_OUTPUTS else 0,
+        num_top_log_probs=(reader.integer("num_top_log_probs") or 0) if wanted & _TOP_OUTPUTS else 0,
         return_prompt_log_probs="prompt_log_probs" in wanted,
         return_context_logits="context_logits" in wanted,
         return_generation_logits="generation_logits" in wanted,

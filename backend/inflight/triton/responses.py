@@ -34,10 +34,14 @@ class ResponseBuilder:
     Args:
         pb_utils: The module, or a fake of it.
         declared: Data types of outputs where they are not those of the table.
+        is_batched: Whether outputs have a dimension for the batch.
     """
 
-    def __init__(self, pb_utils: Any, declared: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, pb_utils: Any, declared: Mapping[str, str] | None = None, is_batched: bool = True
+    ) -> None:
         self._pb_utils = pb_utils
+        self._is_batched = is_batched
         declared = declared or {}
         dtypes = {spec.name: declared.get(spec.name, spec.dtype) for spec in OUTPUTS.specs}
         dtypes |= {name: dtype for name, dtype in declared.items() if is_additional(name)}
@@ -46,14 +50,17 @@ class ResponseBuilder:
         self._in_order = lru_cache(maxsize=64)(self._typed)
 
     def outputs(self, outputs: Sequence[Output]) -> Any:
-        """One response, with every tensor that one of its prompts wants."""
-        wanted = outputs[0].prompt.options.outputs
+        """One response: the tensors that its prompts want; what else was named comes without elements."""
+        options = outputs[0].prompt.options
+        wanted, named = options.outputs, options.named
         if len(outputs) > 1:
             wanted = wanted.union(*(output.prompt.options.outputs for output in outputs[1:]))
         tensors = []
-        for name, dtype in self._in_order(wanted):
-            array = make_array(name, outputs)
+        for name, dtype in self._in_order(wanted | named if named else wanted):
+            array = make_array(name, outputs) if name in wanted else _without_elements(name, len(outputs))
             if array is not None:
+                if not self._is_batched and (is_additional(name) or OUTPUTS[name].is_batched):
+                    array = array[0]  # there is one prompt
                 tensors.append(self._pb_utils.Tensor(name, np.ascontiguousarray(array, dtype)))
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
 
@@ -72,7 +79,7 @@ class ResponseBuilder:
 
     def text(self, name: str, text: str) -> Any:
         """A response of one output, `name`: the answer to a state request, or to one about adapters."""
-        array = np.array([[text.encode("utf-8")]], np.object_)
+        array = np.array([[text.encode("utf-8")]] if self._is_batched else [text.encode("utf-8")], np.object_)
         return self._pb_utils.InferenceResponse(output_tensors=[self._pb_utils.Tensor(name, array)])
 
     def error(self, error: InflightError) -> Any:
@@ -150,6 +157,12 @@ def make_array(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
     Types are numpy's choice; KeyError for a name that no table knows.
     """
     return _additional(name, outputs) if is_additional(name) else _MAKERS[name](outputs)
+
+
+def _without_elements(name: str, num_prompts: int) -> np.ndarray:
+    """An output that was named and not asked for; those that are in no table are asked for by their names."""
+    spec = OUTPUTS[name]
+    return np.empty([num_prompts] * spec.is_batched + [0] * len(spec.dims))
 
 
 _Maker = Callable[[Sequence[Output]], np.ndarray | None]

@@ -8,10 +8,10 @@ so that its clients work unchanged; then this project's own. config.pbtxt is gen
 `early_stopping` is INT32 as the specification has it; tensorrtllm_backend's config.pbtxt declares BOOL, and a file
 that does so is served too.
 
-`ensemble` also takes the names of tensorrtllm_backend's `tensorrt_llm_bls` and of TensorRT-LLM's `llmapi` model
-(`sampling_param_*`). The tensors of `preprocessing` and `postprocessing` go by tensorrtllm_backend's names. Those
-that only image, video and encoder-decoder models have are declared as there, and the outputs among them never
-come.
+All models take the names of TensorRT-LLM's `llmapi` model (`sampling_param_*`), and `ensemble` also those of
+tensorrtllm_backend's `tensorrt_llm_bls`. The tensors of `preprocessing` and `postprocessing` go by
+tensorrtllm_backend's names. Those that only image, video and encoder-decoder models have are declared as there,
+and the outputs among them never come.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from inflight.triton.tensor_spec import InStream, Neutral, NeutralRule, TensorSp
 def _values(*values: float) -> Neutral:
     return Neutral(NeutralRule.VALUES, values)
 
+
+_SAMPLING_PARAM = "sampling_param_"
+_LLMAPI = ("max_tokens", "lora_id")
+"""What else llmapi's clients call a tensor."""
 
 _EMPTY = Neutral(NeutralRule.EMPTY)
 _ZERO = _values(0)
@@ -42,8 +46,23 @@ def _both(
     text_names: tuple[str, ...] = (),
     **more: Any,
 ) -> TensorSpec:
-    """A tensor of both vocabularies; `text_names` are its names in that of text, by default `name` alone."""
-    return TensorSpec(name, dtype, dims, meaning, text_names=text_names or (name,), **more)
+    """A tensor of both vocabularies; `text_names` are its names in that of text, by default `name` alone.
+
+    Those of llmapi among them, whose model is called `tensorrt_llm` too, are aliases in the other.
+    """
+    own = more.pop("aliases", ())
+    aliases = (
+        *own,
+        *(alias for alias in text_names if alias.startswith(_SAMPLING_PARAM) or alias in _LLMAPI),
+    )
+    return TensorSpec(name, dtype, dims, meaning, aliases, text_names or (name,), **more)
+
+
+def _llmapi(
+    name: str, dtype: str, meaning: str, neutral: Neutral | None = None, dims: tuple[int, ...] = ()
+) -> TensorSpec:
+    """A tensor of TensorRT-LLM's llmapi model, which both vocabularies have under its name."""
+    return TensorSpec(name, dtype, dims, meaning, (), (name,), neutral)
 
 
 def _text_only(
@@ -54,7 +73,7 @@ def _text_only(
 
 def _flag(name: str, meaning: str, aliases: tuple[str, ...] = (), text_alias: str = "") -> TensorSpec:
     text_names = (name, *aliases, *([text_alias] if text_alias else []))
-    return TensorSpec(name, "BOOL", (), meaning, aliases, text_names)
+    return TensorSpec(name, "BOOL", (), meaning, text_names[1:], text_names)
 
 
 def _of_other_models(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
@@ -189,9 +208,9 @@ _WANTED = (
     _both(
         "additional_outputs", "BYTES", "names of outputs context_<name> and generation_<name> to add", (-1,)
     ),
-    _text_only("return_finish_reason", "BOOL", "false: leave output finish_reason out"),
-    _text_only("return_cumulative_logprob", "BOOL", "adds output cumulative_logprob"),
-    _text_only("return_stop_reason", "BOOL", "which stop word it was", _FALSE),
+    _llmapi("return_finish_reason", "BOOL", "false: leave output finish_reason out"),
+    _llmapi("return_cumulative_logprob", "BOOL", "adds output cumulative_logprob"),
+    _llmapi("return_stop_reason", "BOOL", "which stop word it was", _FALSE),
 )
 
 _ADAPTERS = (
@@ -225,8 +244,8 @@ _ADAPTERS = (
     ),
     _both("lora_config", "INT32", "[rows, 3 or 4] module, layer, rank, whether it is DoRA", (-1, -1)),
     _both("lora_name", "BYTES", "of the adapter, instead of lora_task_id: one that the operator has named"),
-    _text_only("lora_path", "BYTES", "folder of the adapter below lora_dir; then name and id say nothing"),
-    _text_only("lora_ckpt_source", "BYTES", "format of that folder: hf, PEFT's"),
+    _llmapi("lora_path", "BYTES", "folder of the adapter below lora_dir; then name and id say nothing"),
+    _llmapi("lora_ckpt_source", "BYTES", "format of that folder: hf, PEFT's"),
     _both("lora_command", "BYTES", "JSON: list, load or unload adapters, and nothing else"),
 )
 
@@ -248,7 +267,7 @@ _DRAFTS = (
         "num_draft_tokens", "INT32", "tokens that another model drafts in a round; tensorrt_llm_bls alone"
     ),
     _text_only("use_draft_logits", "BOOL", "accept these by chance, by the logits of that model"),
-    _text_only("sampling_param_best_of", "INT32", "sequences to choose the best of", _values(0, 1)),
+    _llmapi("sampling_param_best_of", "INT32", "sequences to choose the best of", _values(0, 1)),
 )
 
 _OTHER_MODELS = (
@@ -274,7 +293,7 @@ _OTHER_MODELS = (
     _text_only("image_input", "FP16", "pixels of images", _EMPTY, (-1, 3, -1, -1)),
     _text_only("image_bytes_input", "UINT8", "images", _EMPTY, (-1, -1, -1, -1)),
     _text_only("image_url_input", "BYTES", "where an image is", _NO_TEXT),
-    _text_only("image_url", "BYTES", "where images are", _NO_TEXT, (-1,)),
+    _llmapi("image_url", "BYTES", "where images are", _NO_TEXT, (-1,)),
     _text_only("video_bytes_input", "UINT8", "frames of a video", _EMPTY, (-1, -1, -1, -1)),
 )
 
@@ -387,7 +406,7 @@ OUTPUTS = TensorTable(
         _asked("num_input_tokens", "INT32", (1,), _SAME, "prompt tokens"),
         _asked("num_output_tokens", "INT32", (1,), _NEW, "generated in this response, first beam's"),
         _asked("cum_log_probs", "FP32", (-1,), _SO_FAR, "[beams] sum so far", "return_log_probs"),
-        _asked("cumulative_logprob", "FP32", (-1,), _SO_FAR, "as cum_log_probs", text_only=True),
+        _asked("cumulative_logprob", "FP32", (-1,), _SO_FAR, "as cum_log_probs"),
         _asked(
             "output_log_probs",
             "FP32",

@@ -19,7 +19,10 @@ _OF_GPT_MANAGER = (
     "TrtGptModelType",
 )
 
-__all__ = ["executor"]
+binding_type = "python"
+"""TensorRT-LLM says which library its bindings are made with, pybind or nanobind: these are made with none."""
+
+__all__ = ["binding_type", "executor"]
 
 
 def __getattr__(name: str) -> Any:

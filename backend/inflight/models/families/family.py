@@ -17,6 +17,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",  # the same polynomial, its factors in another order
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
@@ -169,7 +170,7 @@ def read_no_windows(config: ConfigFile) -> tuple[None, ...]:
     if "sliding_attention" in read_layer_types(config, num_layers):
         raise config.error("layer_types", "full_attention for every layer")
     config.value("max_window_layers")
-    if config.has("sliding_window") and config.boolean("use_sliding_window", True):
+    if config.value("sliding_window") and config.boolean("use_sliding_window", True):
         raise config.error("sliding_window", "null: this family has no sliding windows")
     return (None,) * num_layers
 

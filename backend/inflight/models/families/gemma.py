@@ -38,7 +38,8 @@ def _read_gemma(
     if window is None and "sliding_attention" in types:
         raise config.error("sliding_window", "an integer >= 1, since some layers slide")
     activation = read_activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    config.value("hidden_act")  # what it says is not used
+    for key in ("hidden_act", "sliding_window_size"):  # what they say is not used
+        config.value(key)
     config.value("cache_implementation")
     return read_llama_like(
         config,
@@ -81,8 +82,8 @@ def _read_gemma3(config: ConfigFile) -> DecoderConfig:
             "use_bidirectional_attention", "false: this engine generates, and sees no later tokens"
         )
     num_layers = config.positive_int("num_hidden_layers")
-    pattern = config.int_or_none("sliding_window_pattern") or config.int_or_none("_sliding_window_pattern")
-    every = pattern or _SLIDING_PATTERN
+    patterns = [config.int_or_none(key) for key in ("sliding_window_pattern", "_sliding_window_pattern")]
+    every = next(filter(None, patterns), _SLIDING_PATTERN)
     by_pattern = tuple(
         "sliding_attention" if (index + 1) % every else "full_attention" for index in range(num_layers)
     )

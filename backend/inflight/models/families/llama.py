@@ -126,6 +126,7 @@ def _read_mistral(config: ConfigFile) -> DecoderConfig:
 
 def _read_qwen2(config: ConfigFile) -> DecoderConfig:
     """Qwen2 and Qwen2.5: Llama with biases on query, key and value, and a sliding window in some layers."""
+    config.value("dual_chunk_attention_config")  # of other code than transformers', beyond what was trained
     return read_llama_like(
         config,
         default_positions=32768,
@@ -245,6 +246,7 @@ def _read_smollm3_windows(
 ) -> tuple[int | None, ...]:
     """A window in the layers that `layer_types` names, else in those without positions, if windows are used."""
     types, window = read_layer_types(config, num_layers), config.int_or_none("sliding_window")
+    config.value("max_window_layers")  # Qwen's, which does not count here
     if not config.boolean("use_sliding_window", False) or window is None:
         if "sliding_attention" in types:
             raise config.error("use_sliding_window", "true, since layer_types has sliding_attention")
@@ -269,6 +271,7 @@ LLAMA_FAMILIES = (
         "Phi3ForCausalLM",
         _read_phi3,
         replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+        {"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
     ),
     Family(
         "olmo2",

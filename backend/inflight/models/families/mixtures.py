@@ -36,6 +36,8 @@ _MOE_NAMES = replace(
     stacks=ExpertStacks(),
 )
 _MOE_NAMES_WITH_QK_NORM = replace(_MOE_NAMES, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+# Its norms are always there.
+_QWEN3_NEUTRAL = {"use_qk_norm": (None, True)}
 
 
 def _read_mixtral(config: ConfigFile) -> DecoderConfig:
@@ -115,7 +117,8 @@ def _read_qwen3_moe(config: ConfigFile) -> DecoderConfig:
     """Qwen3 with experts in some layers."""
     attention_bias = config.boolean("attention_bias", False)
     window = config.int_or_none("sliding_window") if config.boolean("use_sliding_window", False) else None
-    config.value("sliding_window")
+    for key in ("sliding_window", "max_window_layers"):  # the window is in all layers or in none
+        config.value(key)
     return read_llama_like(
         config,
         default_positions=32768,
@@ -158,6 +161,6 @@ def _read_olmoe(config: ConfigFile) -> DecoderConfig:
 MIXTURE_FAMILIES = (
     Family("mixtral", "MixtralForCausalLM", _read_mixtral, _MIXTRAL_NAMES),
     Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, _MOE_NAMES),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _MOE_NAMES_WITH_QK_NORM),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _MOE_NAMES_WITH_QK_NORM, _QWEN3_NEUTRAL),
     Family("olmoe", "OlmoeForCausalLM", _read_olmoe, _MOE_NAMES_WITH_QK_NORM),
 )

@@ -1,0 +1,130 @@
+"""config.json files as they lie beside published weights: read as transformers reads them, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from inflight.errors import ConfigError
+from inflight.models.decoder_config import DecoderConfig
+from inflight.models.registry import UnknownFamily, read_model_description
+from inflight.models.rope import inverse_frequencies
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")
+)
+OF_NO_FAMILY = [
+    "tiiuae/falcon-7b",
+    "bigscience/bloom-560m",
+    "google/gemma-7b-it",
+    "microsoft/phi-2",
+    "CohereForAI/c4ai-command-r-v01",
+    "stabilityai/stablelm-2-1_6b",
+    "bigcode/starcoder2-3b",
+]
+"""Read by transformers alone, whose code runs these."""
+REFUSED = {"facebook/opt-350m": "do_layer_norm_before"}
+"""Of a family that is known, and in a way that is not: the key that says so."""
+READ = [name for name in PUBLISHED if name not in (*OF_NO_FAMILY, *REFUSED)]
+
+
+def read(folder: Path, values: dict[str, Any]) -> DecoderConfig:
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return read_model_description(folder).decoder
+
+
+def theirs(values: dict[str, Any]) -> PretrainedConfig:
+    own = {key: value for key, value in values.items() if key != "quantization_config"}
+    return CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(own)))
+
+
+def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """How far each layer sees, by what the family's code in transformers looks at."""
+    window = getattr(config, "sliding_window", None)
+    if types := getattr(config, "layer_types", None):
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if config.model_type not in ("mistral", "mixtral", "phi3", "qwen3_moe"):
+        window = None  # of others than these, a key that nobody reads
+    return (window,) * config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_is_what_transformers_reads(tmp_path: Path, name: str) -> None:
+    ours, config = read(tmp_path, PUBLISHED[name]), theirs(PUBLISHED[name])
+    assert (ours.vocab_size, ours.hidden_size, ours.num_layers, ours.num_heads) == (
+        config.vocab_size,
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+    )
+    if ours.latent is None:
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        assert (ours.num_kv_heads, ours.head_dim) == (kv_heads, head_dim)
+    for key in ("intermediate_size", "ffn_dim"):
+        assert ours.intermediate_size == getattr(config, key, ours.intermediate_size)
+    for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"):
+        assert ours.norm_eps == getattr(config, key, ours.norm_eps)
+    assert ours.tied_embeddings == config.tie_word_embeddings
+    assert ours.dtype == (
+        None if config.dtype in (None, "auto") else str(config.dtype).removeprefix("torch.")
+    )
+    assert ours.sliding_windows == windows_of(config)
+    if ours.experts is not None:
+        count = next(
+            getattr(config, key)
+            for key in ("num_experts", "num_local_experts", "n_routed_experts")
+            if hasattr(config, key)
+        )
+        assert (ours.experts.count, ours.experts.num_per_token) == (count, config.num_experts_per_tok)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in READ if hasattr(theirs(PUBLISHED[name]), "rope_parameters")]
+)
+def test_positions_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    ours, config = read(tmp_path, PUBLISHED[name]), theirs(PUBLISHED[name])
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    for rope, kind in {rope: kind for rope, kind in zip(ours.ropes, types) if rope is not None}.items():
+        parameters = config.rope_parameters
+        is_by_type = kind in parameters
+        parameters = parameters[kind] if is_by_type else parameters
+        frequencies, factor = inverse_frequencies(rope, ours.rotary_head_dim, config.max_position_embeddings)
+        rotated = 2 * len(frequencies)
+        if parameters["rope_type"] == "default":
+            base = parameters["rope_theta"]
+            expected = 1.0 / base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+            expected_factor = 1.0
+        else:
+            more = {"layer_type": kind} if is_by_type else {}
+            compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+            expected, expected_factor = compute(
+                config, torch.device("cpu"), seq_len=config.max_position_embeddings, **more
+            )
+        torch.testing.assert_close(frequencies, expected)
+        assert factor == pytest.approx(expected_factor)
+
+
+@pytest.mark.parametrize("name", OF_NO_FAMILY)
+def test_a_family_without_a_map_is_left_to_transformers(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnknownFamily):
+        read(tmp_path, PUBLISHED[name])
+    assert theirs(PUBLISHED[name]).hidden_size
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_known_family_does_not_have_here_is_refused_by_its_key(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"key '{REFUSED[name]}'"):
+        read(tmp_path, PUBLISHED[name])
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_key_that_nobody_knows_is_refused_beside_them(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="key 'attention_of_tomorrow' is 1"):
+        read(tmp_path, {**PUBLISHED[name], "attention_of_tomorrow": 1})
