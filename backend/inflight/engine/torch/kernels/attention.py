@@ -49,7 +49,7 @@ def _see(
     best, total, read, queries, key_page, value_page, key_scales, value_scales, table, places, is_read,
     visible, scale, key_block, key_token, value_block, value_token, scale_token,
     SOFT_CAP: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    LEVELS: tl.constexpr, ALL_VISIBLE: tl.constexpr = False,
+    LEVELS: tl.constexpr, ALL_VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to rows' running softmaxes.
 
@@ -141,7 +141,7 @@ def _attend_generation(
                     best, total, read = _see(
                         best, total, read, query, key_page, value_page, key_scales, value_scales, table, places,
                         is_read, is_read[None, :], scale, key_block, key_token, value_block, value_token,
-                        scale_token, SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS,
+                        scale_token, SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS, False,
                     )  # fmt: skip
         begin_of_part = first + part * part_size
         end_of_part = tl.minimum(begin_of_part + part_size, position + 1)
@@ -151,7 +151,7 @@ def _attend_generation(
             best, total, read = _see(
                 best, total, read, query, key_page, value_page, key_scales, value_scales, table, places,
                 is_read, is_read[None, :], scale, key_block, key_token, value_block, value_token, scale_token,
-                SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS,
+                SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS, False,
             )  # fmt: skip
         place = (index.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * NUM_PARTS + part
         tl.store(parts_best + place, best, mask=is_head)
@@ -248,7 +248,7 @@ def _attend_chunk(
             best, total, read = _see(
                 best, total, read, query, key_page, value_page, key_scales, value_scales, table, places,
                 is_read, is_read[None, :], scale, key_block, key_token, value_block, value_token, scale_token,
-                SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS,
+                SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS, False,
             )  # fmt: skip
     begin_masked = first
     if RECENT == 0 and not queries.dtype.element_ty.is_fp32():
@@ -272,7 +272,7 @@ def _attend_chunk(
         best, total, read = _see(
             best, total, read, query, key_page, value_page, key_scales, value_scales, table, places,
             is_read, visible, scale, key_block, key_token, value_block, value_token, scale_token,
-            SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS,
+            SOFT_CAP, TOKENS_PER_BLOCK, HEAD_DIM, WIDTH, LEVELS, False,
         )  # fmt: skip
     if HAS_SINKS:
         total += tl.exp(tl.load(sinks + head).to(tl.float32) - best)
