@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason
@@ -121,8 +123,16 @@ def _check_search_cut_short(
     assert len(set(final.finish_reasons)) == 1, "what ends a search from outside ends all of its beams"
     before = [Expected((), FinishReason.NOT_FINISHED)] * request.sampling.num_outputs
     said = [ids[len(ids) - n :] for ids, n in zip(final.output_token_ids, final.num_output_tokens)]
-    (beams, *_) = [step for step in (before, *steps) if [beam.tokens for beam in step] == said]
-    compare_outputs(request, final, beams, vocab_size)
+    same = [step for step in (before, *steps) if [beam.tokens for beam in step] == said]
+    if final.cum_log_probs is not None:
+        # A beam that an end id ends keeps its tokens, and has the end id's log probability in its sum.
+        same = [step for step in same if _have_sums(step, final.cum_log_probs)]
+    assert same, "it says what none of its steps would have"
+    compare_outputs(request, final, same[0], vocab_size)
+
+
+def _have_sums(step: list[Expected], sums: Sequence[float]) -> bool:
+    return all(abs(total - beam.cum_log_prob) < 1e-9 for total, beam in zip(sums, step, strict=True))
 
 
 def _check_metrics(outcome: Outcome, request: Request, final: Result) -> None:
