@@ -1,5 +1,5 @@
 # The server inside NVIDIA's tritonserver image (Python 3.10 or 3.12 of it, releases 24.08 and later). Take the newest:
-# defects of its front ends are mended from release to release. 25.11 was the newest when this was written.
+# defects of its front ends are mended from release to release. 26.09 was the newest when this was written.
 #
 #   docker build --build-arg TRITON_IMAGE=<NVIDIA's tritonserver image, -py3> -t inflight .
 #   docker run --rm --gpus all --shm-size=1g -p 8000-8002:8000-8002 -p 9000:9000 -v /path/to/checkpoint:/model \
