@@ -14,7 +14,7 @@ from inflight.errors import StepFailed, unexpected, without_places
         ),
         ("key 'triton_python_backend_shm_region_12': No space", "key '…': No space"),
         ("cannot connect to /tmp/inflight-server-x/engine.sock: refused", "cannot connect to …: refused"),
-        ("[Errno 2] No such file: '/home/me/models/a b.json'", "[Errno 2] No such file: '… b.json'"),
+        ("[Errno 2] No such file: '/srv/models/a b.json'", "[Errno 2] No such file: '… b.json'"),
         ("File /opt/a/model.py, line 3 (see /opt/b/c)", "File …, line 3 (see …)"),
     ],
 )

@@ -30,7 +30,7 @@ _STACK_BYTES = 256 << 20
 def _larger_stacks() -> tuple[str, ...]:
     """A prefix of the command that raises the limit; empty where it is high enough or cannot be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    is_enough = soft == resource.RLIM_INFINITY or soft >= _STACK_BYTES
+    is_enough = soft != resource.RLIM_INFINITY and soft >= _STACK_BYTES  # without a limit threads have 2 MiB
     may_be_raised = hard == resource.RLIM_INFINITY or hard >= _STACK_BYTES
     program = shutil.which("prlimit")
     if is_enough or not may_be_raised or program is None:

@@ -127,8 +127,10 @@ __attribute__((constructor)) static void begin(void) {
   error_new = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
   error_delete = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorDelete");
   struct rlimit stack;
-  if (getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur / STACK_OF_A_LEVEL < (rlim_t)most_nested) {
-    most_nested = (int)(stack.rlim_cur / STACK_OF_A_LEVEL);
+  if (getrlimit(RLIMIT_STACK, &stack) == 0) {
+    /* Threads have as much as the limit says, and 2 MiB where there is none. */
+    rlim_t of_a_thread = stack.rlim_cur == RLIM_INFINITY ? 2 << 20 : stack.rlim_cur;
+    if (of_a_thread / STACK_OF_A_LEVEL < (rlim_t)most_nested) most_nested = (int)(of_a_thread / STACK_OF_A_LEVEL);
   }
   leave_environment();
   map_slots();
@@ -285,53 +287,35 @@ Error* TRITONSERVER_ServerMetrics(Server* server, void** metrics) {
   return real_server_metrics(server, metrics);
 }
 
-/* How deep the JSON is nested that comes by a connection. Whether it begins inside of a string depends on what the
- * headers before it say, so both are followed: one of them is right, and the other counts what is in strings. */
-typedef struct {
-  int32_t depth;
-  bool in_string, is_escaped;
-} Nesting;
+/* How many brackets are open in what came by a connection since its last answer. Strings are not told apart, as the
+ * headers before a body may have any quotes and backslashes: a text with as many open brackets is refused as well. */
+enum { NUM_CONNECTIONS = 1 << 16 }; /* of more, some share a count */
+static int32_t depths[NUM_CONNECTIONS];
 
-enum { NUM_CONNECTIONS = 1 << 16 };
-static Nesting nestings[NUM_CONNECTIONS][2];
+static int32_t* depth_of(int file) { return &depths[file % NUM_CONNECTIONS]; }
 
-static void begin_nesting(Nesting nesting[2]) {
-  nesting[0] = (Nesting){0};
-  nesting[1] = (Nesting){.in_string = true};
-}
-
-static bool is_too_deep(Nesting* nesting, const char* data, size_t size) {
-  Nesting now = *nesting;
-  int32_t deepest = now.depth;
+static bool is_too_deep(int32_t* depth, const char* data, size_t size) {
+  int32_t now = *depth, deepest = now;
   for (const char* end = data + size; data < end; data++) {
-    char each = *data;
-    if (now.is_escaped) now.is_escaped = false;
-    else if (each == '"') now.in_string = !now.in_string;
-    else if (each == '\\') now.is_escaped = now.in_string;
-    else if (!now.in_string && (each == '[' || each == '{')) {
-      if (++now.depth > deepest) deepest = now.depth;
-    } else if (!now.in_string && (each == ']' || each == '}') && now.depth > 0) now.depth--;
+    if (*data == '[' || *data == '{') {
+      if (++now > deepest) deepest = now;
+    } else if ((*data == ']' || *data == '}') && now > 0) now--;
   }
-  *nesting = now;
+  *depth = now;
   return deepest > most_nested;
-}
-
-static bool either_is_too_deep(Nesting nesting[2], const char* data, size_t size) {
-  bool first = is_too_deep(&nesting[0], data, size), second = is_too_deep(&nesting[1], data, size);
-  return first || second;
 }
 
 /* HTTP's front end reads its connections by this call alone, and gRPC's by another. */
 ssize_t readv(int file, const struct iovec* parts, int num_parts) {
   ssize_t count = real_readv(file, parts, num_parts);
-  if (real_request_new == NULL || file < 0 || file >= NUM_CONNECTIONS) return count;
+  if (real_request_new == NULL || file < 0) return count;
   is_http = true;
   ssize_t left = count;
   for (int part = 0; part < num_parts && left > 0; part++) {
     size_t size = (size_t)left < parts[part].iov_len ? (size_t)left : parts[part].iov_len;
-    if (either_is_too_deep(nestings[file], parts[part].iov_base, size)) {
+    if (is_too_deep(depth_of(file), parts[part].iov_base, size)) {
       fprintf(stderr, "a connection was closed: JSON nested deeper than %d levels came by it\n", most_nested);
-      begin_nesting(nestings[file]);
+      *depth_of(file) = 0;
       errno = ECONNRESET;
       return -1;
     }
@@ -342,19 +326,19 @@ ssize_t readv(int file, const struct iovec* parts, int num_parts) {
 
 /* What is answered has been parsed: the connection's next request begins. */
 ssize_t writev(int file, const struct iovec* parts, int num_parts) {
-  if (file >= 0 && file < NUM_CONNECTIONS) begin_nesting(nestings[file]);
+  if (file >= 0) *depth_of(file) = 0;
   return real_writev(file, parts, num_parts);
 }
 
 int accept(int file, struct sockaddr* address, socklen_t* size) {
   int accepted = real_accept(file, address, size);
-  if (accepted >= 0 && accepted < NUM_CONNECTIONS) begin_nesting(nestings[accepted]);
+  if (accepted >= 0) *depth_of(accepted) = 0;
   return accepted;
 }
 
 int accept4(int file, struct sockaddr* address, socklen_t* size, int flags) {
   int accepted = real_accept4(file, address, size, flags);
-  if (accepted >= 0 && accepted < NUM_CONNECTIONS) begin_nesting(nestings[accepted]);
+  if (accepted >= 0) *depth_of(accepted) = 0;
   return accepted;
 }
 
@@ -380,13 +364,13 @@ static int go_on_inflating(void* stream, int flush) {
 }
 
 int inflate(void* stream, int flush) {
-  static _Thread_local Nesting nesting[2];
+  static _Thread_local int32_t depth;
   Stream* state = stream;
   if (real_request_new == NULL) return go_on_inflating(stream, flush);
-  if (state->total_out == 0) begin_nesting(nesting);
+  if (state->total_out == 0) depth = 0;
   char* unpacked = state->next_out;
   int status = go_on_inflating(stream, flush);
   if (state->total_out > (is_http ? MOST_HTTP_UNPACKED : MOST_UNPACKED)) return STREAM_ERROR;
   if (!is_http || unpacked == NULL) return status; /* gRPC's messages are no JSON */
-  return either_is_too_deep(nesting, unpacked, (char*)state->next_out - unpacked) ? STREAM_ERROR : status;
+  return is_too_deep(&depth, unpacked, (char*)state->next_out - unpacked) ? STREAM_ERROR : status;
 }
