@@ -52,6 +52,7 @@ __all__ = [
 
 UNLOAD_TIMEOUT_S = 10.0
 """How long requests of other models' clients may go on; Triton lets those of this one finish before it unloads."""
+_FAIL_S = 5.0  # for telling everybody that the engine is lost
 _LOOP_END_S = 2.0  # for a loop that has nothing left to do
 
 OnHang: TypeAlias = "Callable[[Unavailable], None]"
@@ -113,11 +114,18 @@ class RunningEngine:
     def fail(self, error: InflightError) -> None:
         """Answer everything with `error`, in other processes too, although the loop may hang; any thread but its.
 
-        The process is of no further use then.
+        The process is of no further use then. Waits for a few seconds at most: a loop that hangs while it delivers
+        a response keeps all others from being delivered.
         """
-        self.client.fail_all(error)
-        if self._endpoint is not None:
-            self._endpoint.close()
+
+        def answer() -> None:
+            self.client.fail_all(error)
+            if self._endpoint is not None:
+                self._endpoint.close()
+
+        answering = threading.Thread(target=answer, name="engine-fail", daemon=True)
+        answering.start()
+        answering.join(_FAIL_S)
 
 
 def check_parameters(parameters: Parameters) -> None:

@@ -73,8 +73,8 @@ QUANTIZED = (INT8, FP8)
 """Data types of which only weights of linear layers are; the rest is bfloat16."""
 
 SEQUENCES_PER_ITERATION = 256
-"""Sequences that an iteration takes in, and again as many that it ends because of what came from outside: some
-milliseconds' work."""
+"""Most sequences that an iteration takes in. As many may be ended in it because a client, a deadline or an event
+says so. Each of the two takes some milliseconds."""
 
 DEBUG_INPUTS = ("input_ids", "positions", "sequence_length")
 DEBUG_OUTPUTS = ("logits",)

@@ -184,6 +184,11 @@ def test_texts_have_a_size_only_where_classes_of_them_are_asked_for(libraries, t
         ("b'[\"]\",' * 40_000", "reset"),
         ("b'X-Odd: \"\\r\\n\\r\\n' + b'[\"]\",' * 40_000", "reset"),
         ("b'\"' + b'\\\\\\\\\"[' * 10", "read"),
+        (r"b'X-Odd: \\\"\r\n\r\n' + b'[' * 40_000", "reset"),
+        (r"b'GET / HTTP/1.1\r\nX: \"\r\n\r\n' * 2 + b'[' * 40_000", "reset"),
+        (r"b'[\"\r\n4\r\n\",' + b'[' * 40_000", "reset"),  # a chunk ends in a string
+        (r"b'[\"\\\r\n4\r\n\"\",' + b'[' * 40_000", "reset"),  # and behind a backslash
+        (r"b'{\"a\": [1, 2],\r\n' * 10 + b'}' * 10 + b'[]' * 40_000", "read"),
     ],
 )
 def test_json_that_is_nested_too_deeply_ends_its_connection(libraries, tmp_path, body, ends):

@@ -118,6 +118,16 @@ def test_lines_that_differ_are_all_passed_on() -> None:
 
 
 def test_what_was_counted_is_told_at_the_end() -> None:
-    log = ServerLog(io.BytesIO(b"again\n" * 1000), None, has_gpu=True)
+    lines = record("again", 0).encode() * 1000
+    log = ServerLog(io.BytesIO(lines), None, has_gpu=True)
     log.join(5)
-    assert log.text().endswith("s: again\n") and log.num_lines < 30
+    assert log.text().endswith("s: server.cc:17] again\n") and log.num_lines < 30
+
+
+def test_stacks_and_a_log_that_is_to_be_verbose_are_passed_on_whole() -> None:
+    repeats = Repeats(lambda: 0.0)
+    lines = [record("a stack", 1), *["  in wait\n"] * 30]
+    assert [told for line in lines for told in repeats.add(line)] + repeats.end() == lines
+    verbose = ServerLog(io.BytesIO(record("again", 0).encode() * 1000), None, has_gpu=True, collapses=False)
+    verbose.join(5)
+    assert verbose.num_lines == 1000

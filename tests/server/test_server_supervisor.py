@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -124,13 +125,20 @@ def test_a_first_start_that_gets_no_processor_time_is_tried_again(counting_repos
         serving.process.terminate()
         _, errors = serving.process.communicate(timeout=120)
     assert serving.process.returncode == 0
-    (said,) = [line for line in errors.splitlines() if line.startswith("serve: ")]
-    assert "got no processor time" in said and said.endswith("the server is started again now")
+    said = [
+        line for line in errors.splitlines() if line.startswith("serve: ") and "got no processor time" in line
+    ]
+    assert said and all(line.endswith("the server is started again now") for line in said)
 
 
 def test_nobody_else_may_read_what_a_server_makes(counting_repository: Path) -> None:
     with command(counting_repository) as serving:
         serving.ready_line()
         assert not serving.folder().stat().st_mode & 0o077
+        found = 0
         for process in psutil.Process(serving.process.pid).children(recursive=True):
-            assert "Umask:\t0077\n" in Path(f"/proc/{process.pid}/status").read_text()
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                found += "Umask:\t0077\n" in status
+                assert "Umask:" not in status or "Umask:\t0077\n" in status  # a zombie has none
+        assert found

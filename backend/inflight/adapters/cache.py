@@ -26,6 +26,7 @@ from inflight.errors import (
     RequestError,
     StepFailed,
     Unavailable,
+    without_places,
 )
 
 _log = logging.getLogger(__name__)
@@ -291,7 +292,10 @@ class HostAdapterCache:
             except Exception as error:  # a bug: who waits has to hear of it, and others' adapters are read on
                 _log.exception("the adapter cache failed with the LoRA adapter %s", key.label)
                 with self._lock:
-                    self._give_up(key, StepFailed(f"LoRA adapter {key.label} could not be kept: {error!r}"))
+                    self._give_up(
+                        key,
+                        StepFailed(without_places(f"LoRA adapter {key.label} could not be kept: {error!r}")),
+                    )
                 self._notify()
 
     def _attempt(self, key: LoraRequest) -> bool:
@@ -321,7 +325,7 @@ class HostAdapterCache:
             return InvalidArgument(f"LoRA adapter {lora.label}: {error}")
         except Exception as error:  # whatever a reader of files raises, it is these requests' error alone
             _log.warning("the LoRA adapter %s could not be loaded", lora.label, exc_info=True)
-            return StepFailed(f"LoRA adapter {lora.label} could not be loaded: {error!r}")
+            return StepFailed(without_places(f"LoRA adapter {lora.label} could not be loaded: {error!r}"))
 
     # ---------------------------------------------------------------- under the lock
 

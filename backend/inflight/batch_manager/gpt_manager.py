@@ -32,7 +32,16 @@ from inflight.core.request.request import IterationInput
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.errors import InflightError, RequestError, StepFailed, Unavailable
+from inflight.errors import (
+    AlreadyExists,
+    InflightError,
+    InvalidArgument,
+    NotFound,
+    StepFailed,
+    Unavailable,
+    Unsupported,
+    without_places,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -237,7 +246,9 @@ class GptManager:
             if self._has_other_ranks:  # they may have made a batch, which they cannot run without this one
                 raise
             _log.exception("the scheduler failed: whose fault it was is being found out")
-            failure = StepFailed(f"this request could not be scheduled: {type(error).__name__}: {error}")
+            failure = StepFailed(
+                without_places(f"this request could not be scheduled: {type(error).__name__}: {error}")
+            )
             responses += self._scheduler.recover(failure, len(self._in_flight))
             return None
 
@@ -307,10 +318,12 @@ def _drop(response: Response) -> None:
 def _as_step_failure(batch: ScheduledBatch, error: Exception) -> InflightError:
     """The error for a batch's requests; to be called while `error` is handled."""
     said = "iteration %d failed with %d rows in it", batch.iteration, batch.num_rows
-    if isinstance(error, RequestError):  # of what a client sent
+    if isinstance(error, (InvalidArgument, Unsupported, NotFound, AlreadyExists)):  # of what a client sent
         _log.warning(*said, exc_info=True)
         return error
     _log.exception(*said)
     if isinstance(error, InflightError):
         return error
-    return StepFailed(f"the iteration that carried this request failed: {type(error).__name__}: {error}")
+    return StepFailed(
+        without_places(f"the iteration that carried this request failed: {type(error).__name__}: {error}")
+    )

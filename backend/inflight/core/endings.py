@@ -19,7 +19,7 @@ from inflight.core.request.results import make_response
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.running import Running
-from inflight.errors import InflightError, RequestError, StepFailed
+from inflight.errors import InflightError, RequestError, StepFailed, without_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def as_request_error(error: Exception) -> InflightError:
     """The error for a request that raised `error` while it was processed."""
     if isinstance(error, RequestError):
         return error
-    return StepFailed(f"the request could not be processed: {type(error).__name__}: {error}")
+    return StepFailed(without_places(f"the request could not be processed: {type(error).__name__}: {error}"))
 
 
 class PendingEndings:
@@ -128,12 +128,12 @@ class PendingEndings:
         num_ended = 0
         while self._queue:
             group, index, why = self._queue[0]
-            meant = [s for s in group.sequences if index in (None, s.sequence_index)]
+            meant = group.sequences if index is None else group.sequences[index : index + 1]
             meant = [s for s in meant if s.state is not RequestState.FINISHED]
             if num_ended and num_ended + len(meant) > most:
                 break
             self._queue.popleft()
-            num_ended += len(meant)
+            num_ended += max(1, len(meant))  # one that has ended meanwhile is looked at as well
             if isinstance(why, FinishReason):
                 responses += endings.finish_each(meant, why, now_ns)
             else:

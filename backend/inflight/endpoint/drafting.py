@@ -40,7 +40,7 @@ from inflight.core.request.response import PerfMetrics, Response, Result
 from inflight.core.request.results import ended_before_start
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import CUT_SHORT, FINISH_REASON_OF_STOP, FinishReason, StopReason
-from inflight.errors import InflightError, StepFailed, Unavailable
+from inflight.errors import InflightError, StepFailed, Unavailable, without_places
 
 _log = logging.getLogger(__name__)
 _NS_PER_MS = 1_000_000
@@ -184,7 +184,7 @@ class _Drafted:
             self._fail(error)
         except Exception as error:  # a bug that one request meets must not end the others
             _log.exception("a round could not be begun")
-            self._fail(StepFailed(f"drafting failed: {error!r}"))
+            self._fail(StepFailed(without_places(f"drafting failed: {error!r}")))
 
     def stop(self, reason: StopReason) -> None:
         """End it early."""
@@ -215,7 +215,7 @@ class _Drafted:
             self._fail(error)
         except Exception as error:  # as in `begin_round`
             _log.exception("a round could not be ended")
-            self._fail(StepFailed(f"drafting failed: {error!r}"))
+            self._fail(StepFailed(without_places(f"drafting failed: {error!r}")))
 
     def _take_draft(self, response: Response) -> None:
         """Have the target verify what the draft model has proposed."""

@@ -243,8 +243,9 @@ class LocalEngineClient:
     def get_inference_requests(self, max_num: int) -> list[Request]:
         """The requests that have waited longest, at most `max_num`, or any number if it is negative.
 
-        They have SEQUENCES_PER_ITERATION sequences, fewer if prompts are long, or there is one request. As many
-        responses are delivered of those that were stopped here.
+        Together they have at most SEQUENCES_PER_ITERATION sequences (long prompts count as several), unless the
+        first request alone has more. Responses to requests that were stopped here are delivered within the same
+        bound.
         """
         with self._lock:
             ended = _take_first(self._stopped_in_queue, -1, len)

@@ -40,7 +40,7 @@ from inflight.endpoint.frames import (
 from inflight.endpoint.mailbox import Mailbox
 from inflight.endpoint.path import listen, remove
 from inflight.endpoint.supervision import Supervision, Supervisor
-from inflight.errors import InflightError, StepFailed
+from inflight.errors import InflightError, StepFailed, without_places
 from inflight.file_names import native
 
 _log = logging.getLogger(__name__)
@@ -311,4 +311,4 @@ def _as_inflight_error(error: Exception, what: str) -> InflightError:
     if isinstance(error, InflightError):
         return error
     _log.error("%s", what, exc_info=error)
-    return StepFailed(f"{what}: {type(error).__name__}: {error}")
+    return StepFailed(without_places(f"{what}: {type(error).__name__}: {error}"))

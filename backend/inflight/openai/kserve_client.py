@@ -45,6 +45,7 @@ from inflight.errors import (
     Unavailable,
     Unsupported,
     error_from_code,
+    without_places,
 )
 from inflight.openai.kserve_description import describe
 from inflight.openai.kserve_streams import Asked, Streams
@@ -245,7 +246,7 @@ class KServeEngineClient:
             running.fail(error)
         except Exception as error:  # a bug that one request meets must not leave its client without an answer
             _log.exception("a response of request %d could not be read", request.request_id)
-            running.fail(StepFailed(f"a response could not be read: {error!r}"))
+            running.fail(StepFailed(without_places(f"a response could not be read: {error!r}")))
         finally:
             self._requests.pop(request.request_id, None)
 

@@ -34,6 +34,7 @@ from inflight.errors import (
     error_from_code,
     error_from_plain,
     error_to_plain,
+    without_places,
 )
 from inflight.ranks.failure_detector import NEVER
 from inflight.ranks.topology import Mapping
@@ -118,7 +119,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
         if isinstance(error, InflightError):
             return cls(iteration, None, error.code, str(error))
         what = f"the iteration that carried this request failed: {type(error).__name__}: {error}"
-        return cls(iteration, None, StepFailed.code, what)
+        return cls(iteration, None, StepFailed.code, without_places(what))
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=error_to_plain)

@@ -18,8 +18,8 @@ CONTROL_KEY_VARIABLE = "INFLIGHT_CONTROL_KEY"
 CONTROL_KEY_HEADER = "inflight-control-key"
 """The HTTP header that brings it; over gRPC `triton-grpc-protocol-` stands before the name."""
 
-# tritonserver takes a key by its arguments alone, which others on the machine can read. A key that nobody has goes
-# by a name that nobody can send: neither an HTTP header's name nor one of gRPC has a colon.
+# tritonserver takes a key by its arguments alone, which others on the machine can read. Without an operator's key
+# the header has a colon in its name. Neither HTTP nor gRPC can send such a header, so knowing the key is no help.
 _UNSENDABLE_HEADER = "nobody:has-this-key"
 
 

@@ -167,7 +167,8 @@ class TritonServer:
             self._process = ServerProcess(command, self._environment, self._folder, bool(self._leader))
         except OSError as error:
             raise ServeError(f"{command[0]} cannot be run: {error.strerror}") from None
-        self._log = ServerLog(self._process.output, self._echo, _has_gpu() or self._options.log_verbose)
+        is_verbose = self._options.log_verbose
+        self._log = ServerLog(self._process.output, self._echo, _has_gpu() or is_verbose, not is_verbose)
         if self._openai:
             self._openai.start()
 

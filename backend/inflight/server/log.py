@@ -19,6 +19,7 @@ _MOST_REPEATED = 20
 _MOST_KINDS = 1000
 """So many different lines are remembered in that time."""
 _RECORD = re.compile(r"(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
+_LIBEVENT = "[warn]"
 _STACK = "\n\nAt:\n"  # as pybind11 begins it
 _NO_SIGN_OF_LIFE = re.compile(r"lock_exception|is not healthy|Failed to obtain the health mutex")
 # Said at every start on a machine without a GPU, where there is nothing to be done about them.
@@ -37,7 +38,7 @@ class ServerLog:
         num_lines: How many lines the server has written.
     """
 
-    def __init__(self, stream: IO[bytes], echo: TextIO | None, has_gpu: bool) -> None:
+    def __init__(self, stream: IO[bytes], echo: TextIO | None, has_gpu: bool, collapses: bool = True) -> None:
         self._stream = stream
         self._echo = echo
         self._unwanted = () if has_gpu else _WITHOUT_GPU
@@ -46,7 +47,7 @@ class ServerLog:
         self._changed = threading.Condition()
         self._last_line_at = time.monotonic()
         self._has_explained = False  # that descriptors have run out
-        self._repeats = Repeats()
+        self._repeats = Repeats(collapses=collapses)
         self._thread = threading.Thread(target=self._copy, name="server-log", daemon=True)
         self._thread.start()
 
@@ -99,18 +100,25 @@ class ServerLog:
 class Repeats:
     """Lines that say the same again and again, as where no more connections can be accepted, made few.
 
+    Only the first lines of records count, and lines of libevent's: what follows in a record, such as the stacks of
+    threads, belongs to it.
+
     Args:
         clock: Seconds, monotonic.
+        collapses: False: every line is passed on.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, collapses: bool = True) -> None:
         self._clock = clock
+        self._collapses = collapses
         self._counts: collections.Counter[str] = collections.Counter()
         self._begun_s = clock()
 
     def add(self, line: str) -> list[str]:
         """Take a line; returns what is to be passed on."""
         told = self.end() if self._clock() - self._begun_s >= _REPEATED_S else []
+        if not self._collapses or not (_RECORD.match(line) or line.startswith(_LIBEVENT)):
+            return [*told, line]  # of a record with several lines, all the others
         said = _RECORD.sub("", line, count=1)  # without its time
         if said in self._counts or len(self._counts) < _MOST_KINDS:
             self._counts[said] += 1

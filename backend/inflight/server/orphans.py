@@ -1,19 +1,21 @@
 """Processes whose parents have ended: those of a server come to the launcher, which waits for them when they end.
 
-Otherwise they would come to the machine's first process. In a container that may be this one, or one that waits
-for nobody: then each would stay behind as a zombie. Main thread.
+Otherwise they would come to the machine's first process. In a container that may be the launcher itself, or a
+process that never waits for children, and each orphan would stay a zombie. Main thread, but for `is_own`.
 """
 
 import contextlib
 import ctypes
 import os
 import subprocess
+import threading
 import weakref
 
 from inflight.processes import STATE, ProcessId, stat_fields
 
 _PR_SET_CHILD_SUBREAPER = 36
 _own: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 def adopt() -> None:
@@ -23,12 +25,14 @@ def adopt() -> None:
 
 def is_own(process: "subprocess.Popen[bytes]") -> None:
     """Leave a process to whoever has started it here, and wants to know its exit status."""
-    _own.add(process)
+    with _lock:
+        _own.add(process)
 
 
 def reap() -> None:
     """Wait for those that have ended."""
-    own = {process.pid for process in list(_own)}
+    with _lock:
+        own = {process.pid for process in _own}
     this = ProcessId.of(os.getpid())
     assert this is not None, "this process runs"
     for child in this.children():

@@ -8,6 +8,8 @@ connects to this socket, and reads the page when the socket's other end is close
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import socket
 import threading
@@ -17,8 +19,9 @@ from pathlib import Path
 
 from inflight.server.runtime_directory import FOLDER_VARIABLE, read_pid
 
-_LOOP_S = 0.01  # for the loop to tell what it has just answered
-_TIMEOUT_S = 0.25
+_TIMEOUT_S = 0.35
+_PAUSE_S = 0.1
+_log = logging.getLogger(__name__)
 
 
 class MetricsOnDemand:
@@ -51,9 +54,16 @@ class MetricsOnDemand:
             self._listener.close()
 
     def _serve(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it has been closed
-            while True:
+        while True:
+            try:
                 connection, _ = listener.accept()
-                with connection:
-                    time.sleep(_LOOP_S)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
+                    time.sleep(_PAUSE_S)  # others may give descriptors back
+                    continue
+                return  # it has been closed
+            with connection:
+                try:
                     self._flush(_TIMEOUT_S)
+                except Exception:  # a page that lags is better than none from now on
+                    _log.exception("the metrics page could not be brought up to date")

@@ -70,7 +70,7 @@ _Words = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """Which outputs a client names: those it gets, and what the flags do not ask for comes empty.
+    """Which outputs a client names. It gets exactly these; one whose flag is not set has no elements.
 
     A Triton ensemble names whatever it hands on, be it wanted or not, so a name asks for nothing that has a flag.
     A client that names none, as HTTP generate never does, gets what the flags say.

@@ -287,21 +287,47 @@ Error* TRITONSERVER_ServerMetrics(Server* server, void** metrics) {
   return real_server_metrics(server, metrics);
 }
 
-/* How many brackets are open in what came by a connection since its last answer. Strings are not told apart, as the
- * headers before a body may have any quotes and backslashes: a text with as many open brackets is refused as well. */
-enum { NUM_CONNECTIONS = 1 << 16 }; /* of more, some share a count */
-static int32_t depths[NUM_CONNECTIONS];
+/* How deep the JSON is nested that comes by a connection. A new line may begin outside of a string, inside of one, or
+ * behind a backslash in one: the headers of a request end in new lines, and so do the sizes of chunks, which may cut a
+ * string anywhere. So all three are followed, from the greatest depth that the line before may have had: one of them is
+ * right, and the others at worst count brackets in texts. */
+enum { NUM_STARTS = 3, NUM_CONNECTIONS = 1 << 16 }; /* of more connections, some share a count */
 
-static int32_t* depth_of(int file) { return &depths[file % NUM_CONNECTIONS]; }
+typedef struct {
+  int32_t depth;
+  bool in_string, is_escaped;
+} Nesting;
 
-static bool is_too_deep(int32_t* depth, const char* data, size_t size) {
-  int32_t now = *depth, deepest = now;
+static Nesting nestings[NUM_CONNECTIONS][NUM_STARTS];
+
+static Nesting* nesting_of(int file) { return nestings[file % NUM_CONNECTIONS]; }
+
+static void begin_line(Nesting* nesting, int32_t depth) {
+  nesting[0] = (Nesting){depth, false, false};
+  nesting[1] = (Nesting){depth, true, false};
+  nesting[2] = (Nesting){depth, true, true};
+}
+
+static int32_t follow(Nesting* now, char each) {
+  if (now->is_escaped) now->is_escaped = false;
+  else if (each == '"') now->in_string = !now->in_string;
+  else if (each == '\\') now->is_escaped = now->in_string;
+  else if (!now->in_string && (each == '[' || each == '{')) now->depth++;
+  else if (!now->in_string && (each == ']' || each == '}') && now->depth > 0) now->depth--;
+  return now->depth;
+}
+
+static bool is_too_deep(Nesting* nesting, const char* data, size_t size) {
+  int32_t deepest = 0;
   for (const char* end = data + size; data < end; data++) {
-    if (*data == '[' || *data == '{') {
-      if (++now > deepest) deepest = now;
-    } else if ((*data == ']' || *data == '}') && now > 0) now--;
+    int32_t depth = 0;
+    for (int start = 0; start < NUM_STARTS; start++) {
+      int32_t found = follow(&nesting[start], *data);
+      if (found > depth) depth = found;
+    }
+    if (depth > deepest) deepest = depth;
+    if (*data == '\n') begin_line(nesting, depth);
   }
-  *depth = now;
   return deepest > most_nested;
 }
 
@@ -313,9 +339,9 @@ ssize_t readv(int file, const struct iovec* parts, int num_parts) {
   ssize_t left = count;
   for (int part = 0; part < num_parts && left > 0; part++) {
     size_t size = (size_t)left < parts[part].iov_len ? (size_t)left : parts[part].iov_len;
-    if (is_too_deep(depth_of(file), parts[part].iov_base, size)) {
+    if (is_too_deep(nesting_of(file), parts[part].iov_base, size)) {
       fprintf(stderr, "a connection was closed: JSON nested deeper than %d levels came by it\n", most_nested);
-      *depth_of(file) = 0;
+      begin_line(nesting_of(file), 0);
       errno = ECONNRESET;
       return -1;
     }
@@ -326,19 +352,19 @@ ssize_t readv(int file, const struct iovec* parts, int num_parts) {
 
 /* What is answered has been parsed: the connection's next request begins. */
 ssize_t writev(int file, const struct iovec* parts, int num_parts) {
-  if (file >= 0) *depth_of(file) = 0;
+  if (file >= 0) begin_line(nesting_of(file), 0);
   return real_writev(file, parts, num_parts);
 }
 
 int accept(int file, struct sockaddr* address, socklen_t* size) {
   int accepted = real_accept(file, address, size);
-  if (accepted >= 0) *depth_of(accepted) = 0;
+  if (accepted >= 0) begin_line(nesting_of(accepted), 0);
   return accepted;
 }
 
 int accept4(int file, struct sockaddr* address, socklen_t* size, int flags) {
   int accepted = real_accept4(file, address, size, flags);
-  if (accepted >= 0) *depth_of(accepted) = 0;
+  if (accepted >= 0) begin_line(nesting_of(accepted), 0);
   return accepted;
 }
 
@@ -364,13 +390,13 @@ static int go_on_inflating(void* stream, int flush) {
 }
 
 int inflate(void* stream, int flush) {
-  static _Thread_local int32_t depth;
+  static _Thread_local Nesting nesting[NUM_STARTS];
   Stream* state = stream;
   if (real_request_new == NULL) return go_on_inflating(stream, flush);
-  if (state->total_out == 0) depth = 0;
+  if (state->total_out == 0) begin_line(nesting, 0);
   char* unpacked = state->next_out;
   int status = go_on_inflating(stream, flush);
   if (state->total_out > (is_http ? MOST_HTTP_UNPACKED : MOST_UNPACKED)) return STREAM_ERROR;
   if (!is_http || unpacked == NULL) return status; /* gRPC's messages are no JSON */
-  return is_too_deep(&depth, unpacked, (char*)state->next_out - unpacked) ? STREAM_ERROR : status;
+  return is_too_deep(nesting, unpacked, (char*)state->next_out - unpacked) ? STREAM_ERROR : status;
 }

@@ -6,6 +6,7 @@ calls it on one thread.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -70,7 +71,7 @@ class TritonPythonModel:
         batching = Batching.STATIC if is_static else Batching.INFLIGHT
         version, log = model.version_dir.name, pb_utils.Logger.log_verbose
         self._publisher = MetricsPublisher(pb_utils, model.name, version, log, batching)
-        self._on_demand = MetricsOnDemand(self._publisher.flush, model.name)
+        self._on_demand = MetricsOnDemand(self._update_metrics, model.name)
         try:
             self._engine = engine = self._make_engine(model, path)
             tokenizers = TokenizerFinder(model.parameters.tokenizer_dir)
@@ -172,6 +173,13 @@ class TritonPythonModel:
         if self._running is not None:
             self._running.fail(error)
         self._end_server(error)
+
+    def _update_metrics(self, timeout_s: float) -> None:
+        """Publish whatever was answered until now; a thread of its own."""
+        if self._engine is not None:
+            with contextlib.suppress(InflightError):  # an engine that is lost tells nothing more
+                self._engine.client.state(timeout_s / 2)  # comes after the loop has reported what it has sent
+        self._publisher.flush(timeout_s / 2)
 
     def _publish(self, stats: Any, metrics: Any) -> None:
         self._publisher.put(stats, metrics, time.time())
