@@ -42,7 +42,8 @@ _AT_ONCE_S = 0.1
 _A_TOKEN_S = 0.005
 _A_TOKEN_AND_WORD_S = 1e-7
 """Processor time that a sequence may take for its guide: `_AT_ONCE_S` to begin with, and with every token
-`_A_TOKEN_S` more, plus `_A_TOKEN_AND_WORD_S` for each word of the vocabulary; never more than `_AT_ONCE_S` is kept."""
+`_A_TOKEN_S` more, plus `_A_TOKEN_AND_WORD_S` for each word of the vocabulary; never more than `_AT_ONCE_S` is
+kept."""
 
 _OVER_BUDGET = re.compile("too many items|too many expressions|current row has [0-9]+ items", re.IGNORECASE)
 """How the library says that a bound on its work was exceeded."""
