@@ -129,6 +129,44 @@ def test_what_xgrammar_would_leave_out_is_refused(schema: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "propertyNames": {"type": "string"}},
+        {"propertyNames": {"type": "string"}, "uniqueItems": False},
+        {"type": "array", "minContains": 0},
+        {"type": "array", "contains": {"type": "null"}, "minContains": 0},
+    ],
+)
+def test_keywords_that_ask_for_nothing_are_taken_by_xgrammar(schema: dict[str, Any]) -> None:
+    pytest.importorskip("xgrammar", reason="the other library is not installed")
+    tiny_backend("xgrammar").compile(Guide(GuideType.JSON_SCHEMA, json.dumps(schema)))
+    with pytest.raises(InvalidArgument, match="does not enforce the keyword contains"):
+        asked = {"type": "array", "contains": {}, "minContains": 0, "maxContains": 1}
+        tiny_backend("xgrammar").compile(Guide(GuideType.JSON_SCHEMA, json.dumps(asked)))
+
+
+@pytest.mark.parametrize("rest", [{"sequence": {}}, {"triggers": ["<f>"]}])
+def test_xgrammar_refuses_white_space_of_a_structure(rest: dict[str, Any]) -> None:
+    pytest.importorskip("xgrammar", reason="the other library is not installed")
+
+    def guide(options: Any) -> Guide:
+        structures = [
+            {"begin": "<f>", "schema": {}, "end": "</f>"},
+            {"begin": "<f>", "schema": {"x-guidance": options}, "end": "", "name": "find"},
+        ]
+        return Guide(GuideType.STRUCTURAL_TAG, json.dumps({"structures": structures, **rest}))
+
+    for options in ({"whitespace_flexible": False}, {"whitespace_pattern": " ?"}, {"whitespace_pattern": ""}):
+        with pytest.raises(
+            InvalidArgument, match="at the tool find, #/x-guidance: xgrammar takes no white space"
+        ):
+            tiny_backend("xgrammar").compile(guide(options))
+    with pytest.raises(InvalidArgument, match="at the tool find, #/x-guidance: x-guidance is 3, expected"):
+        tiny_backend("xgrammar").compile(guide(3))
+    tiny_backend("xgrammar").compile(guide({"whitespace_flexible": True}))
+
+
+@pytest.mark.parametrize(
     ("pattern", "is_taken"),
     [("a^b", False), ("(a$|b)", False), (r"\Aab", False), (r"^[$^]\^\\\$[^^\]]$", True), (r"\d\w", True)],
 )

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import GuideBackend, Matcher, make_backend
+from inflight.guided.schemas import matching, overlap
 from inflight.serving.chat.tool_guides import tool_guide
 from tests.guided.schemas_at_random import BYTES, follows, write
 
@@ -213,6 +214,32 @@ def test_keywords_of_every_draft_are_followed(
             [{"b": 1}],
             [{"c": 1}],
         ),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 3},
+            [{"a": 1, "b": 1, "c": 1}],
+            [{"a": 1, "b": 1}, {"a": 1, "c": 1}],
+        ),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2},
+            [{"a": 1, "b": 1}, {"b": 1, "d": 1}],
+            [{"a": 1}, {"d": 1}],
+        ),
+        (
+            {"properties": {"a": {}, "a1": {}}, "propertyNames": {"pattern": r"^\w$"}, "type": "object"},
+            [{"a": 1}, {"b": 1}],
+            [{"a1": 1}],
+        ),
+        ({"oneOf": [{"enum": ["ab"]}, {"pattern": "^(a+)+$", "type": "string"}]}, ["ab", "aa"], ["b"]),
+        (
+            {"not": {"const": "x" * 1000}},
+            ["x" * 999, "x" * 1001, "x" * 500 + "y" * 500, "", "y"],
+            ["x" * 1000],
+        ),
+        (
+            {"not": {"enum": ["x" * 500 + "a", "x" * 500 + "bc", "x"]}},
+            ["x" * 500, "x" * 500 + "b", "x" * 500 + "bcd", "xx", "", "y"],
+            ["x" * 500 + "a", "x" * 500 + "bc", "x"],
+        ),
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [-5, 2**53], [0.5, 2**64]),
     ],
 )
@@ -280,6 +307,34 @@ def test_a_property_has_one_spelling(backend: GuideBackend) -> None:
         ({"$ref": "other.json"}, r'\$ref "other.json" points to nothing in this schema'),
         ({"$ref": "#/$defs/a"}, "there is no"),
         ({"type": "object", "minProperties": 2}, "minProperties 2: several"),
+        (
+            {"type": "object", "properties": {"a": {}}, "minProperties": 3},
+            "at #: minProperties 3: several properties that are not named",
+        ),
+        (
+            {"type": "object", "properties": {"a": {}}, "additionalProperties": False, "minProperties": 3},
+            "at #: the schema is false",
+        ),
+        ({"items": {"propertyNames": {"minLength": 2.5}}}, "at #/items/propertyNames: minLength is 2.5"),
+        ({"items": {"propertyNames": {"minLength": 2**40}}}, "at #/items/propertyNames: minLength is"),
+        (
+            {"unevaluatedProperties": False, "allOf": [{"properties": 3}]},
+            "at #/allOf/0: properties is 3, expected an object",
+        ),
+        ({"items": {"pattern": "a{99999999999999999999}"}}, "at #/items: .* is no regular expression"),
+        ({"not": {"enum": ["x" * size for size in range(300)]}}, "is nested too deeply"),
+        (
+            {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 9}}},
+            "at #/not: not cannot be followed",
+        ),
+        (
+            {
+                "unevaluatedProperties": False,
+                "$ref": "#/$defs/a",
+                "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}},
+            },
+            "a \\$ref that comes back to itself",
+        ),
         ({"minimum": "3"}, 'minimum is "3", expected a number'),
         ({"maxLength": -1}, "maxLength is -1, expected an integer of at least 0"),
         ({"properties": []}, r"properties is \[\], expected an object"),
@@ -306,6 +361,121 @@ def test_what_cannot_be_followed_is_refused_by_its_path(
     refusal = refusal_of(backend, schema)
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(refusal)
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const"),
+        *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains"),
+    ],
+)
+def test_numbers_that_no_float_has_are_refused_by_their_path(
+    backend: GuideBackend, keyword: str, number: int
+) -> None:
+    inner = {keyword: number, **({"contains": {}} if keyword == "minContains" else {})}
+    schema = {"properties": {"m": inner}}
+    excludes_nothing = keyword in (
+        ("maximum", "exclusiveMaximum") if number > 0 else ("minimum", "exclusiveMinimum")
+    )
+    if excludes_nothing:
+        assert allowed(backend, schema, {"m": 3}) == [{"m": 3}]
+    else:
+        assert f"at #/properties/m: {keyword} " in refusal_of(backend, schema).replace(" has ", " ")
+    for around in ({"oneOf": [inner, {"type": "null"}]}, {"propertyNames": inner}, {"not": inner}):
+        guide = Guide(GuideType.JSON_SCHEMA, json.dumps(around))
+        try:
+            backend.compile(guide)
+        except InvalidArgument as error:
+            assert "cannot be used: at #/" in str(error)
+
+
+@pytest.mark.parametrize("dialect", ["", "draft-06/schema", "draft-07/schema", "draft/2020-12/schema"])
+def test_id_is_no_base_of_later_drafts(backend: GuideBackend, dialect: str) -> None:
+    schema: dict[str, Any] = {
+        "definitions": {"x": {"type": "null"}},
+        "properties": {"a": {"id": "thing", "allOf": [{"$ref": "#/definitions/x"}]}},
+    }
+    if dialect:
+        schema["$schema"] = f"http://json-schema.org/{dialect}#"
+    assert allowed(backend, schema, {"a": None}, {"a": 1}) == [{"a": None}]
+
+
+@pytest.mark.parametrize("dialect", ["draft-03", "draft-04"])
+def test_id_is_the_base_of_drafts_3_and_4(backend: GuideBackend, dialect: str) -> None:
+    inner = {"id": "http://a/thing", "definitions": {"x": {"type": "null"}}}
+    schema: dict[str, Any] = {
+        "$schema": f"http://json-schema.org/{dialect}/schema#",
+        "definitions": {"x": {"type": "integer"}},
+        "properties": {
+            "a": {**inner, "items": {"$ref": "#/definitions/x"}},
+            "$id": {"$ref": "http://a/thing"},
+        },
+    }
+    assert allowed(backend, schema, {"a": [None]}, {"a": [1]}) == [{"a": [None]}]
+
+
+def test_what_is_listed_has_its_format(backend: GuideBackend) -> None:
+    dates: dict[str, Any] = {"enum": ["2023-02-29", "2024-02-29"], "format": "date"}
+    schema: dict[str, Any] = {"type": "array", "uniqueItems": True, "items": dates}
+    assert allowed(backend, schema, ["2024-02-29"], ["2023-02-29"]) == [["2024-02-29"]]
+    assert allowed(backend, dates, "2024-02-29", "2023-02-29") == ["2024-02-29"]
+    schema = {"type": "object", "propertyNames": dates}
+    assert allowed(backend, schema, {"2024-02-29": 1}, {"2023-02-29": 1}) == [{"2024-02-29": 1}]
+
+
+def test_patterns_of_clients_take_no_exponential_time(backend: GuideBackend) -> None:
+    text = "a" * 60 + "b"  # Python's engine takes 2^60 steps for it
+    option = {"type": "string", "pattern": "^(a+)+$"}
+    assert allowed(backend, {"oneOf": [{"enum": [text]}, option]}, text, "aa") == [text, "aa"]
+    schema = {"type": "object", "properties": {text: {}}, "propertyNames": {"pattern": "^(a+)+$"}}
+    assert allowed(backend, schema, {"aa": 1}, {text: 1}) == [{"aa": 1}]
+
+
+def test_a_pattern_that_takes_too_much_is_refused(
+    backend: GuideBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matching, "_MOST_FUEL", 1)
+    schema = {"properties": {"abc": {}}, "propertyNames": {"pattern": "^(a|ab)(c|bcd)(d*)$"}}
+    assert "at #/propertyNames: propertyNames is too complex" in refusal_of(backend, schema)
+
+
+def test_many_alternatives_that_a_property_tells_apart_are_followed(backend: GuideBackend) -> None:
+    def alternatives(count: int) -> dict[str, Any]:
+        return {
+            "oneOf": [
+                {"type": "object", "properties": {"kind": {"const": f"k{index}"}}, "required": ["kind"]}
+                for index in range(count)
+            ]
+        }
+
+    right, wrong = {"kind": "k119"}, {"kind": "k120"}
+    assert allowed(backend, alternatives(120), right, wrong) == [right]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"$ref": "#/$defs/d0"}},
+        {"oneOf": [{"type": "string"}, {"type": "null", "$ref": "#/$defs/d0"}]},
+        {"unevaluatedProperties": False, "$ref": "#/$defs/d0"},
+        {
+            "oneOf": [
+                {"properties": {"k": {"const": i}}, "required": ["k"], "type": "object"} for i in range(40)
+            ]
+        },
+    ],
+    ids=["not", "oneOf", "unevaluatedProperties", "alternatives"],
+)
+def test_all_questions_about_a_schema_share_one_bound(
+    backend: GuideBackend, schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(5)}
+    schema = {**schema, "$defs": {**chain, "d5": {"type": "null"}}}
+    compiled(backend, schema)
+    monkeypatch.setattr(overlap, "_MOST_STEPS", 5)
+    assert "the schema has too many alternatives to compare: " in refusal_of(backend, schema)
 
 
 def test_a_refusal_names_the_tool(backend: GuideBackend) -> None:

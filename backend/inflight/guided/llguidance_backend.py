@@ -41,8 +41,9 @@ def _most_items(vocab_size: int) -> int:
 _AT_ONCE_S = 0.1
 _A_TOKEN_S = 0.005
 _A_TOKEN_AND_WORD_S = 1e-7
-"""Processor time that a sequence may take for its guide: so much for every token, which grows with the vocabulary,
-and so much beforehand. Large schemas need 20 ms for some tokens, and little for most."""
+"""Processor time that a sequence may take for its guide: `_AT_ONCE_S` to begin with, and with every token
+`_A_TOKEN_S` more, plus `_A_TOKEN_AND_WORD_S` for each word of the vocabulary; never more than `_AT_ONCE_S` is
+kept."""
 
 _OVER_BUDGET = re.compile("too many items|too many expressions|current row has [0-9]+ items", re.IGNORECASE)
 """How the library says that a bound on its work was exceeded."""
@@ -266,6 +267,7 @@ _MEANINGS = {
     "lookarounds": "^, $ and \\b are followed only at the ends of a regular expression",
     "look-around": "look-ahead and look-behind cannot be followed",
     "backreferences": "back references cannot be followed",
+    "nested parentheses": "a regular expression, or what is written for not, is nested too deeply",
     "regex parse error": "it has something that is no regular expression",
     "too large": "it is too large",
     "too many": "it is too large",

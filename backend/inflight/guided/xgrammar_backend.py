@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import MaskJob, Matcher, refusal
+from inflight.guided.schemas.documents import refused
 from inflight.guided.schemas.formats import FORMATS
-from inflight.guided.schemas.spaces import MOST_SPACES, read_spaces
+from inflight.guided.schemas.overlap import is_same
+from inflight.guided.schemas.spaces import KEYWORD, MOST_SPACES, Spaces, read_spaces
 from inflight.guided.structural_tags import SPACE_BEHIND, Structure, TagSequence, read_tags
 from inflight.guided.vocabulary import GuideVocabulary
 
@@ -143,12 +145,15 @@ def _ignored(schema: dict[str, Any]) -> str:
     found = [
         keyword
         for keyword, value in schema.items()
-        if keyword in _IGNORED
-        and not any(value is each or value == each for each in _NEUTRAL.get(keyword, ()))
+        if keyword in _IGNORED and not _asks_for_nothing(keyword, value)
     ]
+    if "contains" in found and is_same(schema.get("minContains"), 0) and "maxContains" not in schema:
+        found.remove("contains")
     if "format" in found and schema["format"] not in FORMATS:
         found.remove("format")
-    asserted = _TYPED & schema.keys()
+    asserted = {
+        keyword for keyword in _TYPED & schema.keys() if not _asks_for_nothing(keyword, schema[keyword])
+    }
     if "type" not in schema or {"$ref", "anyOf", "enum", "const"} & schema.keys():
         found += sorted(asserted)
     if "pattern" in schema:
@@ -164,6 +169,10 @@ def _ignored(schema: dict[str, Any]) -> str:
     if reference != "#" and not str(reference).startswith("#/"):
         found.append("$ref")
     return found[0] if found else ""
+
+
+def _asks_for_nothing(keyword: str, value: Any) -> bool:
+    return any(is_same(value, each) for each in _NEUTRAL.get(keyword, ()))
 
 
 def _refuse_ignored_in_regex(pattern: str) -> None:
@@ -185,6 +194,8 @@ _IGNORED = frozenset(
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
+    "minContains": (0,),
+    "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
 }
@@ -211,7 +222,13 @@ _VALUES = frozenset(("enum", "const", "default", "examples", "title", "descripti
 def _structural_tag(text: str) -> xgrammar.StructuralTag:
     tags = read_tags(text)
     for one in tags.structures:
-        _refuse_ignored(json.loads(one.schema))
+        schema = json.loads(one.schema)
+        _refuse_ignored(schema)
+        if read_spaces(schema, one.path) != Spaces():
+            raise refused(
+                f"{one.path}/{KEYWORD}",
+                "xgrammar takes no white space of one's own in structural tags; the library llguidance does",
+            )
     if tags.sequence is not None:
         return _sequence(tags.structures, tags.sequence)
     triggered = {

@@ -6,6 +6,7 @@
     overlap.py    whether two schemas can hold at once
     documents.py  dialects, references, and where a part is
     patterns.py   regular expressions
+    matching.py   whether texts match them
     formats.py    formats
     spaces.py     the white space between the tokens of JSON
 

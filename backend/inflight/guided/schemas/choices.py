@@ -77,9 +77,13 @@ def _all_of(parts: list[Written]) -> Written:
 
 
 def negated(writer: Writer, node: Node, depth: int = 0) -> Written | None:
-    """A schema of values that are not valid by another; None if there is none that leaves out no kind of them."""
+    """A schema of values that are not valid by another; None if it cannot be written.
+
+    It may leave out some of these values.
+    """
     if isinstance(node.value, bool):
         return not node.value
+    writer.overlaps.count_step(node)
     if not isinstance(node.value, dict) or depth > _DEEPEST:
         return None
     words = keywords_of(node)
@@ -141,7 +145,12 @@ def _negated_word(
         case "not":
             return [writer.write(node.inside(value, "not"))]
         case "$ref":
-            opposite = negated(writer, writer.document.target(node, keyword, value), depth + 1)
+            target = writer.document.target(node, keyword, value)
+            if target.place in writer.negating:
+                return None
+            writer.negating.add(target.place)
+            opposite = negated(writer, target, depth + 1)
+            writer.negating.remove(target.place)
             return None if opposite is None else [opposite]
         case _ if keyword in SAYING:
             return None
@@ -194,7 +203,7 @@ class _Option:
         kinds: Types that another has too.
         values: Values that another has too.
         names: Properties that another requires, and that therefore tell the two apart.
-        is_filled: Whether it has no empty arrays, as another has these, and no others of its own.
+        is_filled: Whether empty arrays are left out: the only arrays that another alternative has too.
     """
 
     node: Node

@@ -87,13 +87,18 @@ class Node:
     base: str
     draft: int
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """What tells it from all other parts of its document."""
+        return self.path, self.base
+
     def inside(self, value: Any, *steps: str | int) -> Node:
         """A part of this part."""
         path = self.path + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
-        return entered(replace(self, value=value, path=path))
+        return _entered(replace(self, value=value, path=path))
 
 
-def entered(node: Node) -> Node:
+def _entered(node: Node, is_root: bool = False) -> Node:
     """A node with the base and the dialect that it names itself, if it does."""
     if not isinstance(node.value, dict):
         return node
@@ -102,19 +107,28 @@ def entered(node: Node) -> Node:
     named = value.get("$schema")
     if isinstance(named, str):
         draft = _DRAFTS.get(named.replace("https:", "http:").rstrip("#"), _ALL)
-    for keyword in ("$id", "id"):
-        given = value.get(keyword)
-        if isinstance(given, str) and not ("$ref" in value and 0 < draft <= 7):
-            base = urldefrag(urljoin(base, given)).url
-            break
+    if given := _id_of(value, draft, is_root):
+        base = urldefrag(urljoin(base, given)).url
     return replace(node, base=base, draft=draft)
+
+
+def _id_of(schema: Mapping[str, Any], draft: int, is_root: bool) -> str:
+    """The URI that a schema gives itself; "" if it gives none.
+
+    The keyword is `id` in drafts 3 and 4, and `$id` later. Where no dialect is named, `id` is one at the root
+    only: further inside it is more often a keyword of somebody's own.
+    """
+    if "$ref" in schema and 0 < draft <= 7:
+        return ""
+    keywords = {_ALL: ("$id", "id") if is_root else ("$id",), 3: ("id",), 4: ("id",)}.get(draft, ("$id",))
+    return next((given for each in keywords if isinstance(given := schema.get(each), str)), "")
 
 
 class Document:
     """A whole schema, in which references are looked up."""
 
     def __init__(self, schema: Any, path: str = "#") -> None:
-        self.root = entered(Node(schema, path, "", _ALL))
+        self.root = _entered(Node(schema, path, "", _ALL), is_root=True)
         self._targets: dict[str, Node] = {"": self.root}
         self._dynamic: dict[str, list[Node]] = {}
         self._index(self.root)
@@ -128,9 +142,8 @@ class Document:
             return
         value = cast(dict[str, Any], node.value)
         self._targets.setdefault(node.base, node)
-        for keyword in ("$id", "id"):
-            if isinstance(given := value.get(keyword), str) and given.startswith("#"):
-                self._targets.setdefault(node.base + given, node)
+        if (given := _id_of(value, node.draft, node is self.root)).startswith("#"):
+            self._targets.setdefault(node.base + given, node)
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(name := value.get(keyword), str):
                 self._targets.setdefault(f"{node.base}#{name}", node)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _MOST_OPTIONS = 100
 _MOST_DEPENDENCIES = 8
+_LONGEST_NAME = 2**31
+"""Rust's expressions count no further."""
 _MAPS = ("properties", "patternProperties", "dependentRequired", "dependentSchemas")
 
 
@@ -24,9 +26,7 @@ def write_objects(
     writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
 ) -> None:
     """Write all keywords of objects into `written`, and what has to hold beside it into `parts`."""
-    for keyword in _MAPS:
-        if not isinstance(words.get(keyword, {}), dict):
-            raise refused(node.path, f"{keyword} is {shown(words[keyword])}, expected an object")
+    _check_maps(node, words)
     required = words.get("required", [])
     if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
         raise refused(node.path, f"required is {shown(required)}, expected an array of texts")
@@ -49,6 +49,12 @@ def write_objects(
     if words.get("unevaluatedProperties", True) not in (True, {}):
         _write_unevaluated(writer, node, words, parts)
     _write_sizes(writer, node, words, written, parts)
+
+
+def _check_maps(node: Node, words: Mapping[str, Any]) -> None:
+    for keyword in _MAPS:
+        if not isinstance(words.get(keyword, {}), dict):
+            raise refused(node.path, f"{keyword} is {shown(words[keyword])}, expected an object")
 
 
 def _patterns(writer: Writer, node: Node, given: Mapping[str, Any]) -> dict[str, Written]:
@@ -91,9 +97,10 @@ def _write_names(writer: Writer, node: Node, words: Mapping[str, Any], written: 
         written.pop("patternProperties", None)
         return
     # There is one expression for names, so that a format beside a pattern is the annotation that many take it for.
-    form = "" if facts.patterns else _format_of(writer, names)
-    if not facts.words and not form:
+    forms = [] if facts.patterns else list(dict.fromkeys(facts.formats))
+    if not facts.words and not forms:
         return
+    writer.write(names)  # refuses what is wrong in it
     if "patternProperties" in written:
         raise refused(node.path, "propertyNames beside patternProperties cannot be followed: use one of them")
     listed = writer.listed(names)
@@ -108,33 +115,31 @@ def _write_names(writer: Writer, node: Node, words: Mapping[str, Any], written: 
     length = ""
     if facts.words & {"minLength", "maxLength"}:
         low, high = facts.bounds["length"]
-        highest = str(int(high)) if math.isfinite(high) else ""
+        if low > _LONGEST_NAME:
+            raise refused(
+                names.path, f"minLength is {low}, expected at most {_LONGEST_NAME} in propertyNames"
+            )
+        highest = str(int(high)) if high <= _LONGEST_NAME else ""
         length = f"^(?s:.){{{int(max(0, low))},{highest}}}$"
     rules = [
         *(rule for each in facts.patterns for rule in writer.patterns(names, each, "pattern")),
-        *filter(None, [form, length]),
+        *(FORMATS[form] for form in forms),
+        *filter(None, [length]),
     ]
     if facts.words - {"pattern", "minLength", "maxLength"} or len(rules) != 1:
         raise refused(
             names.path,
             "propertyNames can be followed where it is an enum, a pattern, a format or a length, and one of them",
         )
-    wanted = facts.patterns[0] if facts.patterns else rules[0]
-    written["properties"] = {
-        name: each if re.search(wanted, name) else False for name, each in properties.items()
-    }
+    matched = {name: writer.overlaps.matches(rules[0], name) for name in properties}
+    if None in matched.values():
+        raise refused(
+            names.path,
+            "propertyNames is too complex to tell which of properties it allows: write a simpler pattern",
+        )
+    written["properties"] = {name: each if matched[name] else False for name, each in properties.items()}
     written["patternProperties"] = {rules[0]: additional}
     written["additionalProperties"] = False
-
-
-def _format_of(writer: Writer, node: Node) -> str:
-    """The expression of a schema's format; "" if it has none that is known."""
-    while isinstance(node.value, dict):
-        words = keywords_of(node)
-        if "$ref" not in words:
-            return FORMATS.get(str(words.get("format")), "")
-        node = writer.document.target(node, "$ref", words["$ref"])
-    return ""
 
 
 def _write_dependencies(
@@ -171,7 +176,7 @@ def _write_dependencies(
 def _write_unevaluated(writer: Writer, node: Node, words: Mapping[str, Any], parts: list[Written]) -> None:
     names: dict[str, bool] = {}
     patterns: dict[str, bool] = {}
-    if _gather_evaluated(writer, node, names, patterns, "unevaluatedProperties", 0):
+    if _gather_evaluated(writer, node, names, patterns, {node.place}):
         return
     other = writer.write(node.inside(words["unevaluatedProperties"], "unevaluatedProperties"))
     part: dict[str, Any] = {"properties": names, "additionalProperties": other}
@@ -181,13 +186,25 @@ def _write_unevaluated(writer: Writer, node: Node, words: Mapping[str, Any], par
 
 
 def _gather_evaluated(
-    writer: Writer, node: Node, names: dict[str, bool], patterns: dict[str, bool], asker: str, depth: int
+    writer: Writer,
+    node: Node,
+    names: dict[str, bool],
+    patterns: dict[str, bool],
+    seen: set[tuple[str, str]],
+    is_asker: bool = True,
 ) -> bool:
-    """Gather the properties that a schema knows; returns whether it knows all there may be."""
-    if not isinstance(node.value, dict) or depth > 20:
+    """Gather the properties that a schema knows; returns whether it knows all there may be.
+
+    Args:
+        seen: Parts that were asked already, or are being asked.
+        is_asker: Whether this is the schema whose unevaluated properties are asked for.
+    """
+    if not isinstance(node.value, dict):
         return False
+    writer.overlaps.count_step(node)
     words = keywords_of(node)
-    knows_all = "additionalProperties" in words or (depth > 0 and "unevaluatedProperties" in words)
+    _check_maps(node, words)
+    knows_all = "additionalProperties" in words or (not is_asker and "unevaluatedProperties" in words)
     for name in words.get("properties", {}):
         names[name] = True
     for expression in words.get("patternProperties", {}):
@@ -196,10 +213,13 @@ def _gather_evaluated(
     if "$ref" in words:
         inner.append(writer.document.target(node, "$ref", words["$ref"]))
     for each in inner:
-        knows_all = _gather_evaluated(writer, each, names, patterns, asker, depth + 1) or knows_all
+        if each.place not in seen:
+            seen.add(each.place)
+            knows_all = _gather_evaluated(writer, each, names, patterns, seen, is_asker=False) or knows_all
     if other := (choices.IN_PLACE - {"allOf", "$ref", "not"}) & words.keys():
         raise refused(
-            node.path, f"{asker} beside {sorted(other)[0]} cannot be followed: use additionalProperties"
+            node.path,
+            f"unevaluatedProperties beside {sorted(other)[0]} cannot be followed: use additionalProperties",
         )
     return knows_all
 
@@ -220,7 +240,7 @@ def _write_sizes(
     if not missing and most is None:
         return
     if most is not None and most < max(least, len(required)):
-        parts.append(False if written.get("type") == "object" else {"type": choices.other_kinds({"object"})})
+        parts.append(_no_objects(written))
         return
     sizes = {
         **({"minProperties": len(required) + missing} if missing else {}),
@@ -246,9 +266,18 @@ def _write_sizes(
                 option["properties"] = dict.fromkeys(option["required"], True)
                 option["additionalProperties"] = False
             options.append(option)
-    if not is_closed and missing <= 1:
-        options.append({**kinds, "properties": dict.fromkeys(optional, False), **sizes})
-    parts.append({"anyOf": options} if options else False)
+    named = max(0, missing - 1)
+    if not is_closed and math.comb(len(optional), named) <= _MOST_OPTIONS:  # one has no name in properties
+        for names in itertools.combinations(optional, named):
+            absent = dict.fromkeys((name for name in optional if name not in names), False)
+            options.append({**kinds, "required": [*required, *names], "properties": absent, **sizes})
+    if not options and not is_closed:
+        raise refused(node.path, f"minProperties {least}: {_MORE_THAN_ONE}")
+    parts.append({"anyOf": options} if options else _no_objects(written))
+
+
+def _no_objects(written: Mapping[str, Any]) -> Written:
+    return False if written.get("type") == "object" else {"type": choices.other_kinds({"object"})}
 
 
 _MORE_THAN_ONE = (

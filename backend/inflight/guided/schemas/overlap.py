@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from inflight.errors import InvalidArgument
-from inflight.guided.schemas.documents import Document, Node, keywords_of
+from inflight.guided.schemas.documents import Document, Node, keywords_of, refused
+from inflight.guided.schemas.formats import FORMATS
+from inflight.guided.schemas.matching import Matching
 
 TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 """JSON's types; a number is an integer or a fraction."""
-_MOST_STEPS = 15000
-"""In all questions about a document together; then nothing is certain any more."""
+_MOST_STEPS = 200_000
+"""Parts that may be looked at in all questions about a document together, a few seconds: enough for the 32,640
+pairs of 256 alternatives that a property tells apart."""
 _DEEPEST = 6
+LARGEST = 2**53
+"""Beyond, integers are no longer exact as float64, which llguidance has them as."""
 _INFINITE = float("inf")
 
 
@@ -36,6 +40,7 @@ class Facts:
         closed: Names that an object may have; one set for each schema that allows no others.
         items: Schemas of every item of an array.
         patterns: Expressions that a string matches.
+        formats: Formats that a string has, of those that are known.
         choices: Alternatives of which it is at least one.
         words: The keywords of SAYING that there are.
     """
@@ -48,6 +53,7 @@ class Facts:
     closed: list[set[str]] = field(default_factory=list[set[str]])
     items: list[Node] = field(default_factory=list[Node])
     patterns: list[str] = field(default_factory=list[str])
+    formats: list[str] = field(default_factory=list[str])
     choices: list[list[Node]] = field(default_factory=list[list[Node]])
     words: set[str] = field(default_factory=set[str])
 
@@ -130,7 +136,7 @@ def type_of(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int | float):
-        return "integer" if float(value).is_integer() else "fraction"
+        return "integer" if isinstance(value, int) or value.is_integer() else "fraction"
     return {str: "string", list: "array"}.get(type(value), "object")
 
 
@@ -139,7 +145,8 @@ class Overlaps:
 
     def __init__(self, document: Document) -> None:
         self._document = document
-        self._steps = 0
+        self._num_steps = 0
+        self._matching = Matching()
         self._known: dict[tuple[tuple[int, str], ...], tuple[tuple[Node, ...], Facts]] = {}
 
     def facts(self, nodes: Sequence[Node]) -> Facts:
@@ -147,9 +154,23 @@ class Overlaps:
         key = tuple((id(node.value), node.path) for node in nodes)
         if key not in self._known:
             facts = Facts()
-            self._gather(nodes, facts, 0)
+            self._gather(nodes, facts, 0, set())
             self._known[key] = (tuple(nodes), facts)
         return self._known[key][1]
+
+    def count_step(self, node: Node) -> None:
+        """Count one part that is looked at. Raises InvalidArgument if there were too many of them."""
+        self._num_steps += 1
+        if self._num_steps > _MOST_STEPS:
+            raise refused(
+                node.path,
+                f"the schema has too many alternatives to compare: it takes more than {_MOST_STEPS} steps to tell "
+                "which values are valid by several parts of it",
+            )
+
+    def matches(self, expression: str, text: str) -> bool | None:
+        """As `Matching.matches`."""
+        return self._matching.matches(expression, text)
 
     def shared_types(self, first: Sequence[Node], second: Sequence[Node]) -> set[str]:
         """The types of which some value may be valid by both; each is a list of schemas that hold together."""
@@ -163,10 +184,10 @@ class Overlaps:
         chosen: frozenset[str] = frozenset(),
     ) -> set[str]:
         """As `shared_types`; `chosen` are the paths of alternatives that one was already chosen of."""
-        self._steps += 1
+        self.count_step(second[-1])
         a, b = self.facts(first), self.facts(second)
         shared = a.types & b.types
-        if self._steps > _MOST_STEPS or depth > _DEEPEST:
+        if depth > _DEEPEST:
             return shared
         shared = {each for each in shared if not self._is_disjoint(a, b, each, depth)}
         for one, nodes, other in ((a, first, second), (b, second, first)):
@@ -221,7 +242,9 @@ class Overlaps:
             size = value if measured == "value" else len(value)
             if not low <= size <= high:
                 return True
-        if kind == "string" and any(not _may_match(pattern, value) for pattern in facts.patterns):
+        if kind == "string" and not all(
+            self._matching.may_match(pattern, value) for pattern in facts.patterns
+        ):
             return True
         if kind == "object":
             if any(name not in value for name in facts.required):
@@ -236,8 +259,10 @@ class Overlaps:
                 )
         return False
 
-    def _gather(self, nodes: Iterable[Node], facts: Facts, depth: int) -> None:
+    def _gather(self, nodes: Iterable[Node], facts: Facts, depth: int, seen: set[tuple[str, str]]) -> None:
+        """Note the facts of schemas that hold together; `seen` are targets of references, noted once each."""
         for node in nodes:
+            self.count_step(node)
             if node.value is False:
                 facts.types.clear()
             if not isinstance(node.value, dict) or depth > _DEEPEST * 3:
@@ -245,19 +270,28 @@ class Overlaps:
                 continue
             words = keywords_of(node)
             if "$ref" in words:
-                try:
-                    self._gather([self._document.target(node, "$ref", words["$ref"])], facts, depth + 1)
-                except InvalidArgument:  # said where the schema is written
-                    facts.words.add("$ref")
+                self._gather_target(node, words["$ref"], facts, depth, seen)
             self._note(node, words, facts)
             if isinstance(all_of := words.get("allOf"), list):
                 parts = [node.inside(each, "allOf", index) for index, each in enumerate(all_of)]
-                self._gather(parts, facts, depth + 1)
+                self._gather(parts, facts, depth + 1, seen)
             for keyword in ("anyOf", "oneOf"):
                 if isinstance(options := words.get(keyword), list):
                     facts.choices.append(
                         [node.inside(each, keyword, index) for index, each in enumerate(options)]
                     )
+
+    def _gather_target(
+        self, node: Node, reference: Any, facts: Facts, depth: int, seen: set[tuple[str, str]]
+    ) -> None:
+        try:
+            target = self._document.target(node, "$ref", reference)
+        except InvalidArgument:  # said where the schema is written
+            facts.words.add("$ref")
+            return
+        if target.place not in seen:
+            seen.add(target.place)
+            self._gather([target], facts, depth + 1, seen)
 
     def _note(self, node: Node, words: Mapping[str, Any], facts: Facts) -> None:
         facts.words |= words.keys() & SAYING
@@ -273,12 +307,14 @@ class Overlaps:
         for keyword, (measured, side) in _BOUNDS.items():
             bound = words.get(keyword)
             if isinstance(bound, int | float) and not isinstance(bound, bool):
-                if keyword.startswith("exclusive"):
+                if keyword.startswith("exclusive") and abs(bound) <= LARGEST:
                     bound = math.nextafter(bound, -_INFINITE if side else _INFINITE)
                 low, high = facts.bounds.get(measured, (-_INFINITE, _INFINITE))
                 facts.bounds[measured] = (max(low, bound), high) if side == 0 else (low, min(high, bound))
         if isinstance(pattern := words.get("pattern"), str):
             facts.patterns.append(pattern)
+        if isinstance(form := words.get("format"), str) and form in FORMATS:
+            facts.formats.append(form)
         if isinstance(required := words.get("required"), list):
             facts.required += [str(each) for each in cast(list[Any], required)]
         properties = words.get("properties", {})
@@ -302,14 +338,6 @@ def is_same(first: Any, second: Any) -> bool:
     return (type(first) in (int, float) and type(second) in (int, float) and first == second) or (
         isinstance(first, str) and first == second
     )
-
-
-def _may_match(pattern: str, text: str) -> bool:
-    """Whether a text may match an expression; one that Python does not know may match anything."""
-    try:
-        return re.search(pattern, text) is not None
-    except re.error:
-        return True
 
 
 def key_of(value: Any) -> str:

@@ -37,6 +37,11 @@ _KNOWN = {_ZOD_DURATION: FORMATS["duration"]}
 """Expressions with look-aheads inside that libraries write, and what else says so."""
 
 
+def is_replaced(pattern: str) -> bool:
+    """Whether `rust_patterns` gives, for a known expression, one that matches fewer texts."""
+    return pattern in _KNOWN
+
+
 def rust_patterns(pattern: str) -> list[str]:
     """An expression of ECMA 262 as expressions of Rust that all have to match. Raises UnreadablePattern.
 
@@ -164,6 +169,8 @@ def _check_syntax(pattern: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of sets in sets, which Python may have some day
             re.compile(named)
+    except OverflowError as error:
+        raise UnreadablePattern(f"is no regular expression: {error}") from None
     except re.error as error:
         if not re.search(r"\\[pPcuA-Z]|\[\^?\]|-\\?[\w.]|\\[dws]-", pattern):
             raise UnreadablePattern(f"is no regular expression: {error}") from None
@@ -280,6 +287,12 @@ def other_than(texts: Iterable[str]) -> str:
 
 def _avoiding(texts: set[str], as_beginnings: bool = False) -> str:
     """An expression for all texts but these, or for all that begin with none of these."""
+    if beginning := _common_beginning(texts):
+        rest = {text.removeprefix(beginning) for text in texts}
+        options = [_parting(beginning)]
+        if not (as_beginnings and "" in rest):
+            options.append(f"{literal_pattern(beginning)}(?:{_avoiding(rest, as_beginnings)})")
+        return "|".join(options)
     branches: dict[str, set[str]] = {}
     for text in texts:
         if text:
@@ -292,3 +305,21 @@ def _avoiding(texts: set[str], as_beginnings: bool = False) -> str:
     if "" not in texts:
         options.append("")
     return "|".join(options)
+
+
+def _common_beginning(texts: set[str]) -> str:
+    first, last = min(texts, default=""), max(texts, default="")
+    size = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
+    return first[:size]
+
+
+def _parting(beginning: str) -> str:
+    """An expression for all texts that do not begin like this, by halves: Rust nests no deeper than 250 groups."""
+    parts = [f"(?:[^{_literal(char)}](?s:.*))?" for char in beginning]
+    texts = [_literal(char) for char in beginning]
+    while len(parts) > 1:
+        pairs = range(0, len(parts) - 1, 2)
+        odd = len(parts) % 2
+        parts = [f"(?:{parts[i]}|{texts[i]}{parts[i + 1]})" for i in pairs] + parts[len(parts) - odd :]
+        texts = [texts[i] + texts[i + 1] for i in pairs] + texts[len(texts) - odd :]
+    return parts[0]

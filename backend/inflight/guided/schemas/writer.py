@@ -12,12 +12,10 @@ from inflight.errors import InvalidArgument
 from inflight.guided.schemas import choices, objects
 from inflight.guided.schemas.documents import Document, Node, keywords_of, refused, shown
 from inflight.guided.schemas.formats import FORMATS
-from inflight.guided.schemas.overlap import Overlaps, is_same, key_of, types_of
+from inflight.guided.schemas.overlap import LARGEST, Overlaps, is_same, key_of, types_of
 from inflight.guided.schemas.patterns import UnreadablePattern, rust_patterns
 from inflight.guided.schemas.spaces import KEYWORD, read_spaces
 
-LARGEST = 2**53
-"""Beyond, integers are no longer exact as float64, which llguidance has them as."""
 _KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ESCAPES = 'nrbtf\\"'
 """No \\u: it would allow a second spelling of a property that there may be once."""
@@ -38,15 +36,22 @@ def followed_schema(text: str, path: str = "#") -> str:
     """
     try:
         schema = json.loads(text, parse_constant=_no_constant)
-        spaces = read_spaces(schema, path)
-        writer = Writer(Document(schema, path))
-        written = writer.write(writer.document.root)
     except RecursionError:
         raise refused(path, "the schema is nested too deeply") from None
     except ValueError as error:
         raise InvalidArgument(
             f"guided_decoding_guide must be a JSON schema, got {text[:80]!r}: {error}"
         ) from None
+    spaces = read_spaces(schema, path)
+    writer = None
+    try:
+        writer = Writer(Document(schema, path))
+        written = writer.write(writer.document.root)
+    except RecursionError:
+        raise refused(path, "the schema is nested too deeply") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        place = path if writer is None else writer.latest.path
+        raise refused(place, "the schema has a keyword with a value that it cannot have") from None
     if written is False:
         raise refused(path, "the schema is false: no value is valid by it")
     options = {**spaces.options(), "json_allowed_escapes": _ESCAPES}
@@ -65,6 +70,8 @@ class Writer:
         document: What is read.
         overlaps: Compares its parts.
         definitions: What references have been written as, by their new names.
+        negating: Targets of references whose opposite is being written.
+        latest: The part that was begun last.
     """
 
     def __init__(self, document: Document) -> None:
@@ -72,10 +79,13 @@ class Writer:
         self.overlaps = Overlaps(document)
         self.definitions: dict[str, Written] = {}
         self._names: dict[tuple[str, str], str] = {}
+        self.negating: set[tuple[str, str]] = set()
+        self.latest = self.document.root
         self._open: set[str] = set()  # definitions that are being written
 
     def write(self, node: Node) -> Written:
         """A schema as llguidance is to read it."""
+        self.latest = node
         if isinstance(node.value, bool):
             return node.value
         if not isinstance(node.value, dict):
@@ -107,15 +117,18 @@ class Writer:
         value = words.get(keyword)
         if value is None and keyword not in words:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value in (math.inf, -math.inf):
             raise refused(node.path, f"{keyword} is {shown(value)}, expected a number")
-        return int(value) if float(value).is_integer() else value
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def count(self, node: Node, words: Mapping[str, Any], keyword: str) -> int | None:
         """A keyword that says how many; None if it is not there."""
         value = self.number(node, words, keyword)
         if value is not None and (not isinstance(value, int) or not 0 <= value <= LARGEST):
-            raise refused(node.path, f"{keyword} is {shown(value)}, expected an integer of at least 0")
+            raise refused(
+                node.path,
+                f"{keyword} is {shown(value)}, expected an integer of at least 0 and at most {LARGEST}",
+            )
         return value
 
     def pattern(self, node: Node, expression: Any, keyword: str) -> str:
@@ -162,7 +175,7 @@ class Writer:
         if len(found) > 1:
             raise refused(node.path, f"{found[0]} and {found[1]} came together, expected one of them")
         target = self.document.target(node, found[0], words[found[0]])
-        key = (target.path, target.base)
+        key = target.place
         if key not in self._names:
             name = self._names[key] = f"s{len(self._names)}"
             self._open.add(name)
@@ -198,8 +211,11 @@ class Writer:
             written[keyword] = max(bound, -LARGEST) if is_low else min(bound, LARGEST)
         factor = self.number(node, words, "multipleOf")
         if factor is not None:
-            if factor <= 0:
-                raise refused(node.path, f"multipleOf is {shown(factor)}, expected a number above 0")
+            if not 0 < factor <= LARGEST:
+                raise refused(
+                    node.path,
+                    f"multipleOf is {shown(factor)}, expected a number above 0 and at most {LARGEST}",
+                )
             written["multipleOf"] = factor
 
     def _write_strings(
@@ -304,11 +320,15 @@ class Writer:
         distinct: dict[str, Any] = {}
         for value in values:
             _check_value(node, value, "enum")
-            if not self.overlaps.excludes(facts, value) and not any(
-                is_same(value, v) for v in distinct.values()
-            ):
+            if self.overlaps.excludes(facts, value) or not self._has_formats(value, facts.formats):
+                continue
+            if not any(is_same(value, v) for v in distinct.values()):
                 distinct[key_of(value)] = value
         return list(distinct.values())
+
+    def _has_formats(self, value: Any, formats: list[str]) -> bool:
+        """Whether a value is certainly of some formats, which are about texts only."""
+        return not isinstance(value, str) or all(self.overlaps.matches(FORMATS[f], value) for f in formats)
 
 
 def _check_value(node: Node, value: Any, keyword: str) -> None:

@@ -1,0 +1,76 @@
+"""Whether texts match the regular expressions of a schema, in time that is linear in the text.
+
+The expressions are a client's, so Python's engine is no choice: `^(a+)+$` takes it longer than anybody waits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import llguidance
+
+from inflight.guided.schemas.patterns import UnreadablePattern, is_replaced, rust_patterns
+
+_MOST_FUEL = 200_000
+"""Parts of expressions that the library may derive for one text; about 20 ms."""
+
+
+class _Bytes:
+    """A vocabulary of all bytes, as `llguidance.TokenizerWrapper` asks for it."""
+
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+    tokens = (*(bytes([each]) for each in range(256)), b"")
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """No ids of a text: nothing is forced."""
+        return []
+
+
+class Matching:
+    """Matches texts against expressions of Rust. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._matchers: dict[str, llguidance.LLMatcher] = {}
+        self._tokenizer: llguidance.LLTokenizer | None = None
+
+    def matches(self, expression: str, text: str) -> bool | None:
+        """Whether a text has a match of an expression of Rust; None if that takes too much, or cannot be told."""
+        matcher = self._matchers.get(expression)
+        if matcher is None:
+            matcher = self._matchers[expression] = self._matcher(expression)
+        if matcher.is_error():
+            return None
+        try:
+            spelled = list(json.dumps(text, ensure_ascii=False).encode())
+        except UnicodeEncodeError:  # half a character
+            return None
+        num_allowed = matcher.validate_tokens(spelled)
+        return None if matcher.is_error() else num_allowed == len(spelled)
+
+    def may_match(self, pattern: str, text: str) -> bool:
+        """Whether a text may match an expression of ECMA 262, or Python's of the same letters."""
+        if is_replaced(pattern):
+            return True
+        is_ascii = all(" " <= char <= "~" for char in text)
+        if not is_ascii and (re.search(r"\\|\(\?[ims]", pattern) or not text.isprintable()):
+            return True  # the expressions of Rust leave out what others read in two ways
+        try:
+            return all(self.matches(each, text) is not False for each in rust_patterns(pattern))
+        except UnreadablePattern:
+            return True
+
+    def _matcher(self, expression: str) -> llguidance.LLMatcher:
+        if self._tokenizer is None:
+            self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
+        schema = json.dumps({"type": "string", "pattern": expression})
+        return llguidance.LLMatcher(
+            self._tokenizer,
+            llguidance.LLMatcher.grammar_from_json_schema(schema),
+            log_level=0,
+            limits=llguidance.LLParserLimits(
+                initial_lexer_fuel=_MOST_FUEL, step_lexer_fuel=_MOST_FUEL, verbose_errors=False
+            ),
+        )
