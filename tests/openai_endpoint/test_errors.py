@@ -21,8 +21,11 @@ from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import InvalidArgument
-from inflight.openai.errors import describe_error
+from inflight.openai.errors import ApiError, describe_error
+from inflight.openai.options import OpenAiOptions
+from inflight.openai.planning import check_number_of_sequences
 from inflight.openai.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from inflight.openai.serving_model import ServingModel
 from tests.endpoint.conftest import path  # noqa: F401 - a folder that is short enough for a socket
 from tests.openai_endpoint.serving import PATIENCE_S, fake_engine, served
 
@@ -421,3 +424,36 @@ def test_it_has_to_be_of_its_type_all_the_same(fake_url: str, fields: dict[str, 
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
     answer = httpx.post(f"{fake_url}/v1/chat/completions", json=chat)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
+
+
+def test_sequences_are_counted_before_anything_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*args: Any, **more: Any) -> Any:
+        raise AssertionError("was tokenized")
+
+    monkeypatch.setattr(ServingModel, "encode", encode)
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}", encoding="utf-8")
+    chat = {"messages": [{"role": "user", "content": "x"}], "n": 5}
+    with fake_engine(max_sequences_per_request="4") as client, served(client, chat_template=template) as url:
+        for route, body, param in (
+            ("completions", {"prompt": ["x"] * 5}, "prompt"),
+            ("completions", {"prompt": [[5]] * 5}, "prompt"),
+            ("completions", {"prompt": ["x", "y"], "n": 3}, "n"),
+            ("chat/completions", chat, "n"),
+        ):
+            answer = httpx.post(f"{url}/v1/{route}", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param)
+            assert "expected at most 4 (max_sequences_per_request)" in error["message"]
+        allowed = {"prompt": [[5]] * 2, "n": 2, "max_tokens": 1}
+        assert len(httpx.post(f"{url}/v1/completions", json=allowed).json()["choices"]) == 4
+
+
+def test_the_parameter_alone_bounds_the_sequences_of_a_body() -> None:
+    with fake_engine(max_sequences_per_request="5000") as client:
+        model = ServingModel(client, OpenAiOptions())
+        check_number_of_sequences(model, 5000, 1)
+        with pytest.raises(ApiError, match="5001 sequences"):
+            check_number_of_sequences(model, 5001, 1)

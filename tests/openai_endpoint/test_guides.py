@@ -55,6 +55,10 @@ def test_white_space_as_vllm_asks_for_it() -> None:
         ({"structured_outputs": {"json": schema, "disable_any_whitespace": True}}, "[1]", True),
         ({"structured_outputs": {"json": schema, "whitespace_pattern": r"\n?"}}, "[ 1]", False),
         ({"structured_outputs": {"json": json.dumps(schema), "whitespace_pattern": r"\n?"}}, "[\n1]", True),
+        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}}, '{"a":1}', True),
+        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}}, '{"a": 1}', False),
+        ({"structured_outputs": {"regex": "a b", "disable_any_whitespace": True}}, "a b", True),
+        ({"structured_outputs": {"choice": ["a b"], "disable_any_whitespace": True}}, "a b", True),
         ({"guided_json": schema, "guided_whitespace_pattern": "[ ]?"}, "[ 1]", True),
         ({"guided_json": schema, "guided_whitespace_pattern": "[ ]?"}, "[  1]", False),
     ):
@@ -72,9 +76,18 @@ def test_white_space_as_vllm_asks_for_it() -> None:
     ("fields", "message"),
     [
         (
-            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
-            "white space for a guide of type regex",
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "whitespace_pattern is for json and json_object, got regex$",
         ),
+        (
+            {"structured_outputs": {"structural_tag": {}, "disable_any_whitespace": True}},
+            "disable_any_whitespace is for json and json_object, got structural_tag$",
+        ),
+        (
+            {"structured_outputs": {"json": {"x-guidance": {}}, "disable_any_whitespace": True}},
+            "and so does the x-guidance of its schema",
+        ),
+        ({"guided_json": {"x-guidance": {}}, "guided_whitespace_pattern": " "}, "x-guidance of its schema"),
         ({"guided_whitespace_pattern": " "}, "is for guided_json, which is missing"),
         ({"structured_outputs": {"json": "{", "whitespace_pattern": " "}}, "must have a JSON schema"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -55,10 +56,52 @@ async def repeat(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": told})
 
 
-class Impatient(HttpProtocol):
-    """Waits a moment alone, so that tests need not wait longer."""
+MOMENT_S = 0.1
+"""The patience of servers that are to lose it; less than /slow takes."""
 
-    head_timeout_s = body_timeout_s = send_timeout_s = 0.3
+
+class ShortForSilence(HttpProtocol):
+    """Waits a moment for the first request."""
+
+    head_timeout_s = MOMENT_S
+
+
+class ShortForHeads(HttpProtocol):
+    """Waits a moment for the rest of a head, from its last part on: it does not matter when that comes."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self.head_timeout_s = MOMENT_S
+            self._expect_head()
+
+
+class ShortForBodies(HttpProtocol):
+    """Waits a moment for the rest of a body."""
+
+    body_timeout_s = MOMENT_S
+
+
+class ShortForReaders(HttpProtocol):
+    """Waits a moment for a client that does not read; `has_given_up` when the connection is gone."""
+
+    send_timeout_s = MOMENT_S
+    has_given_up = threading.Event()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.has_given_up.set()
+
+
+class ShortOnceAsked(HttpProtocol):
+    """Waits a moment for anything, but for the first head."""
+
+    body_timeout_s = send_timeout_s = MOMENT_S
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self.head_timeout_s = MOMENT_S
 
 
 @contextmanager
@@ -69,7 +112,9 @@ def serving(protocol: type[HttpProtocol]) -> Iterator[tuple[str, int]]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="uvicorn")
     thread.start()
+    deadline = time.monotonic() + PATIENCE_S
     while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline, "uvicorn has not started"
         time.sleep(0.005)
     try:
         yield listener.getsockname()
@@ -82,12 +127,6 @@ def serving(protocol: type[HttpProtocol]) -> Iterator[tuple[str, int]]:
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     with serving(HttpProtocol) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def impatient() -> Iterator[tuple[str, int]]:
-    with serving(Impatient) as found:
         yield found
 
 
@@ -110,6 +149,14 @@ def read_to_end(connection: socket.socket) -> bytes:
         while part := connection.recv(1 << 20):
             found += part
     return bytes(found)
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """One answer that says its length."""
+    with connection.makefile("rb") as file:
+        head = b"".join(iter(file.readline, b"\r\n"))
+        (length,) = re.findall(rb"(?im)^content-length: (\d+)", head)
+        return head + b"\r\n" + file.read(int(length))
 
 
 def post(body: str, more: str = "", path: str = "/", version: str = "1.1") -> str:
@@ -187,12 +234,12 @@ def test_what_is_no_request_is_told_so_in_openais_form(
     answer = talk(address, sent)
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
     assert told(answer)[0]["error"]["type"] == "invalid_request_error"
+    assert re.search(rb"(?m)^x-request-id: [0-9a-f]{32}\r$", answer)
 
 
 def test_headers_behind_a_body_are_bounded_too(address: tuple[str, int]) -> None:
     with connect(address) as connection:
-        connection.sendall(b"POST /slow HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nA: ")
-        time.sleep(0.1)
+        connection.sendall(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nA: ")
         with pytest.raises(ConnectionError):
             for _ in range(1000):
                 connection.sendall(b"a" * MAX_HEAD_BYTES)
@@ -212,32 +259,43 @@ def test_headers_behind_a_body_are_none_of_the_next_request(address: tuple[str, 
     assert [each["body"] for each in told(answer)] == ["a", ""]
 
 
-@pytest.mark.parametrize("sent", ["", "GET / HT", "GET / HTTP/1.1\r\nHost: x\r\n", "\r\n"])
-def test_a_connection_without_a_request_is_closed(impatient: tuple[str, int], sent: str) -> None:
-    answer = talk(impatient, sent)
-    assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
+def test_a_connection_without_a_request_is_closed() -> None:
+    with serving(ShortForSilence) as address:
+        assert talk(address) == b""
 
 
-def test_a_body_that_stops_is_given_up(impatient: tuple[str, int]) -> None:
-    answer = talk(impatient, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
-    assert answer.startswith(b"HTTP/1.1 408 ")
+@pytest.mark.parametrize("sent", ["GET / HT", "GET / HTTP/1.1\r\nHost: x\r\n", "\r\n"])
+def test_a_head_that_stops_is_given_up(sent: str) -> None:
+    with serving(ShortForHeads) as address:
+        answer = talk(address, sent)
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"x-request-id: " in answer
+
+
+def test_a_body_that_stops_is_given_up() -> None:
+    with serving(ShortForBodies) as address:
+        answer = talk(address, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"x-request-id: " in answer
     assert "3 bytes of the body have come" in told(answer)[0]["error"]["message"]
 
 
-def test_a_used_connection_is_watched_as_well(impatient: tuple[str, int]) -> None:
-    answer = talk(impatient, post("x"), "GET / HT")
-    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"408"]
+def test_a_used_connection_is_watched_as_well() -> None:
+    with serving(ShortForHeads) as address, connect(address) as connection:
+        connection.sendall(post("x").encode())
+        assert told(read_answer(connection)) == [{"method": "POST", "body": "x"}]
+        connection.sendall(b"GET / HT")
+        assert read_to_end(connection).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_client_that_reads_nothing_is_given_up(impatient: tuple[str, int]) -> None:
-    with connect(impatient) as connection:
+def test_a_client_that_reads_nothing_is_given_up() -> None:
+    ShortForReaders.has_given_up.clear()
+    with serving(ShortForReaders) as address, connect(address) as connection:
         connection.sendall(post("", path="/large").encode())
-        time.sleep(2)  # several times the server's patience
+        assert ShortForReaders.has_given_up.wait(PATIENCE_S)
         assert len(read_to_end(connection)) < LARGE_BYTES
 
 
-def test_an_answer_that_takes_long_is_not_given_up(impatient: tuple[str, int]) -> None:
-    with connect(impatient) as connection:
-        for _ in range(5):
+def test_an_answer_that_takes_long_is_not_given_up() -> None:
+    with serving(ShortOnceAsked) as address, connect(address) as connection:
+        for _ in range(3):
             connection.sendall(post("x", path="/slow").encode())
-            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            assert told(read_answer(connection)) == [{"method": "POST", "body": "x"}]

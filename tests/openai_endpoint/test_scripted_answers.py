@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from inflight.openai.streaming import event
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.conftest import TEMPLATE
 from tests.openai_endpoint.scripted import BOS_ID, folder_with_bos, scripted
@@ -247,6 +249,21 @@ def test_a_call_that_the_length_cuts_shows_nothing_of_its_marks(tmp_path: Path, 
             assert len(joined(chunks)[0]["content"]) <= 1
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("stop", ["call>", "{", "name", "area"])
+def test_a_call_that_a_stop_string_cuts_shows_nothing_of_its_marks(
+    tmp_path: Path, choice: str, stop: str
+) -> None:
+    with scripted(CALL, chat_template=template(tmp_path, TEMPLATE)) as url:
+        check(url, {}, "stop", tools=TOOLS, tool_choice=choice, stop=stop)
+
+
+def test_a_mark_of_thinking_that_a_stop_string_cuts_is_left_out(tmp_path: Path) -> None:
+    with scripted("<think>hmm</think>yes", chat_template=template(tmp_path, THINKING)) as url:
+        check(url, {"reasoning_content": "hmm"}, "stop", stop="ink>yes")
+        check(url, {}, "stop", stop="ink>hmm")
+
+
 @pytest.mark.parametrize("answer", ["<think>hmm</think>yes", "<think>"])
 def test_an_answer_without_thinking_is_all_content(tmp_path: Path, answer: str) -> None:
     file = template(tmp_path, THINKING + "<think>\n\n</think>\n\n")
@@ -267,8 +284,34 @@ def test_tokens_of_thoughts_are_told(tmp_path: Path) -> None:
             # A token may have the mark's last character and what comes behind it.
             assert told in (count * body.get("n", 1), (count - 1) * body.get("n", 1))
             assert told < usage["completion_tokens"]
-    with scripted("yes", chat_template=template(tmp_path, THINKING)) as url:
-        assert chat(url)[0]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    for options in ({}, {"reasoning_parser": "none"}):
+        with scripted("yes", chat_template=template(tmp_path, THINKING), **options) as url:
+            whole, chunks = chat(url)
+            assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+            assert chunks[-1]["usage"] == whole["usage"]
+
+
+def test_chunks_that_tell_the_prompt_are_made_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_on: list[int] = []
+
+    def watched(chunk: Any) -> bytes:
+        made_on.append(threading.get_ident())
+        return event(chunk)
+
+    with scripted("one two three", chat_template=template(tmp_path, TEMPLATE)) as url:
+        for module, route, body in (
+            ("chat_completions", "chat/completions", {"messages": MESSAGES}),
+            ("completions", "completions", {"prompt": "a b c", "max_tokens": 9}),
+        ):
+            monkeypatch.setattr(f"inflight.openai.{module}.event", watched)
+            made_on.clear()
+            asked = {**body, "stream": True, "return_token_ids": True}
+            streamed = httpx.post(f"{url}/v1/{route}", json=asked).text
+            assert streamed.count('"prompt_token_ids"') == 1
+            assert streamed.index('"prompt_token_ids"') < streamed.index("\n\n")
+            assert made_on[0] != made_on[-1]  # the last one tells little, and is made on the loop
 
 
 def test_a_stop_string_waits_for_min_tokens(tmp_path: Path) -> None:

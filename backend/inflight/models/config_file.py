@@ -59,7 +59,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "logits_scaling": (None, 1),
     "embedding_multiplier": (None, 1),
     "residual_multiplier": (None, 1),
-    # How many there are of what a family without a reader of the key has none of.
+    # Counts of parts such as experts. A family that does not read the key has none, so 0 means nothing.
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),

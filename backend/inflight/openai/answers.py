@@ -28,6 +28,8 @@ FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.TIMED_OUT: "length",
 }
+_CUTS = frozenset((FinishReason.STOP_WORDS, FinishReason.LENGTH, FinishReason.TIMED_OUT))
+"""Ends that the model has not chosen, so that its text may end within a mark."""
 
 
 @dataclass(slots=True)
@@ -44,9 +46,10 @@ class Piece:
         top_log_probs: Beside each token; None if they are not wanted.
         prompt_log_probs: Of each prompt token, the first 0.0; with the choice's first piece.
         prompt_tops: The likeliest tokens beside each prompt token but the first; with the choice's first piece.
-        prompt_ranks: How many tokens were at least as likely as each prompt token but the first, itself included;
-            with the choice's first piece, empty where it is not asked for or not known.
+        prompt_ranks: The rank of each prompt token but the first, 1 for the likeliest; of equally likely ones the
+            lower id comes first. With the choice's first piece; empty where ranks are not asked for or not known.
         is_first: Whether this is the choice's first piece.
+        is_cut: Whether a limit or a stop string has ended it, not the model.
     """
 
     index: int
@@ -60,6 +63,7 @@ class Piece:
     prompt_tops: Sequence[TopLogProbs] = ()
     prompt_ranks: Sequence[int] = ()
     is_first: bool = False
+    is_cut: bool = False
 
     def says_something(self, with_ids: bool) -> bool:
         """Whether a client learns anything by it: bytes of an unfinished character tell nothing yet.
@@ -92,6 +96,7 @@ class Piece:
             first.prompt_tops,
             first.prompt_ranks,
             is_first=True,
+            is_cut=last.is_cut,
         )
 
 
@@ -213,6 +218,7 @@ class Pieces:
             None if top is None else top[row],
             result.prompt_log_probs,
             is_first=index not in self._begun,
+            is_cut=reason in _CUTS,
         )
         self._begun.add(index)
         if self._asked.max_tokens == 0:  # the engine has made one, in its only result

@@ -32,7 +32,8 @@ MAX_CONTAINERS = 1 << 15
 _MAX_UNREAD = 16
 """Bodies of the largest size that may wait in memory to be parsed, or for their rest to arrive."""
 _SMALL_BYTES = 64 << 10
-"""Of each body, these are not counted for that, so that small bodies are taken while others wait."""
+"""The first bytes of a body, which do not count towards that bound: small bodies are read even when it is
+reached."""
 
 _LARGE_BYTES = 1 << 20
 _RETURN_S = 3.0

@@ -15,11 +15,11 @@ from inflight.openai.chat_prompts import ChatPrompt, read_chat
 from inflight.openai.context import Envelope, answer_stream, answer_whole, context_of
 from inflight.openai.errors import invalid
 from inflight.openai.log_probs import chat_log_probs, prompt_log_probs_json
-from inflight.openai.planning import Plan, make_plan
+from inflight.openai.planning import Plan, check_number_of_sequences, make_plan
 from inflight.openai.protocol import ChatBody
 from inflight.openai.sampling import Asked, choose_seed
 from inflight.openai.serving_model import ServingModel
-from inflight.openai.streaming import JsonAnswer, event
+from inflight.openai.streaming import JsonAnswer, event, made
 from inflight.serving.chat.reasoning import ReasoningTokens, reasoning_stream
 from inflight.serving.chat.tool_calls import ChatDelta, ToolCallDelta, tool_call_stream
 from inflight.serving.chat.tool_styles import needs_special_tokens
@@ -51,6 +51,7 @@ def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[Plan, C
         raise invalid(
             "max_tokens", "max_tokens and max_completion_tokens mean the same, and differ: send one"
         )
+    check_number_of_sequences(model, 1, body.n)
     chat = read_chat(model, body)
     asked = Asked(
         body,
@@ -82,20 +83,15 @@ class _Message:
         self._tools = tool_call_stream(prompt.tool_parser, prompt.is_forced)
         self.has_called = False
 
-    def add(self, text: str, finish_reason: str | None) -> tuple[str, ChatDelta]:
-        """Go on with its text; returns reasoning, and the rest.
-
-        Args:
-            text: What comes.
-            finish_reason: Why it ends with that; None while it goes on.
-        """
-        reasoning, content = self._reasoning.add(text)
+    def add(self, piece: Piece) -> tuple[str, ChatDelta]:
+        """Go on with the text of its next piece; returns reasoning, and the rest."""
+        reasoning, content = self._reasoning.add(piece.text)
         delta = self._tools.add(content)
-        if finish_reason is not None:
-            is_cut = finish_reason == "length"
-            more_reasoning, more_content = self._reasoning.finish(is_cut)
+        if piece.finish_reason is not None:
+            more_reasoning, more_content = self._reasoning.finish(piece.is_cut)
             reasoning += more_reasoning
-            delta = ChatDelta.joined((delta, self._tools.add(more_content), self._tools.finish(is_cut)))
+            rest = self._tools.add(more_content), self._tools.finish(piece.is_cut)
+            delta = ChatDelta.joined((delta, *rest))
         self.has_called |= bool(delta.tool_calls)
         if self._only_one:
             first = tuple(call for call in delta.tool_calls if call.index == 0)
@@ -113,12 +109,12 @@ class _Writer:
         self._envelope = envelope
         self._messages: dict[int, _Message] = {}
         self._thoughts: dict[int, ReasoningTokens] = {}
+        plan.usage.reasoning_tokens = self._num_thoughts = 0
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         """The whole answer."""
         body, plan = self._body, self._plan
-        for piece in pieces:
-            self._count_thoughts(piece)
+        self._count_thoughts(pieces)
         more: dict[str, Any] = {"usage": plan.usage.as_json()}
         if body.prompt_logprobs is not None and plan.names is not None:
             first = pieces[0]
@@ -136,21 +132,24 @@ class _Writer:
 
     async def events(self, pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
         """The events of a stream."""
-        body, usage, around = self._body, self._plan.usage, self._envelope.around
+        body, usage = self._body, self._plan.usage
         prompt_ids = {"prompt_token_ids": self._plan.prompt_ids(0)} if body.return_token_ids else {}
         async for some in pieces:
             if body.includes_usage:
-                for piece in some:
-                    self._count_thoughts(piece)
-            of_chunk = usage.of_chunk(body)
-            told: list[bytes] = []
-            for choice in filter(None, map(self._chunk, some)):
-                told.append(event(around([choice], **of_chunk, **prompt_ids)))
+                self._count_thoughts(some)
+            make = partial(self._events_of, some, usage.of_chunk(body), prompt_ids)
+            if told := await made(make, grows_with_prompt=bool(prompt_ids)):
                 prompt_ids = {}  # the stream's first chunk has them
-            if told:
-                yield b"".join(told)
+                yield told
         if body.includes_usage:
-            yield event(around([], usage=usage.as_json()))
+            yield event(self._envelope.around([], usage=usage.as_json()))
+
+    def _events_of(self, pieces: list[Piece], usage: dict[str, Any], of_first: dict[str, Any]) -> bytes:
+        """The chunks that tell of these pieces, the first of them with `of_first`."""
+        told: list[bytes] = []
+        for choice in filter(None, map(self._chunk, pieces)):
+            told.append(event(self._envelope.around([choice], **usage, **({} if told else of_first))))
+        return b"".join(told)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         said = self._said(piece)
@@ -183,14 +182,17 @@ class _Writer:
             choice["token_ids"] = piece.token_ids
         return choice
 
-    def _count_thoughts(self, piece: Piece) -> None:
+    def _count_thoughts(self, pieces: list[Piece]) -> None:
         prompt = self._prompt
-        thoughts = self._thoughts.get(piece.index)
-        if thoughts is None:
-            stream = reasoning_stream(prompt.reasoning_parser, prompt.starts_inside)
-            thoughts = self._thoughts[piece.index] = ReasoningTokens(stream, prompt.token_bytes)
-        thoughts.add(piece.token_ids)
-        self._plan.usage.reasoning_tokens = sum(each.count for each in self._thoughts.values())
+        if not prompt.reasoning_parser:
+            return
+        for piece in pieces:
+            thoughts = self._thoughts.get(piece.index)
+            if thoughts is None:
+                stream = reasoning_stream(prompt.reasoning_parser, prompt.starts_inside)
+                thoughts = self._thoughts[piece.index] = ReasoningTokens(stream, prompt.token_bytes)
+            self._num_thoughts += thoughts.add(piece.token_ids)
+        self._plan.usage.reasoning_tokens = self._num_thoughts
 
     def _said(self, piece: Piece) -> dict[str, Any]:
         """What the piece's text adds to the message, by OpenAI's names; nothing that is empty."""
@@ -199,7 +201,7 @@ class _Writer:
             message = self._messages[piece.index] = _Message(
                 self._prompt, only_one=not self._body.parallel_tool_calls
             )
-        reasoning, delta = message.add(piece.text, piece.finish_reason)
+        reasoning, delta = message.add(piece)
         said: dict[str, Any] = {}
         if reasoning and self._body.include_reasoning:
             # vLLM's name, and the one that it had until 0.10 and others still have.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -16,11 +15,11 @@ from inflight.openai.context import Envelope, answer_stream, answer_whole, conte
 from inflight.openai.errors import invalid
 from inflight.openai.guides import read_guide
 from inflight.openai.log_probs import CompletionLogProbs, TokenNames, prompt_log_probs_json
-from inflight.openai.planning import Plan, check_number_of_prompts, make_plan
+from inflight.openai.planning import Plan, check_number_of_sequences, make_plan
 from inflight.openai.protocol import CompletionBody
 from inflight.openai.sampling import Asked, choose_seed
 from inflight.openai.serving_model import ServingModel
-from inflight.openai.streaming import JsonAnswer, event
+from inflight.openai.streaming import JsonAnswer, event, made
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, unless the server has a default of its own."""
@@ -76,8 +75,8 @@ def _read_prompts(
     prompt = body.prompt
     if not prompt:
         raise invalid("prompt", "prompt is empty: send a text, token ids, or a list of either")
-    if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        check_number_of_prompts(len(prompt))  # before any is tokenized
+    is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    check_number_of_sequences(model, len(prompt) if is_batch else 1, body.n)  # before any is tokenized
     if isinstance(prompt, str):
         return [prompt], model.encode([prompt], body.add_special_tokens)
     if isinstance(prompt[0], str):
@@ -135,14 +134,10 @@ class _Writer:
     async def events(self, pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
         """The events of a stream."""
         body, plan, around = self._body, self._plan, self._envelope.around
-        # A first piece then grows with the prompt, and is made where nobody else waits for it.
         tells_prompt = body.return_token_ids or body.echo
         async for some in pieces:
-            usage = plan.usage.of_chunk(body)
-            if tells_prompt and any(piece.is_first for piece in some):
-                yield await asyncio.to_thread(self._events_of, some, usage)
-            else:
-                yield self._events_of(some, usage)
+            make = partial(self._events_of, some, plan.usage.of_chunk(body))
+            yield await made(make, tells_prompt and any(piece.is_first for piece in some))
         if body.includes_usage:
             yield event(around([], usage=plan.usage.as_json()))
 

@@ -79,18 +79,27 @@ def _structured(asked: StructuredOutputs) -> Guide:
     if len(found) != 1:
         kinds = "json, json_object, regex, choice, grammar and structural_tag"
         raise invalid(name, f"{name} must have exactly one of {kinds}, got {len(found)}")
+    guide = found[0]
     spaces: dict[str, Any] = {}
     if asked.whitespace_pattern is not None:
         spaces["whitespace_pattern"] = asked.whitespace_pattern
-    if asked.disable_any_whitespace:
+    # An expression, a choice or a grammar says itself what white space there is: no other has to be kept out.
+    if asked.disable_any_whitespace and guide.type not in (GuideType.REGEX, GuideType.EBNF_GRAMMAR):
         spaces["whitespace_flexible"] = False
-    return _spaced(found[0], name, spaces) if spaces else found[0]
+    if spaces and guide.type is not GuideType.JSON_SCHEMA:
+        field = "disable_any_whitespace" if asked.whitespace_pattern is None else "whitespace_pattern"
+        raise invalid(name, f"{name}.{field} is for json and json_object, got {_given(asked)}")
+    return _spaced(guide, name, spaces) if spaces else guide
+
+
+def _given(asked: StructuredOutputs) -> str:
+    """What kind of guide a body names."""
+    named = {"regex": asked.regex, "choice": asked.choice, "grammar": asked.grammar}
+    return next((name for name, value in named.items() if value is not None), "structural_tag")
 
 
 def _spaced(guide: Guide, name: str, spaces: dict[str, Any]) -> Guide:
-    """A guide of JSON with what white space it may have, which a schema says by its keyword x-guidance."""
-    if guide.type is not GuideType.JSON_SCHEMA:
-        raise invalid(name, f"{name} has white space for a guide of type {guide.type.value}, expected json")
+    """A guide of a JSON schema with the white space it may have, which a schema says by its keyword x-guidance."""
     try:
         schema = json.loads(guide.text)
     except ValueError as error:
@@ -99,6 +108,11 @@ def _spaced(guide: Guide, name: str, spaces: dict[str, Any]) -> Guide:
         schema = {}
     if not isinstance(schema, dict):
         raise invalid(name, f"{name} must have a JSON schema that is an object, got {_shown(schema)}")
+    if "x-guidance" in schema:
+        raise invalid(
+            name,
+            f"{name} says what white space there may be, and so does the x-guidance of its schema: send one",
+        )
     return Guide(GuideType.JSON_SCHEMA, _text({**schema, "x-guidance": spaces}))
 
 

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from inflight.openai.errors import error_body
+from inflight.openai.request_ids import HEADER, random_id
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -202,7 +203,8 @@ class HttpProtocol(HttpToolsProtocol):
         """Answer what came last with an error, in its turn, and close the connection."""
         self._has_refused = True
         self._receive_timer = _cancelled(self._receive_timer)
-        response = JSONResponse(error_body(status, message), status, {"connection": "close"})
+        headers = {"connection": "close", HEADER: random_id()}
+        response = JSONResponse(error_body(status, message), status, headers)
         if not self._is_answering:
             self._write_at_once(response)
         elif not self.cycle.more_body:  # what came last is none of the requests that are being answered

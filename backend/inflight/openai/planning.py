@@ -13,9 +13,6 @@ from inflight.openai.sampling import Asked, longest_prompt, make_prompt
 from inflight.openai.serving_model import ServingModel
 from inflight.serving.reply import NewText, Prompt, new_text
 
-MAX_PROMPTS = 2048
-"""Most prompts of one body."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -44,10 +41,16 @@ class Plan:
         return self.prompts[batch_index][0].request.input_token_ids
 
 
-def check_number_of_prompts(count: int) -> None:
-    """Raise ApiError if a body has too many prompts."""
-    if count > MAX_PROMPTS:
-        raise ApiError(f"prompt has {count} prompts; a body may have {MAX_PROMPTS}", 400, "prompt")
+def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> None:
+    """Raise ApiError if a body asks for too many sequences: `n` for each of its prompts.
+
+    Asked before anything is tokenized, which takes long for many prompts.
+    """
+    field = "n" if n > 1 else "prompt"
+    try:
+        model.describe().limits.check_sequences(num_prompts, num_prompts * n, field)
+    except InvalidArgument as error:
+        raise ApiError(str(error), 400, field) from None
 
 
 def make_plan(
@@ -62,12 +65,6 @@ def make_plan(
         ids: Of each prompt.
     """
     body, description = asked.body, model.describe()
-    check_number_of_prompts(len(ids))
-    num_sequences = len(ids) * asked.body.n
-    try:
-        description.limits.check_sequences(len(ids), num_sequences, "n")
-    except InvalidArgument as error:
-        raise ApiError(str(error), 400, "n" if asked.body.n > 1 else "prompt") from None
     tokenizer = model.tokenizer()
     prompts: list[tuple[Prompt, NewText]] = []
     for text, of_prompt in zip(texts, ids, strict=True):

@@ -23,6 +23,11 @@ _MAX_CHARACTERS = 256
 _SCOPE_KEY = "inflight.request_id"
 
 
+def random_id() -> str:
+    """An id for a request that has none of its own."""
+    return uuid.uuid4().hex
+
+
 def request_id_of(request: Request) -> str:
     """The id of a request that has come through `RequestIds`."""
     return request.scope[_SCOPE_KEY]
@@ -45,7 +50,7 @@ class RequestIds:
             return
         own = Headers(scope=scope).get(HEADER, "")
         is_usable = len(own) <= _MAX_CHARACTERS and own.isascii() and own.isprintable()
-        request_id = own if own and is_usable else uuid.uuid4().hex
+        request_id = own if own and is_usable else random_id()
         scope[_SCOPE_KEY] = request_id
 
         has_started = False

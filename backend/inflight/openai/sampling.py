@@ -127,7 +127,10 @@ def make_prompt(
 
 
 def _stop_words(body: SamplingBody, encoder: TextEncoder) -> tuple[tuple[int, ...], ...]:
-    """What ends a beam in the engine, which does not hold stop words back: not where the body wants that."""
+    """Stop words for the engine, by which a beam ends whatever min_tokens says: none where the body sets that.
+
+    Stop strings are then looked for in the finished texts.
+    """
     if body.min_tokens:
         return ()
     return tuple(word for text in body.stop_strings for word in encoder.spellings(text))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -21,6 +21,15 @@ _DONE = b"data: [DONE]\n\n"
 def event(chunk: Any) -> bytes:
     """One event with `chunk` as JSON."""
     return b"data: " + _ENCODER.encode(chunk) + b"\n\n"
+
+
+async def made(make: Callable[[], bytes], grows_with_prompt: bool) -> bytes:
+    """The events that `make` returns.
+
+    Those that grow with the prompt, as the first ones of a stream may, are made on another thread: no other stream
+    waits for them.
+    """
+    return await asyncio.to_thread(make) if grows_with_prompt else make()
 
 
 class JsonAnswer(Response):

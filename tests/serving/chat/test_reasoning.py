@@ -162,9 +162,8 @@ def test_tokens_of_reasoning_are_counted(tokens: list[str], inside: bool, parser
     table = [token.encode() for token in tokens]
     for size in (1, 2, 100):
         counter = ReasoningTokens(reasoning_stream(parser, inside), table)
-        for start in range(0, len(table), size):
-            counter.add(range(start, min(start + size, len(table))))
-        assert counter.count == count
+        pieces = (range(start, min(start + size, len(table))) for start in range(0, len(table), size))
+        assert sum(map(counter.add, pieces)) == count
     counter.add([1 << 20])  # no token of the table
 
 

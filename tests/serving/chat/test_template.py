@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from inflight.errors import ConfigError, InvalidArgument
+from inflight.serving.chat.messages import MessageForm
 from inflight.serving.chat.template import ChatTemplate, load_chat_template
 from inflight.serving.chat.template_environment import compile_template, names_in, render_bounded
 from inflight.serving.chat.template_files import TemplateFiles
+from inflight.serving.chat.template_trial import RoleFate, Trial, find_fate
 from tests.serving.chat.conversations import CONVERSATIONS, SYSTEM, TOOLS, USER, Messages, as_sent, in_parts
 from tests.serving.chat.template_folders import NAMES, make_folder, reference, source
 
@@ -261,6 +263,28 @@ def test_a_message_that_a_template_leaves_out_is_refused() -> None:
     for role in ("system", "developer", "assistant", "tool"):
         with pytest.raises(InvalidArgument, match=rf"messages\[1\].role is '{role}'.*expected user$"):
             two.render([USER, {"role": role, "content": "x"}])
+
+
+def test_what_a_template_does_with_a_role_of_its_own_is_found_out_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def counted(trial: Trial, form: MessageForm, role: str) -> RoleFate:
+        asked.append(role)
+        return find_fate(trial, form, role)
+
+    chat = of_source(
+        "{% for m in messages %}{% if m.role in ('user', 'npc') %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% set unused = 'lost' %}"
+    )
+    monkeypatch.setattr("inflight.serving.chat.template.find_fate", counted)
+    for _ in range(2):
+        assert chat.render([USER, *[{"role": "npc", "content": "a"}] * 9]).endswith("a" * 9)
+        for lost in ("lost", "wizard"):
+            with pytest.raises(InvalidArgument, match=rf"messages\[1\].role is '{lost}'"):
+                chat.render([USER, {"role": lost, "content": "x"}])
+    assert asked == ["npc", "lost"]
 
 
 CALL_WRITTEN = "{% for call in m.tool_calls or [] %}CALL{% endfor %}"

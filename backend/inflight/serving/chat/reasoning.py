@@ -61,7 +61,7 @@ def starts_inside(parser: str, prompt: str, final_message: Mapping[str, Any] | N
         return False
     if opens_reasoning(prompt, final_message):
         return True
-    return parser == "deepseek_r1" and final_message is None and not prompt.rstrip().endswith(THINK_END)
+    return parser == "deepseek_r1" and final_message is None and not ends_reasoning(prompt)
 
 
 def opens_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
@@ -162,27 +162,25 @@ class ReasoningTokens:
     Args:
         stream: A new one for the answer, of which nothing else is asked.
         token_bytes: By id, what each token adds to a text.
-
-    Attributes:
-        count: So far.
     """
 
     def __init__(self, stream: ReasoningStream, token_bytes: Sequence[bytes]) -> None:
         self._stream = stream
         self._token_bytes = token_bytes
         self._num_undecided = 0
-        self.count = 0
 
-    def add(self, token_ids: Sequence[int]) -> None:
-        """Go on with the answer."""
+    def add(self, token_ids: Sequence[int]) -> int:
+        """Go on with the answer; returns how many more tokens are known to be reasoning."""
+        count = 0
         for token_id in token_ids:
             if self._stream.has_ended:
-                return
+                break
             raw = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
             was_inside = self._stream.is_in_reasoning
             # The marks are ASCII, so that it does not matter which characters stand for other bytes.
             reasoning, _ = self._stream.add(raw.decode("latin-1"))
             self._num_undecided += 1
             if was_inside or reasoning or self._stream.is_in_reasoning:
-                self.count += self._num_undecided
+                count += self._num_undecided
                 self._num_undecided = 0
+        return count

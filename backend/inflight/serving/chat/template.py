@@ -2,13 +2,13 @@
 
 Owns the choice among several templates, and `continue_final_message`. What a template can render is found out by
 `template_trial.py`, and the messages themselves are made fit by `messages.py`. Does not know a protocol. A
-ChatTemplate is immutable; any thread.
+ChatTemplate does not change, but for what it remembers of roles; any thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,7 @@ class _Template:
         form: What messages have to look like for it.
         trial: Renders messages to find out more about it.
         roles: What it does with messages of each of USUAL_ROLES.
+        own_roles: The same of the roles among its constants, as far as a message has had them.
     """
 
     compiled: jinja2.Template
@@ -154,6 +155,16 @@ class _Template:
     form: MessageForm
     trial: Trial
     roles: Mapping[str, RoleFate]
+    own_roles: dict[str, RoleFate] = field(default_factory=dict[str, RoleFate])
+
+    def fate_of(self, role: str) -> RoleFate:
+        """What it does with messages of a role; finding that out for one of its own takes several renderings."""
+        fate = self.roles.get(role) or self.own_roles.get(role)
+        if fate is None:
+            if role not in self.constants:
+                return RoleFate.LEFT_OUT
+            fate = self.own_roles[role] = find_fate(self.trial, self.form, role)
+        return fate
 
 
 def _compile(source: str, name: str, origin: str, special_tokens: Mapping[str, str]) -> _Template:
@@ -173,10 +184,7 @@ def _check_roles(messages: Sequence[Mapping[str, Any]], chosen: _Template) -> No
     for index, message in enumerate(messages):
         given = str(message["role"])
         role = "system" if given == "developer" and not chosen.form.takes_developer else given
-        fate = chosen.roles.get(role, RoleFate.LEFT_OUT)
-        if role not in chosen.roles and role in chosen.constants:  # one of the template's own
-            fate = find_fate(chosen.trial, chosen.form, role)
-        if fate is RoleFate.LEFT_OUT:
+        if chosen.fate_of(role) is RoleFate.LEFT_OUT:
             known = [each for each, fate in chosen.roles.items() if fate is RoleFate.WRITTEN]
             raise InvalidArgument(
                 f"messages[{index}].role is {given[:80]!r}, which the chat template of this model does not know: "
