@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import urllib.request
 from collections.abc import Callable
@@ -238,7 +239,7 @@ def test_the_metrics_page_is_fetched_past_any_proxy(fake_url: str, monkeypatch: 
 
 def test_without_an_engine_nothing_is_available(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     client = SocketEngineClient(str(tmp_path / "nobody.sock"))
-    with served(client) as url:
+    with caplog.at_level(logging.INFO), served(client) as url:
         for answer in (httpx.get(f"{url}/health"), httpx.post(f"{url}/v1/completions", json=ASKED)):
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "unavailable"
             assert "nobody.sock" not in answer.text and str(tmp_path) not in answer.text
