@@ -38,6 +38,9 @@ def _runner(stage: TorchRunner | TorchEngine) -> TorchRunner:
 
 every_topology = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 
+LOGITS_ERROR = 2e-4
+"""Of logits of up to 10. torch's products add up in another order on processors without AVX-512: 1.5e-4 was seen."""
+
 
 @pytest.mark.parametrize("topology", [*TOPOLOGIES.values(), (4, 1)], ids=[*TOPOLOGIES, "tp4"])
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ def test_tokens_and_logits_of_every_family_are_those_of_transformers(
             (to_torch(result.generation_logits[0]), expected[length - 1 : -1]),
             (to_torch(result.context_logits), expected[:length]),
         ):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=LOGITS_ERROR)
     tp_size, pp_size = topology
     assert served.most_in_flight == pp_size
     layers, kv_heads = 3, getattr(model.oracle.config, "num_key_value_heads", None) or 4

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.server.launch import TritonServer, serve
+from inflight.server.client_apis import ClientApis
+from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.text.tokenizer import Tokenizer
 from tests.e2e.conftest import DEMO_MODEL
 
@@ -42,9 +43,9 @@ def unary_server(elsewhere: Path, long_model: Path) -> Iterator[TritonServer]:
 
 @pytest.fixture(scope="session")
 def short_queue_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """The demo model on streams; four run at a time, and sixteen may wait."""
+    """The demo model on streams; four run at a time, and sixteen may wait. Clients may change the log's settings."""
     settings = {"max_batch_size": "4", "max_queue_size": str(QUEUE_SIZE)}
-    with serve(settings=settings) as server:
+    with serve(settings=settings, options=ServerOptions(client_apis=ClientApis(logging=True))) as server:
         yield server
 
 
