@@ -39,7 +39,7 @@ def _runner(stage: TorchRunner | TorchEngine) -> TorchRunner:
 every_topology = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 
 LOGITS_ERROR = 2e-4
-"""Of logits of up to 10. On processors without AVX-512 torch's products add up in another order: 1.5e-4 was seen."""
+"""Of logits of up to 10. Without AVX-512 torch's products add up in another order, and 1.5e-4 was seen."""
 
 
 @pytest.mark.parametrize("topology", [*TOPOLOGIES.values(), (4, 1)], ids=[*TOPOLOGIES, "tp4"])
