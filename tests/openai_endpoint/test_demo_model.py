@@ -292,7 +292,7 @@ def test_calls_are_found_that_a_model_chose_to_write(
     """The guide stands for a model that has learnt to write calls; the parser knows nothing of it."""
     asked: dict[str, Any] = {
         **CALLING,
-        "max_tokens": 400,  # any tokens that spell the text may come, bytes among them
+        "max_completion_tokens": 400,  # any tokens that spell the text may come, bytes among them
         "tool_choice": "auto",
         "parallel_tool_calls": parallel,
         "extra_body": {"guided_choice": [WRITTEN]},
