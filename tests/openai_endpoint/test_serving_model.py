@@ -93,7 +93,7 @@ def test_a_broken_template_of_the_checkpoint_is_logged_at_once_and_refuses_chats
         assert answers[0].json()["error"] == error
         assert (answers[1].status_code, error["code"]) == (500, "chat_template_error")
         assert "chats cannot be answered" in error["message"] and "--chat-template" in error["message"]
-        assert folder in error["message"]
+        assert folder not in error["message"] and folder in lines[0]  # clients are told no places, the log is
         assert client.get("/playground/model").json() == {"has_chat_template": False}
     assert len(lines) == 1 == len(caplog.records) and lines[0].startswith("chats will be refused: ")
     if isinstance(template, str):
@@ -106,7 +106,7 @@ def test_a_template_that_was_spoilt_after_the_start_is_told_too(tmp_path: Path) 
     with fake_engine() as engine:
         model = ServingModel(engine, OpenAiOptions(chat_template=file))
         model.load()
-        with pytest.raises(ApiError, match=f"{file} is no template, line 1"):
+        with pytest.raises(ApiError, match="… is no template, line 1"):
             model.chat_template()
 
 
