@@ -10,7 +10,7 @@ from inflight.server import orphans
 
 orphans.adopt()
 own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
-orphans.is_own(own)
+orphans.claim(own)
 # Its child lives on until its standard input ends, and tells its number.
 child = 'import subprocess, sys; p = subprocess.Popen(["cat"], stdout=subprocess.DEVNULL); print(p.pid)'
 reader, writer = os.pipe()

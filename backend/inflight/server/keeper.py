@@ -29,7 +29,7 @@ class Keeper:
             start_new_session=True,
             umask=runtime_directory.UMASK,
         )
-        orphans.is_own(self._process)
+        orphans.claim(self._process)
 
     def dismiss(self) -> None:
         """End the keeper, as the server has ended and left nothing."""

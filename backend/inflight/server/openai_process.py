@@ -149,7 +149,7 @@ class OpenAiProcess:
                 start_new_session=True,
                 umask=UMASK,
             )
-            orphans.is_own(self._process)
+            orphans.claim(self._process)
             assert self._process.stdin is not None, "it was started with a pipe"
             with (
                 contextlib.suppress(BrokenPipeError),

@@ -1,7 +1,8 @@
 """Processes whose parents have ended: those of a server come to the launcher, which waits for them when they end.
 
 Otherwise they would come to the machine's first process. In a container that may be the launcher itself, or a
-process that never waits for children, and each orphan would stay a zombie. Main thread, but for `is_own`.
+process that never waits for children, and each orphan would stay a zombie. Any thread may call `claim`, the main
+thread alone the others.
 """
 
 import contextlib
@@ -23,8 +24,8 @@ def adopt() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def is_own(process: "subprocess.Popen[bytes]") -> None:
-    """Leave a process to whoever has started it here, and wants to know its exit status."""
+def claim(process: "subprocess.Popen[bytes]") -> None:
+    """Note a process whose exit status its starter waits for: `reap` leaves it alone."""
     with _lock:
         _own.add(process)
 

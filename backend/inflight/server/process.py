@@ -55,7 +55,7 @@ class ServerProcess:
             start_new_session=True,
             umask=UMASK,
         )
-        orphans.is_own(self._child)
+        orphans.claim(self._child)
         if is_mpirun:
             threading.Thread(target=self._end_with_tritonserver, name="ranks-end", daemon=True).start()
         else:
