@@ -120,6 +120,7 @@ GOOD = [
     ("logits_post_processor_module", "rules.py", "rules.py"),
     ("record_path", "/tmp/a file", "/tmp/a file"),
     ("watchdog_timeout_ms", "0", 0),
+    ("hang_timeout_ms", "30000", 30_000),
     ("engine_endpoint", "a.sock", "a.sock"),
     ("engine_threads", "2", 2),
     ("tensor_parallel_size", "2", 2),

@@ -130,7 +130,7 @@ class SimulatedServer:
         refused = self.queue.too_many(valid)
         self.outcome.refused |= refused
         self.accounts.accepts(inputs, refused | self.scenario.invalid)
-        with self.turns.watched(inputs):
+        with self.turns.watched():
             responses = self.scheduler.accept(inputs)
         self.queue.accepted([r for r in valid if r.request_id not in refused], inputs.adapters.events)
         self._answered(responses)
