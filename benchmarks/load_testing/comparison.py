@@ -26,6 +26,7 @@ from benchmarks.measuring.report import Percentiles, Timeline, medians
 from benchmarks.measuring.setup import Setup
 from benchmarks.measuring.workload import BenchRequest
 from inflight.models import read_model_description
+from inflight.server.client_apis import ClientApis
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
@@ -180,7 +181,7 @@ def start(wanted: Options, requests: Sequence[BenchRequest]) -> AbstractContextM
     return serve(
         settings=engine_settings(wanted, requests),
         ready_timeout=TIMEOUT_S,
-        options=ServerOptions(ports=Ports(openai=0)),
+        options=ServerOptions(ports=Ports(openai=0), client_apis=ClientApis(model_config=True)),
         model=wanted.model.resolve(),
     )
 

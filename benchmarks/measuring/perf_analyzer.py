@@ -90,9 +90,20 @@ def _link(link: Path, pattern: str) -> None:
 
 
 def main() -> int:
-    """Run it on this terminal with the arguments of the command line."""
+    """Run it on this terminal with the command line's arguments; say how a server that refuses it is opened."""
+    is_refused = False
     with environment() as variables:
-        return subprocess.call([str(find()), *sys.argv[1:]], env=variables)
+        command = [str(find()), *sys.argv[1:]]
+        with subprocess.Popen(
+            command, env=variables, stderr=subprocess.PIPE, text=True, errors="replace"
+        ) as process:
+            assert process.stderr is not None, "it is a pipe"
+            for line in process.stderr:
+                print(line, end="", file=sys.stderr, flush=True)
+                is_refused |= "is restricted" in line
+    if is_refused:
+        print("perf_analyzer: start the server with --allow-model-config", file=sys.stderr)
+    return process.returncode
 
 
 if __name__ == "__main__":

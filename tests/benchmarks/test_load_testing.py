@@ -25,6 +25,7 @@ from benchmarks.load_testing.environment import find_program, require_program
 from benchmarks.load_testing.exports import read_aiperf, read_genai_perf
 from benchmarks.measuring.report import Timeline
 from benchmarks.measuring.workload import BenchRequest
+from inflight.server.client_apis import ClientApis
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
@@ -203,7 +204,10 @@ REQUESTS = 4
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     settings = {"max_batch_size": "4", "max_tokens_in_paged_kv_cache": "8192"}
-    with serve(settings=settings, options=ServerOptions(ports=Ports(openai=0))) as running:
+    with serve(
+        settings=settings,
+        options=ServerOptions(ports=Ports(openai=0), client_apis=ClientApis(model_config=True)),
+    ) as running:
         yield running
 
 

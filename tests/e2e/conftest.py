@@ -14,6 +14,7 @@ import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
 
+from inflight.server.client_apis import ClientApis
 from inflight.server.config_text import set_parameters
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
@@ -73,7 +74,9 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo_server(elsewhere: Path) -> Iterator[TritonServer]:
     """What `scripts/serve` starts, /v1 included."""
-    with serve(options=ServerOptions(ports=Ports(openai=0))) as server:
+    with serve(
+        options=ServerOptions(ports=Ports(openai=0), client_apis=ClientApis(model_config=True))
+    ) as server:
         yield server
 
 
@@ -175,5 +178,7 @@ def fake_server(elsewhere: Path) -> Iterator[TritonServer]:
         "tokenizer_dir": str(DEMO_MODEL),
         "stats_check_period_ms": "1",
     }
-    with serve_fake(settings=settings, options=ServerOptions(log_verbose=True)) as server:
+    with serve_fake(
+        settings=settings, options=ServerOptions(log_verbose=True, client_apis=ClientApis(model_config=True))
+    ) as server:
         yield server

@@ -586,7 +586,7 @@ def test_a_server_that_goes_away_and_comes_back_is_served_again(elsewhere: Path,
         "enable_state_requests": "true",
     }
     given = [f"--set={key}={value}" for key, value in settings.items()]
-    with command(make_fake_repository(tmp_path / "models"), *given) as serving:
+    with command(make_fake_repository(tmp_path / "models"), "--allow-model-config", *given) as serving:
         ready = serving.ready_line()
         client = KServeEngineClient(ready["grpc"], str(DEMO_MODEL))
         with served(client) as url, httpx.Client(base_url=url, timeout=PATIENCE_S) as http:

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -11,10 +13,13 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from inflight.errors import Unavailable
+from inflight.openai.kserve_client import KServeEngineClient
 from inflight.server import cli
 from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE, ClientApis
 from inflight.server.errors import OptionError
 from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.server.repository import default_repository
 from tests.commands import shared_memory_of
 
 from .conftest import make_counting_repository
@@ -23,6 +28,8 @@ KEY = "key-of-the-operator"
 HEADERS = {CONTROL_KEY_HEADER: KEY}
 METADATA = {f"triton-grpc-protocol-{CONTROL_KEY_HEADER}": KEY}
 MODEL = "tensorrt_llm"
+ROOT = Path(__file__).parents[2]
+DEMO_MODEL = default_repository() / "tensorrt_llm" / "1" / "demo_model"
 REFUSED = 403
 
 RESTRICTED = [
@@ -39,6 +46,7 @@ RESTRICTED = [
     ("POST", "systemsharedmemory/region/x/register"),
     ("POST", "systemsharedmemory/unregister"),
     ("GET", "cudasharedmemory/status"),
+    ("GET", f"models/{MODEL}/config"),
     ("POST", "cudasharedmemory/region/x/register"),
 ]
 
@@ -60,7 +68,7 @@ def test_a_key_that_nobody_has_is_another_one_each_time_and_cannot_be_sent() -> 
     first, second = restrictions(ClientApis()), restrictions(ClientApis())
     assert first[0] == first[1] and first != second
     names, header, key = first[0]
-    assert names == "model-repository,shared-memory,logging,trace"
+    assert names == "model-repository,shared-memory,logging,trace,model-config"
     assert ":" in header  # neither HTTP nor gRPC takes such a name
     assert len(key) == 64
 
@@ -68,10 +76,10 @@ def test_a_key_that_nobody_has_is_another_one_each_time_and_cannot_be_sent() -> 
 @pytest.mark.parametrize(
     ("flag", "names"),
     [
-        ("--allow-shared-memory", "model-repository,logging,trace"),
-        ("--allow-logging", "model-repository,shared-memory,trace"),
-        ("--allow-trace", "model-repository,shared-memory,logging"),
-        ("--restrict-model-config", "model-repository,shared-memory,logging,trace,model-config"),
+        ("--allow-shared-memory", "model-repository,logging,trace,model-config"),
+        ("--allow-logging", "model-repository,shared-memory,trace,model-config"),
+        ("--allow-trace", "model-repository,shared-memory,logging,model-config"),
+        ("--allow-model-config", "model-repository,shared-memory,logging,trace"),
     ],
 )
 def test_each_flag_is_about_one_api(flag: str, names: str) -> None:
@@ -167,6 +175,7 @@ def test_grpc_refuses_who_has_no_key(server: TritonServer) -> None:
             client.get_log_settings,
             lambda headers: client.update_log_settings({"log_error": False}, headers=headers),
             client.get_trace_settings,
+            lambda headers: client.get_model_config(MODEL, headers=headers),
             lambda headers: client.update_trace_settings(settings={"trace_level": ["OFF"]}, headers=headers),
         ):
             for headers in (None, dict.fromkeys(METADATA, "another")):
@@ -185,12 +194,33 @@ def test_who_has_the_key_may_do_all_of_it(server: TritonServer) -> None:
         client.load_model(MODEL, headers=METADATA)
         assert client.is_model_ready(MODEL)
         assert client.get_log_settings(headers=METADATA, as_json=True)
+        assert client.get_model_config(MODEL, headers=METADATA, as_json=True)["config"]["name"] == MODEL
 
 
 @pytest.mark.e2e
 def test_what_every_client_needs_is_open(server: TritonServer) -> None:
-    for path in ("health/ready", f"models/{MODEL}", f"models/{MODEL}/config", f"models/{MODEL}/stats"):
+    for path in ("health/ready", f"models/{MODEL}", f"models/{MODEL}/stats"):
         assert call(server, "GET", path)[0] == 200
     with grpcclient.InferenceServerClient(server.grpc) as client:
-        assert client.get_model_config(MODEL, as_json=True)["config"]["name"] == MODEL
+        assert client.get_model_metadata(MODEL, as_json=True)["name"] == MODEL
         assert client.get_inference_statistics(MODEL)
+
+
+@pytest.mark.e2e
+def test_an_endpoint_elsewhere_says_how_a_server_that_keeps_its_configuration_is_opened(
+    server: TritonServer,
+) -> None:
+    client = KServeEngineClient(server.grpc, str(DEMO_MODEL), MODEL)
+    with pytest.raises(Unavailable, match="--allow-model-config"):
+        client.describe()
+    client.close()
+
+
+@pytest.mark.e2e
+def test_perf_analyzer_says_how_a_server_that_keeps_its_configuration_is_opened(server: TritonServer) -> None:
+    command = [sys.executable, "-m", "benchmarks.measuring.perf_analyzer", "-m", MODEL, "-i", "grpc"]
+    done = subprocess.run(
+        [*command, "-u", server.grpc, "--streaming"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0 and "restricted" in done.stderr
+    assert done.stderr.endswith("perf_analyzer: start the server with --allow-model-config\n")

@@ -290,6 +290,11 @@ class KServeEngineClient:
             message, status = error.details() or "", error.code().name
         if coded := _CODED.search(message):
             return error_from_code(coded[1], coded[2])
+        if "protocol is restricted" in message:
+            return Unavailable(
+                f"the tritonserver at {self._url} does not tell its models' configurations: start it with "
+                "--allow-model-config"
+            )
         if status in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
             return Unavailable(f"the tritonserver at {self._url} cannot be reached: {message}")
         if _MODEL_AWAY.search(message):

@@ -88,7 +88,7 @@ def parse(arguments: list[str] | None) -> ServerOptions:
             shared_memory=given.allow_shared_memory,
             logging=given.allow_logging,
             trace=given.allow_trace,
-            model_config=not given.restrict_model_config,
+            model_config=given.allow_model_config,
             key=os.environ.get(CONTROL_KEY_VARIABLE) or None,
         ),
         tp=given.tp,
@@ -223,10 +223,10 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
     add("--allow-logging", action="store_true", help="let every client change the settings of Triton's log")
     add("--allow-trace", action="store_true", help="let every client change the settings of Triton's traces")
     add(
-        "--restrict-model-config",
+        "--allow-model-config",
         action="store_true",
-        help="keep the models' configurations, which name folders of this machine, from clients; perf_analyzer "
-        "asks for them",
+        help="let every client read the models' configurations, which name folders of this machine: perf_analyzer "
+        "and /v1 of another host (--triton) ask for them",
     )
 
 

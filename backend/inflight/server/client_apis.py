@@ -2,7 +2,8 @@
 
 Whoever may load a model may run code, as a load can bring files, `model.py` among them. Whoever may register
 shared memory may read and write any file in /dev/shm, the Python backend's too. Whoever may change the settings of
-the log and of traces can write files and silence errors. So these take a key. A model that has itself loaded
+the log and of traces can write files and silence errors. A model's configuration names folders and sockets of this
+machine. So these take a key. A model that has itself loaded
 again, as an orchestrator does, asks tritonserver in process, and needs none.
 """
 
@@ -31,14 +32,14 @@ class ClientApis:
         shared_memory: Pass tensors in shared memory that they register.
         logging: Read and change the settings of the log.
         trace: Read and change the settings of traces.
-        model_config: Read the models' configurations, as perf_analyzer and many clients do.
+        model_config: Read the models' configurations, as perf_analyzer does before its first request.
         key: Opens all of these, and loading and unloading models, to requests that bring it; None: nobody has one.
     """
 
     shared_memory: bool = False
     logging: bool = False
     trace: bool = False
-    model_config: bool = True
+    model_config: bool = False
     key: str | None = None
 
     def __post_init__(self) -> None:

@@ -410,8 +410,11 @@ def serve(
     ready_timeout: float = 120.0,
     options: ServerOptions | None = None,
 ) -> Iterator[TritonServer]:
-    """A ready server on free ports for the length of a `with`; `options` sets the rest, and is overridden."""
-    given = options or ServerOptions()
+    """A ready server on free ports for the length of a `with`; `options` sets the rest, and is overridden.
+
+    Without options clients may read the models' configurations, as perf_analyzer has to.
+    """
+    given = options or ServerOptions(client_apis=ClientApis(model_config=True))
     wanted = replace(
         given.wanted,
         model=model or given.wanted.model,

@@ -45,7 +45,9 @@ def unary_server(elsewhere: Path, long_model: Path) -> Iterator[TritonServer]:
 def short_queue_server(elsewhere: Path) -> Iterator[TritonServer]:
     """The demo model on streams; four run at a time, sixteen may wait, and clients may set the log."""
     settings = {"max_batch_size": "4", "max_queue_size": str(QUEUE_SIZE)}
-    with serve(settings=settings, options=ServerOptions(client_apis=ClientApis(logging=True))) as server:
+    with serve(
+        settings=settings, options=ServerOptions(client_apis=ClientApis(logging=True, model_config=True))
+    ) as server:
         yield server
 
 
