@@ -20,9 +20,9 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inflight.server.launch import TritonServer
+from inflight.tensors.input_table import INPUTS, OUTPUTS, POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
+from inflight.tensors.spec import Vocabulary
 from inflight.testing.fake_server import serve_fake
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS, POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
 
 from .clients import completion
 from .conftest import DEMO_MODEL

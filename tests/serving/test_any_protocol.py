@@ -114,7 +114,7 @@ def test_an_id_in_flight_is_taken_unless_its_client_is_gone(server: LineServer) 
 
 
 def test_serving_imports_neither_triton_nor_torch() -> None:
-    modules = "completion_text, in_flight, metric_table, reply, sender, text_encoder"
+    modules = "completion_text, in_flight, metric_table, reply, sender"
     code = (
         f"from inflight.serving import {modules}; import sys; "
         "sys.exit(any(name == 'torch' or name.startswith('inflight.triton') for name in sys.modules))"

@@ -18,13 +18,13 @@ from inflight.errors import InflightError
 from inflight.serving.completion_text import CompletionText
 from inflight.serving.in_flight import InFlightRequest
 from inflight.serving.reply import Prompt, Reply, ReplyOptions
-from inflight.serving.text_encoder import NO_TEXT
+from inflight.tensors.input_table import INPUTS, OUTPUTS
+from inflight.tensors.reader import NUMPY_TYPES, TensorReader
+from inflight.tensors.requests import Naming, ServingContext
+from inflight.tensors.spec import TensorSpec, Vocabulary
+from inflight.text.text_encoder import NO_TEXT
 from inflight.triton.host import ModelArgs
-from inflight.triton.requests import Naming, ServingContext
 from inflight.triton.responses import TritonStream
-from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader
-from inflight.triton.tensor_spec import TensorSpec, Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS
 from tests.triton.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender
 
 ALL_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs)

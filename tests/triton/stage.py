@@ -6,8 +6,8 @@ from inflight.config import Role
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.tensors.spec import Vocabulary
 from inflight.triton.front_end import FrontEnd
-from inflight.triton.tensor_spec import Vocabulary
 from tests.triton.factories import (
     FakeEngineClient,
     make_description,

@@ -16,12 +16,12 @@ from inflight.core.request.stop import FinishReason
 from inflight.errors import ConfigError
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.response_size import ResponseBudget
+from inflight.tensors.input_table import OUTPUTS
+from inflight.tensors.spec import Vocabulary
 from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import ModelArgs, complete_config, read_model_args
 from inflight.triton.models.engine import TritonPythonModel
 from inflight.triton.models.remote import Ensemble, Infer
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import OUTPUTS
 from tests.triton.factories import (
     FakeEngineClient,
     make_description,

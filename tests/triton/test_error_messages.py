@@ -15,11 +15,11 @@ import pytest
 
 from inflight.errors import ERROR_CODES, InflightError
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.triton.inference_request import InferenceRequest
+from inflight.tensors.inference_request import InferenceRequest
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.reader import NUMPY_TYPES
+from inflight.tensors.spec import TensorSpec, Vocabulary
 from inflight.triton.models.text_models import Postprocessing, Preprocessing, TextModel
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensor_spec import TensorSpec, Vocabulary
-from inflight.triton.tensors import INPUTS
 from tests.triton.factories import (
     as_inputs,
     make_description,

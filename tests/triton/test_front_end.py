@@ -11,8 +11,8 @@ from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.errors import ConfigError, StepFailed, Unavailable
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.tensors.spec import Vocabulary
 from inflight.triton.front_end import FrontEnd
-from inflight.triton.tensor_spec import Vocabulary
 from tests.text.tiny_tokenizers import tokenizer
 from tests.triton.factories import (
     ALL_OUTPUTS,

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from inflight.errors import InvalidArgument, RequestError
+from inflight.tensors.input_table import INPUTS, POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
+from inflight.tensors.reader import NUMPY_TYPES
+from inflight.tensors.requests import Naming, convert
+from inflight.tensors.spec import TensorSpec, Vocabulary
 from inflight.triton.models.text_models import Postprocessing, Preprocessing
-from inflight.triton.requests import Naming, convert
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensor_spec import TensorSpec, Vocabulary
-from inflight.triton.tensors import INPUTS, POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
+from tests.tensors.test_requests import Codes
 from tests.triton.factories import (
     ALL_OUTPUTS,
     make_context,
@@ -29,7 +30,6 @@ from tests.triton.factories import (
 from tests.triton.fake_pb_utils import FakePbUtils
 from tests.triton.letters import save_letter_tokenizer
 from tests.triton.test_models import answer, make_text_model, pb_utils, words  # noqa: F401 - a fixture
-from tests.triton.test_requests import Codes
 
 _INTEGERS = ("INT32", "INT64", "UINT8", "UINT64")
 _ROOM_BYTES = 1 << 30

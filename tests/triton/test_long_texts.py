@@ -12,11 +12,11 @@ import pytest
 from inflight.core.request.stop import StopReason
 from inflight.errors import InvalidArgument
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.serving.text_encoder import MAX_WORDS, MAX_WORDS_BYTES, NO_TEXT, TextEncoder
+from inflight.tensors.requests import check_texts
+from inflight.tensors.spec import Vocabulary
+from inflight.text.text_encoder import MAX_WORDS, MAX_WORDS_BYTES, NO_TEXT, TextEncoder
 from inflight.text.tokenizer import Tokenizer
 from inflight.triton.front_end import FrontEnd
-from inflight.triton.requests import check_texts
-from inflight.triton.tensor_spec import Vocabulary
 from tests.text.tiny_tokenizers import backend
 from tests.triton.factories import (
     make_description,

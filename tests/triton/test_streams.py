@@ -13,8 +13,8 @@ from inflight.core.request.request import FloatTensor, OutputConfig
 from inflight.core.request.response import PerfMetrics, Response, Result, TopLogProbs
 from inflight.core.request.stop import FinishReason
 from inflight.serving.response_size import response_size
-from inflight.triton.tensor_spec import InStream, TensorSpec
-from inflight.triton.tensors import OUTPUTS
+from inflight.tensors.input_table import OUTPUTS
+from inflight.tensors.spec import InStream, TensorSpec
 from tests.triton.factories import (
     make_description,
     make_limits,

@@ -40,11 +40,11 @@ from inflight.executor.fields import FieldChecker
 from inflight.executor.typed import Typed
 from inflight.load_model import LoadModel, load_model
 from inflight.serving.reply import Output, Prompt
-from inflight.triton.inference_request import InferenceRequest as TensorMap
+from inflight.tensors.inference_request import InferenceRequest as TensorMap
+from inflight.tensors.input_table import INPUTS, OUTPUTS
+from inflight.tensors.reader import NUMPY_TYPES
+from inflight.tensors.spec import Vocabulary
 from inflight.triton.responses import make_array
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS
 
 if TYPE_CHECKING:
     import torch

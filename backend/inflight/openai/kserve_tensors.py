@@ -19,8 +19,8 @@ from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.errors import Unsupported
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensors import INPUTS
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.reader import NUMPY_TYPES
 
 END_IDS, ERROR_CODES_WANTED = "end_ids", "error_codes"
 """Request parameters: end ids where there are several, and that errors begin with their code."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.config import PARAMETERS, ParameterSpec, Role
-from inflight.triton.tensor_spec import TensorSpec, TensorTable, Vocabulary
-from inflight.triton.tensors import (
+from inflight.tensors.input_table import (
     INPUTS,
     OUTPUTS,
     POSTPROCESSING_INPUTS,
@@ -24,6 +23,7 @@ from inflight.triton.tensors import (
     PREPROCESSING_INPUTS,
     PREPROCESSING_OUTPUTS,
 )
+from inflight.tensors.spec import TensorSpec, TensorTable, Vocabulary
 
 DEFAULT_MAX_BATCH_SIZE = 64
 

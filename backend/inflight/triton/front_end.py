@@ -25,17 +25,11 @@ from inflight.serving.in_flight import ClientStream, Ending, InFlight, InFlightR
 from inflight.serving.reply import NewText, Prompt, Repetition, Reply, new_text
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
-from inflight.serving.text_encoder import TextEncoder
-from inflight.triton.adapter_requests import AdapterRequests
-from inflight.triton.cancellation import CancellationWatcher
-from inflight.triton.host import ModelArgs
-from inflight.triton.lora_tensors import read_adapter_command, wants_adapters
-from inflight.triton.request_parameters import (
-    RequestParameters,
-    read_request_parameters,
-    wants_error_codes,
-)
-from inflight.triton.requests import (
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.lora import read_adapter_command, wants_adapters
+from inflight.tensors.reader import TensorReader
+from inflight.tensors.request_parameters import RequestParameters, read_request_parameters, wants_error_codes
+from inflight.tensors.requests import (
     Naming,
     ServingContext,
     check_texts,
@@ -45,10 +39,12 @@ from inflight.triton.requests import (
     wants_state,
     wants_stop,
 )
+from inflight.tensors.spec import Vocabulary
+from inflight.text.text_encoder import TextEncoder
+from inflight.triton.adapter_requests import AdapterRequests
+from inflight.triton.cancellation import CancellationWatcher
+from inflight.triton.host import ModelArgs
 from inflight.triton.responses import ResponseBuilder, TritonStream
-from inflight.triton.tensor_reader import TensorReader
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS
 
 _log = logging.getLogger(__name__)
 

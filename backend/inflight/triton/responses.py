@@ -22,8 +22,8 @@ from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import PerfMetrics, TopLogProbs
 from inflight.errors import ERROR_CODES, InflightError
 from inflight.serving.reply import Output
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensors import OUTPUTS, is_additional
+from inflight.tensors.input_table import OUTPUTS, is_additional
+from inflight.tensors.reader import NUMPY_TYPES
 
 _NO_PAD = -1
 

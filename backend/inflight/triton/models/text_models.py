@@ -20,21 +20,21 @@ from inflight.errors import InflightError, InvalidArgument, Unsupported, unexpec
 from inflight.server.guard import guard_of_front_end, keep_private
 from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.serving.text_encoder import TextEncoder
-from inflight.text.words import biased_ids
-from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
-from inflight.triton.request_parameters import TIMEOUT, refuse_unread
-from inflight.triton.requests import NO_ID
-from inflight.triton.responses import triton_error
-from inflight.triton.sampling_tensors import add_word_bias, has_word_bias
-from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader, decode_utf8, each_row
-from inflight.triton.tensor_spec import TensorTable, Vocabulary
-from inflight.triton.tensors import (
+from inflight.tensors.input_table import (
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,
     PREPROCESSING_OUTPUTS,
 )
+from inflight.tensors.reader import NUMPY_TYPES, TensorReader, decode_utf8, each_row
+from inflight.tensors.request_parameters import TIMEOUT, refuse_unread
+from inflight.tensors.requests import NO_ID
+from inflight.tensors.sampling import add_word_bias, has_word_bias
+from inflight.tensors.spec import TensorTable, Vocabulary
+from inflight.text.text_encoder import TextEncoder
+from inflight.text.words import biased_ids
+from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
+from inflight.triton.responses import triton_error
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
 """Where a config.json says how long a sequence can be."""

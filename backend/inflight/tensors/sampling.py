@@ -15,8 +15,8 @@ from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.serving.text_encoder import TextEncoder
-from inflight.triton.tensor_reader import TensorReader
+from inflight.tensors.reader import TensorReader
+from inflight.text.text_encoder import TextEncoder
 
 _GUIDE_TYPES = f"one of {', '.join(each.value for each in GuideType)}"
 _WORD_BIAS = ("embedding_bias_words", "embedding_bias_weights")

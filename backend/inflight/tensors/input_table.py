@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.additional_outputs import CONTEXT, GENERATION
-from inflight.triton.tensor_spec import InStream, Neutral, NeutralRule, TensorSpec, TensorTable
+from inflight.tensors.spec import InStream, Neutral, NeutralRule, TensorSpec, TensorTable
 
 
 def _values(*values: float) -> Neutral:

@@ -16,10 +16,10 @@ from inflight.core.request.adapter import Matrix, RawBuffer
 from inflight.core.request.request import Request
 from inflight.errors import ConfigError, InvalidArgument, Unsupported
 from inflight.serving.reply import Prompt, new_text
+from inflight.tensors.requests import ServingContext, convert
+from inflight.tensors.spec import Vocabulary
 from inflight.text.tokenizer import Tokenizer
 from inflight.triton.host import read_model_args
-from inflight.triton.requests import ServingContext, convert
-from inflight.triton.tensor_spec import Vocabulary
 from tests.triton.factories import (
     make_context,
     make_description,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.triton.tensor_reader import decode_utf8
-from inflight.triton.tensor_spec import Vocabulary
+from inflight.tensors.reader import decode_utf8
+from inflight.tensors.spec import Vocabulary
 from tests.triton.factories import make_reader
 
 

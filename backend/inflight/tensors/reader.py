@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from inflight.errors import InvalidArgument, RequestError, Unsupported
+from inflight.tensors.spec import Neutral, NeutralRule, TensorSpec, TensorTable, Vocabulary
 from inflight.triton.bfloat16 import bfloat16_bits
-from inflight.triton.tensor_spec import Neutral, NeutralRule, TensorSpec, TensorTable, Vocabulary
 
 _Read = TypeVar("_Read")
 

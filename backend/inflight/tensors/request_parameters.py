@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.triton.tensor_spec import TensorTable, Vocabulary
-from inflight.triton.tensors import INPUTS
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.spec import TensorTable, Vocabulary
 
 PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT = "request_priority", "client_id", "allotted_time_ms", "timeout"
 END_IDS, ERROR_CODES = "end_ids", "error_codes"

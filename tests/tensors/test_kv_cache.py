@@ -9,8 +9,8 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument
-from inflight.triton.requests import Naming, convert
-from inflight.triton.tensor_spec import Vocabulary
+from inflight.tensors.requests import Naming, convert
+from inflight.tensors.spec import Vocabulary
 from tests.triton.factories import ALL_OUTPUTS, make_context, make_reader, token_inputs
 
 

@@ -13,10 +13,10 @@ from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.errors import Unsupported
 from inflight.serving.reply import ReplyOptions
-from inflight.triton.requests import Naming, ServingContext, convert, wants_state, wants_stop
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensor_spec import NeutralRule, TensorSpec, Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS
+from inflight.tensors.input_table import INPUTS, OUTPUTS
+from inflight.tensors.reader import NUMPY_TYPES
+from inflight.tensors.requests import Naming, ServingContext, convert, wants_state, wants_stop
+from inflight.tensors.spec import NeutralRule, TensorSpec, Vocabulary
 from tests.triton.factories import (
     make_context,
     make_reader,

@@ -13,12 +13,12 @@ import torch
 from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawBuffer
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.triton.inference_request import InferenceRequest
-from inflight.triton.lora_tensors import read_adapter_command, read_lora, wants_adapters
-from inflight.triton.requests import convert
-from inflight.triton.tensor_reader import TensorReader
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS
+from inflight.tensors.inference_request import InferenceRequest
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.lora import read_adapter_command, read_lora, wants_adapters
+from inflight.tensors.reader import TensorReader
+from inflight.tensors.requests import convert
+from inflight.tensors.spec import Vocabulary
 from tests.triton.factories import (
     make_context,
     make_limits,

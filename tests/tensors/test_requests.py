@@ -11,8 +11,8 @@ import pytest
 from inflight.core.request.request import Request
 from inflight.errors import InflightError, InvalidArgument, Unsupported
 from inflight.serving.reply import Prompt, ReplyOptions
-from inflight.triton.requests import Naming, ServingContext, convert, wants_stop
-from inflight.triton.tensor_spec import Vocabulary
+from inflight.tensors.requests import Naming, ServingContext, convert, wants_stop
+from inflight.tensors.spec import Vocabulary
 from tests.triton.factories import (
     ALL_OUTPUTS,
     make_context,

@@ -15,12 +15,12 @@ import numpy as np
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.serving.reply import Prompt
-from inflight.serving.text_encoder import NO_TEXT
-from inflight.triton.lora_tensors import wants_adapters
-from inflight.triton.requests import Naming, ServingContext, convert, wants_state, wants_stop
-from inflight.triton.tensor_reader import TensorReader
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS
+from inflight.tensors.input_table import INPUTS, OUTPUTS
+from inflight.tensors.lora import wants_adapters
+from inflight.tensors.reader import TensorReader
+from inflight.tensors.requests import Naming, ServingContext, convert, wants_state, wants_stop
+from inflight.tensors.spec import Vocabulary
+from inflight.text.text_encoder import NO_TEXT
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ import pytest
 
 from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.triton.request_parameters import (
+from inflight.tensors.request_parameters import (
     HARMLESS,
     NO_PARAMETERS,
     RequestParameters,
     read_request_parameters,
     wants_error_codes,
 )
-from inflight.triton.requests import Naming, convert
-from inflight.triton.tensor_spec import Vocabulary
+from inflight.tensors.requests import Naming, convert
+from inflight.tensors.spec import Vocabulary
 from tests.triton.factories import ALL_OUTPUTS, make_context, make_reader, token_inputs
 
 LARGEST = 2**63 - 1

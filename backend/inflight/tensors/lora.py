@@ -13,7 +13,7 @@ from inflight.adapters.lora_tensors import lora_weights
 from inflight.core.request.adapter import LoraRequest, LoraWeights
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.triton.tensor_reader import TensorReader
+from inflight.tensors.reader import TensorReader
 
 _PEFT = "hf"
 _LARGEST_TASK_ID = (1 << 64) - 1

@@ -24,21 +24,15 @@ from inflight.core.request.adapter import PromptTable
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.request import EngineDescription, ModelLimits, OutputConfig, Request
 from inflight.errors import InvalidArgument
-from inflight.serving import text_encoder
 from inflight.serving.reply import Prompt, ReplyOptions
-from inflight.serving.text_encoder import TextEncoder
-from inflight.triton.lora_tensors import read_lora
-from inflight.triton.request_parameters import NO_PARAMETERS, RequestParameters
-from inflight.triton.sampling_tensors import (
-    read_bias,
-    read_draft,
-    read_drafting,
-    read_guide,
-    read_sampling_config,
-)
-from inflight.triton.tensor_reader import TensorReader, each_row
-from inflight.triton.tensor_spec import TensorSpec, Vocabulary
-from inflight.triton.tensors import OUTPUTS, is_additional
+from inflight.tensors.input_table import OUTPUTS, is_additional
+from inflight.tensors.lora import read_lora
+from inflight.tensors.reader import TensorReader, each_row
+from inflight.tensors.request_parameters import NO_PARAMETERS, RequestParameters
+from inflight.tensors.sampling import read_bias, read_draft, read_drafting, read_guide, read_sampling_config
+from inflight.tensors.spec import TensorSpec, Vocabulary
+from inflight.text import text_encoder
+from inflight.text.text_encoder import TextEncoder
 
 NO_ID = -1
 _DEFAULT_PRIORITY = 0.5
