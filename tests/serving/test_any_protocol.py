@@ -12,8 +12,9 @@ import pytest
 
 from inflight.core.request.stop import FinishReason
 from inflight.errors import AlreadyExists, InflightError
+from inflight.prompt import Output
 from inflight.serving.in_flight import InFlight, InFlightRequest
-from inflight.serving.reply import Output, Reply, new_text
+from inflight.serving.reply import Reply, new_text
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
 from tests.triton.factories import FakeEngineClient, make_prompt, make_response

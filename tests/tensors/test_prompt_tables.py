@@ -15,7 +15,8 @@ from inflight.config import Role
 from inflight.core.request.adapter import Matrix, RawBuffer
 from inflight.core.request.request import Request
 from inflight.errors import ConfigError, InvalidArgument, Unsupported
-from inflight.serving.reply import Prompt, new_text
+from inflight.prompt import Prompt
+from inflight.serving.reply import new_text
 from inflight.tensors.requests import ServingContext, convert
 from inflight.tensors.spec import Vocabulary
 from inflight.text.tokenizer import Tokenizer

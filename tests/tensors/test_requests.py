@@ -10,7 +10,7 @@ import pytest
 
 from inflight.core.request.request import Request
 from inflight.errors import InflightError, InvalidArgument, Unsupported
-from inflight.serving.reply import Prompt, ReplyOptions
+from inflight.prompt import Prompt, ReplyOptions
 from inflight.tensors.requests import Naming, ServingContext, convert, wants_stop
 from inflight.tensors.spec import Vocabulary
 from tests.triton.factories import (

@@ -12,7 +12,7 @@ from inflight.core.kv.retention import Retention, TokenRangeRetention
 from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.errors import Unsupported
-from inflight.serving.reply import ReplyOptions
+from inflight.prompt import ReplyOptions
 from inflight.tensors.input_table import INPUTS, OUTPUTS
 from inflight.tensors.reader import NUMPY_TYPES
 from inflight.tensors.requests import Naming, ServingContext, convert, wants_state, wants_stop

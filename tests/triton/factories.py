@@ -15,9 +15,10 @@ from inflight.core.request.request import EngineDescription, ModelLimits, Reques
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import InflightError
+from inflight.prompt import Prompt, ReplyOptions
 from inflight.serving.completion_text import CompletionText
 from inflight.serving.in_flight import InFlightRequest
-from inflight.serving.reply import Prompt, Reply, ReplyOptions
+from inflight.serving.reply import Reply
 from inflight.tensors.input_table import INPUTS, OUTPUTS
 from inflight.tensors.reader import NUMPY_TYPES, TensorReader
 from inflight.tensors.requests import Naming, ServingContext

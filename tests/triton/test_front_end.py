@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
+from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.errors import ConfigError, StepFailed, Unavailable
@@ -327,3 +330,15 @@ def test_special_tokens_are_shown_where_the_parameter_says_so_and_stop_either_wa
             stage.finish([*the, special, *dog])
             assert value_of(request.sender.wait_final()[0], "text_output") == [text]
         front_end.close()
+
+
+def test_a_front_end_keeps_no_weights_that_it_has_handed_on(build: Build) -> None:
+    """A reply lives as long as its request, and adapters are large."""
+    stage = build()
+    rows, config = np.ones([1, 2, 6], np.float16), np.array([[[1, 0, 2, 0], [3, 1, 1, 1]]], np.int32)
+    stage.take(make_triton_request(token_inputs(lora_task_id=7, lora_weights=rows, lora_config=config)))
+    (_, request) = stage.client.submitted.popitem()
+    assert request.lora is not None and request.lora.weights is not None
+    weights = request.lora.weights
+    del request  # the engine has given them to its cache
+    assert not [each for each in gc.get_referrers(weights) if isinstance(each, LoraRequest)]

@@ -39,12 +39,12 @@ from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, Decod
 from inflight.executor.fields import FieldChecker
 from inflight.executor.typed import Typed
 from inflight.load_model import LoadModel, load_model
-from inflight.serving.reply import Output, Prompt
+from inflight.prompt import Output, Prompt
 from inflight.tensors.inference_request import InferenceRequest as TensorMap
 from inflight.tensors.input_table import INPUTS, OUTPUTS
+from inflight.tensors.output_arrays import make_array
 from inflight.tensors.reader import NUMPY_TYPES
 from inflight.tensors.spec import Vocabulary
-from inflight.triton.responses import make_array
 
 if TYPE_CHECKING:
     import torch

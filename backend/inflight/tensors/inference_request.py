@@ -14,7 +14,7 @@ import numpy as np
 
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.serving.reply import Prompt
+from inflight.prompt import Prompt
 from inflight.tensors.input_table import INPUTS, OUTPUTS
 from inflight.tensors.lora import wants_adapters
 from inflight.tensors.reader import TensorReader

@@ -1,8 +1,7 @@
-"""Reads one Triton request's input tensors by the table's names and turns every surprise into a named error.
+"""Reads a request's input tensors by the table's names; whatever is wrong becomes an error that names the tensor.
 
 Owns shapes, data types, aliases, the rows of a batch and the refusal of what is declared but not built. Does not
-know what a request does with the values. Runs on the thread that calls execute, or for long texts on one of those
-beside it.
+know what a request does with the values. Any thread.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from inflight.errors import InvalidArgument, RequestError, Unsupported
 from inflight.tensors.spec import Neutral, NeutralRule, TensorSpec, TensorTable, Vocabulary
-from inflight.triton.bfloat16 import bfloat16_bits
 
 _Read = TypeVar("_Read")
 
@@ -65,11 +63,6 @@ class TensorReader:
                 self._unknown.append(wire_name)
             else:
                 self._sent.setdefault(spec.name, []).append(_Sent(wire_name, array))
-
-    @classmethod
-    def of_request(cls, request: Any, table: TensorTable, vocabulary: Vocabulary) -> TensorReader:
-        """The reader of a request of Triton's."""
-        return cls({tensor.name(): _as_array(tensor) for tensor in request.inputs()}, table, vocabulary)
 
     def rows(self) -> list[TensorReader]:
         """A reader for each prompt of the batch: row i of every tensor.
@@ -218,17 +211,6 @@ class TensorReader:
                     f"{_shown(other.array)}: they are two names of one tensor, send one of them"
                 )
         return found[0] if found else None
-
-
-def _as_array(tensor: Any) -> np.ndarray:
-    """A tensor of Triton's; one of BF16, which Triton refuses to make an array of, as its bits."""
-    try:
-        return tensor.as_numpy()
-    except Exception:  # of a class that only Triton's stub has
-        bits = bfloat16_bits(tensor.to_dlpack())
-        if bits is None:
-            raise
-        return bits
 
 
 def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:

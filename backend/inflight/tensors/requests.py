@@ -24,7 +24,7 @@ from inflight.core.request.adapter import PromptTable
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.request import EngineDescription, ModelLimits, OutputConfig, Request
 from inflight.errors import InvalidArgument
-from inflight.serving.reply import Prompt, ReplyOptions
+from inflight.prompt import Prompt, ReplyOptions
 from inflight.tensors.input_table import OUTPUTS, is_additional
 from inflight.tensors.lora import read_lora
 from inflight.tensors.reader import TensorReader, each_row

@@ -19,10 +19,11 @@ from typing import Any
 from inflight.core.ports import EngineClient
 from inflight.core.request.request import EngineDescription
 from inflight.errors import InflightError, Unsupported, unexpected
+from inflight.prompt import Prompt
 from inflight.serving.client_lanes import ClientLanes
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.in_flight import ClientStream, Ending, InFlight, InFlightRequest, error_of_ending
-from inflight.serving.reply import NewText, Prompt, Repetition, Reply, new_text
+from inflight.serving.reply import NewText, Repetition, Reply, new_text
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
 from inflight.tensors.input_table import INPUTS
@@ -44,6 +45,7 @@ from inflight.text.text_encoder import TextEncoder
 from inflight.triton.adapter_requests import AdapterRequests
 from inflight.triton.cancellation import CancellationWatcher
 from inflight.triton.host import ModelArgs
+from inflight.triton.input_arrays import input_arrays
 from inflight.triton.responses import ResponseBuilder, TritonStream
 
 _log = logging.getLogger(__name__)
@@ -147,7 +149,7 @@ class FrontEnd:
             self._vocabulary,
             self._model.parameters.ignored_request_parameters,
         )
-        reader = TensorReader.of_request(triton_request, INPUTS, self._vocabulary)
+        reader = TensorReader(input_arrays(triton_request), INPUTS, self._vocabulary)
         if wants_stop(reader):
             self._in_flight.stop(triton_request.request_id())
             stream.finish(self._responses.empty())

@@ -34,6 +34,7 @@ from inflight.tensors.spec import TensorTable, Vocabulary
 from inflight.text.text_encoder import TextEncoder
 from inflight.text.words import biased_ids
 from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
+from inflight.triton.input_arrays import input_arrays
 from inflight.triton.responses import triton_error
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -82,7 +83,7 @@ class TextModel(ABC):
             refuse_unread(
                 given, self.inputs, Vocabulary.TOKENS, (TIMEOUT, *self.parameters.ignored_request_parameters)
             )
-            reader = TensorReader.of_request(request, self.inputs, Vocabulary.TOKENS)
+            reader = TensorReader(input_arrays(request), self.inputs, Vocabulary.TOKENS)
             reader.refuse_unbuilt()
             outputs = self.convert(reader.rows())
         except InflightError as error:
