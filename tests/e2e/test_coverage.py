@@ -10,7 +10,8 @@ from types import FunctionType
 import pytest
 from _pytest.mark.structures import Mark, ParameterSet
 
-from inflight.tensors.input_table import INPUTS, OUTPUTS
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.output_table import OUTPUTS
 from inflight.tensors.spec import TensorTable, Vocabulary
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.tensors.input_table import OUTPUTS
+from inflight.tensors.output_table import OUTPUTS
 from inflight.tensors.spec import Vocabulary
 from inflight.text.tokenizer import Tokenizer
 

@@ -17,7 +17,8 @@ from inflight.serving.in_flight import InFlight, InFlightRequest
 from inflight.serving.reply import Reply, new_text
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
-from tests.triton.factories import FakeEngineClient, make_prompt, make_response
+from tests.tensors.factories import make_prompt
+from tests.triton.factories import FakeEngineClient, make_response
 from tests.triton.letters import letter_tokenizer
 
 WAIT_S = 30

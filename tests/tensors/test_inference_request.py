@@ -21,7 +21,7 @@ from inflight.errors import InvalidArgument, Unsupported
 from inflight.tensors.inference_request import InferenceRequest
 from inflight.testing.fake_engine import FakeEngine
 from inflight.testing.fake_model import expected_beams, expected_log_probs, expected_tokens
-from tests.triton.factories import make_limits
+from tests.tensors.factories import make_limits
 
 VOCABULARY = 50
 LIMITS = EngineLimits(

@@ -11,13 +11,14 @@ from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawB
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.tensors.inference_request import InferenceRequest
-from inflight.tensors.lora import read_adapter_command, read_lora, wants_adapters
+from inflight.tensors.lora import read_adapter_command, read_lora
 from inflight.tensors.requests import convert
 from inflight.tensors.spec import Vocabulary
-from tests.triton.factories import (
+from tests.tensors.factories import (
     make_context,
     make_limits,
     make_reader,
+    make_rows,
     text_inputs,
     token_inputs,
 )
@@ -80,7 +81,7 @@ def test_it_is_part_of_the_request_each_row_of_a_batch_with_its_own() -> None:
         lora_weights=np.concatenate([ROWS, ROWS + 1]),
         lora_config=np.concatenate([CONFIG, CONFIG]),
     )
-    first, second = convert(make_reader(inputs), make_context())
+    first, second = convert(make_rows(inputs), make_context())
     assert first.request.lora == LoraRequest(3, weights=weights(ROWS, "float16"))
     assert second.request.lora == LoraRequest(4, weights=weights(ROWS + 1, "float16"))
 
@@ -151,7 +152,7 @@ def test_what_does_not_go_together(tensors: dict[str, object], message: str) -> 
 
 def command(text: object) -> AdapterCommand:
     given = text if isinstance(text, str) else json.dumps(text)
-    return read_adapter_command(make_reader({"lora_command": np.array([given.encode()], np.object_)}))
+    return read_adapter_command(make_rows({"lora_command": np.array([given.encode()], np.object_)}))
 
 
 def test_commands() -> None:
@@ -199,11 +200,4 @@ def test_commands_that_are_none(text: object, problem: str) -> None:
 def test_a_batch_is_no_command() -> None:
     two = np.array([b'{"command": "list"}'] * 2, np.object_)
     with pytest.raises(InvalidArgument, match="lora_command takes one command, got a batch of 2"):
-        read_adapter_command(make_reader({"lora_command": two}))
-
-
-@pytest.mark.parametrize("vocabulary", Vocabulary)
-def test_only_a_command_is_one(vocabulary: Vocabulary) -> None:
-    assert wants_adapters(make_reader({"lora_command": np.array([b"x"], np.object_)}, vocabulary))
-    assert not wants_adapters(make_reader({"lora_command": np.array([b""], np.object_)}, vocabulary))
-    assert not wants_adapters(make_reader({}, vocabulary))
+        read_adapter_command(make_rows({"lora_command": two}))

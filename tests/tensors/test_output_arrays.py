@@ -8,11 +8,11 @@ import pytest
 from inflight.core.request.request import FloatTensor, OutputConfig
 from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
 from inflight.prompt import Output
-from inflight.tensors.input_table import OUTPUTS
 from inflight.tensors.output_arrays import make_array
+from inflight.tensors.output_table import OUTPUTS
 from inflight.tensors.reader import NUMPY_TYPES
 from inflight.tensors.spec import TensorSpec
-from tests.triton.factories import make_beams, make_prompt, make_result
+from tests.tensors.factories import make_beams, make_prompt, make_result
 
 VOCABULARY = 5
 METRICS = PerfMetrics(

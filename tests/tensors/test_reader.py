@@ -8,7 +8,7 @@ import pytest
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.tensors.reader import decode_utf8
 from inflight.tensors.spec import Vocabulary
-from tests.triton.factories import make_reader
+from tests.tensors.factories import make_reader
 
 
 @pytest.mark.parametrize("shape", [[], [1], [1, 1], [1, 1, 1]])

@@ -20,15 +20,8 @@ from inflight.tensors.input_table import INPUTS
 from inflight.tensors.reader import NUMPY_TYPES
 from inflight.tensors.spec import TensorSpec, Vocabulary
 from inflight.triton.models.text_models import Postprocessing, Preprocessing, TextModel
-from tests.triton.factories import (
-    as_inputs,
-    make_description,
-    make_limits,
-    make_parameters,
-    make_triton_request,
-    text_inputs,
-    token_inputs,
-)
+from tests.tensors.factories import as_inputs, make_description, make_limits, text_inputs, token_inputs
+from tests.triton.factories import make_parameters, make_triton_request
 from tests.triton.fake_pb_utils import FakePbUtils, InferenceResponse, TritonError
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage

@@ -16,17 +16,9 @@ from inflight.errors import ConfigError, StepFailed, Unavailable
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.tensors.spec import Vocabulary
 from inflight.triton.front_end import FrontEnd
+from tests.tensors.factories import ALL_OUTPUTS, make_description, text_inputs, token_inputs
 from tests.text.tiny_tokenizers import tokenizer
-from tests.triton.factories import (
-    ALL_OUTPUTS,
-    make_description,
-    make_model_args,
-    make_parameters,
-    make_response,
-    make_triton_request,
-    text_inputs,
-    token_inputs,
-)
+from tests.triton.factories import make_model_args, make_parameters, make_response, make_triton_request
 from tests.triton.fake_pb_utils import InferenceRequest, TritonError
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage, error_of, value_of

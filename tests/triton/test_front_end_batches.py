@@ -13,14 +13,8 @@ from inflight.errors import ConfigError, Unavailable
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.tensors.spec import Vocabulary
 from inflight.triton.front_end import FrontEnd
-from tests.triton.factories import (
-    FakeEngineClient,
-    make_model_args,
-    make_result,
-    make_triton_request,
-    text_inputs,
-    token_inputs,
-)
+from tests.tensors.factories import make_result, text_inputs, token_inputs
+from tests.triton.factories import FakeEngineClient, make_model_args, make_triton_request
 from tests.triton.fake_pb_utils import TritonError
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage, error_of, value_of

@@ -14,7 +14,7 @@ from inflight.tensors.lora import read_lora
 from inflight.tensors.reader import TensorReader
 from inflight.tensors.spec import Vocabulary
 from inflight.triton.input_arrays import input_arrays
-from tests.triton.factories import make_reader
+from tests.tensors.factories import make_reader
 
 
 class BFloat16Tensor:

@@ -41,8 +41,9 @@ from inflight.executor.typed import Typed
 from inflight.load_model import LoadModel, load_model
 from inflight.prompt import Output, Prompt
 from inflight.tensors.inference_request import InferenceRequest as TensorMap
-from inflight.tensors.input_table import INPUTS, OUTPUTS
+from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_arrays import make_array
+from inflight.tensors.output_table import OUTPUTS
 from inflight.tensors.reader import NUMPY_TYPES
 from inflight.tensors.spec import Vocabulary
 

@@ -16,7 +16,7 @@ from inflight.additional_outputs import CONTEXT, GENERATION
 from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import PerfMetrics, TopLogProbs
 from inflight.prompt import Output
-from inflight.tensors.input_table import OUTPUTS, is_additional
+from inflight.tensors.output_table import OUTPUTS, is_additional
 
 _NO_PAD = -1
 

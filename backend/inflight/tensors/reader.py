@@ -41,10 +41,10 @@ class _Sent:
 
 
 class TensorReader:
-    """The inputs of one request. Names are the table's main names; errors use the name the client knows.
+    """The inputs of one request, or those of a row of its batch.
 
-    An empty tensor counts as absent. Scalars may come in any shape with one element, arrays with or without the
-    leading 1 of the batch dimension.
+    Names are the table's main names; errors use the name that the client knows. An empty tensor counts as absent.
+    Scalars may come in any shape with one element, arrays with or without the leading 1 of the batch dimension.
 
     Args:
         arrays: By the names that the client sent; strings as object arrays of bytes.
@@ -148,7 +148,7 @@ class TensorReader:
         return [] if array is None else [decode_utf8(raw, self.shown_name(name)) for raw in array.tolist()]
 
     def text_sizes(self, name: str) -> list[int]:
-        """Bytes of each element of a BYTES tensor, in all rows; none when absent or of another type."""
+        """Bytes of each element of a BYTES tensor; none when absent or of another type."""
         return [
             len(raw)
             for sent in self._sent.get(name, ())
@@ -164,6 +164,11 @@ class TensorReader:
         """An array of the row's rank, without the batch dimension; None when absent or empty."""
         found = self._find(self._table[name])
         return None if found is None else _without_batch(found, self._table[name])
+
+    def integers(self, name: str) -> list[int] | None:
+        """The numbers of an array of one dimension; None when absent or empty."""
+        array = self.array(name)
+        return None if array is None else array.tolist()
 
     def refuse_unbuilt(self) -> None:
         """Raise Unsupported for a tensor that asks for what this version does not do, or that it does not know."""

@@ -1,7 +1,7 @@
-"""The tensors of one prompt that say how tokens are chosen, to a SamplingConfig, a bias, drafts and a guide.
+"""The tensors of one prompt that say how its tokens are chosen: sampling controls, bias, drafts and guide.
 
 Each sampling control says itself which tensor it comes by (`core/request/sampling_config.py`). Does not check
-ranges: Request.validate does. Runs on the thread that calls execute, or for long texts on one of those beside it.
+ranges: Request.validate does. Any thread.
 """
 
 from __future__ import annotations

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.config import PARAMETERS, ParameterSpec, Role
-from inflight.tensors.input_table import (
-    INPUTS,
-    OUTPUTS,
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.spec import TensorSpec, TensorTable, Vocabulary
+from inflight.tensors.text_model_tables import (
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,
     PREPROCESSING_OUTPUTS,
 )
-from inflight.tensors.spec import TensorSpec, TensorTable, Vocabulary
 
 DEFAULT_MAX_BATCH_SIZE = 64
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from inflight.errors import ERROR_CODES, InflightError
 from inflight.prompt import Output
-from inflight.tensors.input_table import OUTPUTS, is_additional
 from inflight.tensors.output_arrays import make_array, without_elements
+from inflight.tensors.output_table import OUTPUTS, is_additional
 from inflight.tensors.reader import NUMPY_TYPES
 
 _NO_PAD = -1
