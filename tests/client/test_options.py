@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.spec import Vocabulary
 from inflight_client import Client, Completion, Guide, PerfMetrics, Sequence, TopLogProb
 from inflight_client.options import NAMES, read_options
 from inflight_client.tensors import generate_call

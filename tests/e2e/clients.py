@@ -15,9 +15,9 @@ import tritonclient.http as http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from inflight.server.client_apis import CONTROL_KEY_HEADER, ClientApis
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.reader import NUMPY_TYPES
+from inflight.tensors.spec import Vocabulary
 
 # Every name of every vocabulary; a name is of one type wherever it occurs.
 DTYPES = {

@@ -10,8 +10,9 @@ from types import FunctionType
 import pytest
 from _pytest.mark.structures import Mark, ParameterSet
 
-from inflight.triton.tensor_spec import TensorTable, Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.spec import TensorTable, Vocabulary
 
 
 def marks_of(function: FunctionType) -> Iterator[Mark]:

@@ -20,9 +20,11 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inflight.server.launch import TritonServer
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.spec import Vocabulary
+from inflight.tensors.text_model_tables import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
 from inflight.testing.fake_server import serve_fake
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS, POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
 
 from .clients import completion
 from .conftest import DEMO_MODEL

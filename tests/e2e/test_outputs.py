@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.spec import Vocabulary
 from inflight.text.tokenizer import Tokenizer
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import OUTPUTS
 
 from .clients import Answer, ask, completion, infer, unary
 

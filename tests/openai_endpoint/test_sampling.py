@@ -12,7 +12,7 @@ from inflight.errors import InvalidArgument
 from inflight.openai.errors import ApiError
 from inflight.openai.protocol import ChatBody, CompletionBody
 from inflight.openai.sampling import Asked, choose_seed, make_prompt, room_for
-from inflight.serving.text_encoder import TextEncoder
+from inflight.text.text_encoder import TextEncoder
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.serving import DEMO
 

@@ -12,11 +12,13 @@ import pytest
 
 from inflight.core.request.stop import FinishReason
 from inflight.errors import AlreadyExists, InflightError
+from inflight.prompt import Output
 from inflight.serving.in_flight import InFlight, InFlightRequest
-from inflight.serving.reply import Output, Reply, new_text
+from inflight.serving.reply import Reply, new_text
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
-from tests.triton.factories import FakeEngineClient, make_prompt, make_response
+from tests.tensors.factories import make_prompt
+from tests.triton.factories import FakeEngineClient, make_response
 from tests.triton.letters import letter_tokenizer
 
 WAIT_S = 30
@@ -114,7 +116,7 @@ def test_an_id_in_flight_is_taken_unless_its_client_is_gone(server: LineServer) 
 
 
 def test_serving_imports_neither_triton_nor_torch() -> None:
-    modules = "completion_text, in_flight, metric_table, reply, sender, text_encoder"
+    modules = "completion_text, in_flight, metric_table, reply, sender"
     code = (
         f"from inflight.serving import {modules}; import sys; "
         "sys.exit(any(name == 'torch' or name.startswith('inflight.triton') for name in sys.modules))"

@@ -17,8 +17,8 @@ from inflight.errors import Unsupported
 from inflight.serving.completion_text import CompletionText, TextDelta, TokenizerFinder, cut_at_stop
 from inflight.text.stop_strings import StopStrings
 from inflight.text.tokenizer import Tokenizer
+from tests.tensors.factories import make_beams, make_result
 from tests.text.tiny_tokenizers import NAMES, byte_ids, tokenizer
-from tests.triton.factories import make_beams, make_result
 from tests.triton.letters import letter_tokenizer, save_letter_tokenizer
 
 

@@ -12,7 +12,8 @@ from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.errors import AlreadyExists, Cancelled, InvalidArgument, Unavailable
 from inflight.serving.in_flight import Arrival, Ending, InFlight, InFlightRequest
-from tests.triton.factories import FakeEngineClient, make_entry, make_request
+from tests.tensors.factories import make_request
+from tests.triton.factories import FakeEngineClient, make_entry
 from tests.triton.fake_pb_utils import ResponseSender
 
 

@@ -11,10 +11,12 @@ from inflight.core.request.request import FloatTensor, OutputConfig
 from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
+from inflight.prompt import Output
 from inflight.serving.completion_text import CompletionText
-from inflight.serving.reply import AS_UPSTREAM, Output, Repetition, Reply
+from inflight.serving.reply import AS_UPSTREAM, Repetition, Reply
 from inflight.text.stop_strings import StopStrings
-from tests.triton.factories import make_beams, make_prompt, make_reply, make_result
+from tests.tensors.factories import make_beams, make_prompt, make_result
+from tests.triton.factories import make_reply
 from tests.triton.letters import letter_tokenizer
 
 LENGTH, STOP_WORDS, NOT_FINISHED = FinishReason.LENGTH, FinishReason.STOP_WORDS, FinishReason.NOT_FINISHED

@@ -6,15 +6,10 @@ from inflight.config import Role
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.tensors.spec import Vocabulary
 from inflight.triton.front_end import FrontEnd
-from inflight.triton.tensor_spec import Vocabulary
-from tests.triton.factories import (
-    FakeEngineClient,
-    make_description,
-    make_model_args,
-    make_parameters,
-    make_result,
-)
+from tests.tensors.factories import make_description, make_result
+from tests.triton.factories import FakeEngineClient, make_model_args, make_parameters
 from tests.triton.fake_pb_utils import FakePbUtils, InferenceRequest, ResponseSender, Sent
 from tests.triton.letters import letter_tokenizer
 

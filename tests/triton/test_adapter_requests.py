@@ -11,8 +11,9 @@ import pytest
 
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.errors import NotFound
-from inflight.triton.tensor_spec import Vocabulary
-from tests.triton.factories import make_description, make_triton_request, token_inputs
+from inflight.tensors.spec import Vocabulary
+from tests.tensors.factories import make_description, token_inputs
+from tests.triton.factories import make_triton_request
 from tests.triton.fake_pb_utils import ResponseSender, TritonError
 from tests.triton.stage import Stage, error_of, value_of
 

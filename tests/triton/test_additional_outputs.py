@@ -16,21 +16,14 @@ from inflight.core.request.stop import FinishReason
 from inflight.errors import ConfigError
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.response_size import ResponseBudget
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.spec import Vocabulary
 from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import ModelArgs, complete_config, read_model_args
 from inflight.triton.models.engine import TritonPythonModel
 from inflight.triton.models.remote import Ensemble, Infer
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import OUTPUTS
-from tests.triton.factories import (
-    FakeEngineClient,
-    make_description,
-    make_limits,
-    make_model_config,
-    make_response,
-    make_triton_request,
-    token_inputs,
-)
+from tests.tensors.factories import make_description, make_limits, token_inputs
+from tests.triton.factories import FakeEngineClient, make_model_config, make_response, make_triton_request
 from tests.triton.fake_pb_utils import FakePbUtils, TritonError
 from tests.triton.stage import error_of
 

@@ -14,7 +14,8 @@ from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
 from inflight.triton.cancellation import CancellationWatcher
 from inflight.triton.responses import ResponseBuilder
-from tests.triton.factories import FakeEngineClient, make_entry, make_request, make_response
+from tests.tensors.factories import make_request
+from tests.triton.factories import FakeEngineClient, make_entry, make_response
 from tests.triton.fake_pb_utils import FakePbUtils, ResponseSender
 
 

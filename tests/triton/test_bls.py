@@ -12,7 +12,8 @@ import pytest
 from inflight.errors import ConfigError
 from inflight.testing import fake_server
 from inflight.triton.models.remote import Bls, Ensemble
-from tests.triton.factories import make_triton_request, text_inputs
+from tests.tensors.factories import text_inputs
+from tests.triton.factories import make_triton_request
 from tests.triton.fake_pb_utils import FakePbUtils, InferenceRequest, Sent, TritonError
 from tests.triton.letters import save_letter_tokenizer
 from tests.triton.logging_restored import logging_restored

@@ -11,7 +11,8 @@ import pytest
 from inflight.core.request.stop import StopReason
 from inflight.serving.in_flight import Ending, InFlight
 from inflight.triton.cancellation import CancellationWatch, CancellationWatcher
-from tests.triton.factories import FakeEngineClient, make_entry, make_request
+from tests.tensors.factories import make_request
+from tests.triton.factories import FakeEngineClient, make_entry
 from tests.triton.fake_pb_utils import ResponseSender
 
 

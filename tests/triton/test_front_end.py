@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
+from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.errors import ConfigError, StepFailed, Unavailable
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.tensors.spec import Vocabulary
 from inflight.triton.front_end import FrontEnd
-from inflight.triton.tensor_spec import Vocabulary
+from tests.tensors.factories import ALL_OUTPUTS, make_description, text_inputs, token_inputs
 from tests.text.tiny_tokenizers import tokenizer
-from tests.triton.factories import (
-    ALL_OUTPUTS,
-    make_description,
-    make_model_args,
-    make_parameters,
-    make_response,
-    make_triton_request,
-    text_inputs,
-    token_inputs,
-)
+from tests.triton.factories import make_model_args, make_parameters, make_response, make_triton_request
 from tests.triton.fake_pb_utils import InferenceRequest, TritonError
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage, error_of, value_of
@@ -327,3 +322,15 @@ def test_special_tokens_are_shown_where_the_parameter_says_so_and_stop_either_wa
             stage.finish([*the, special, *dog])
             assert value_of(request.sender.wait_final()[0], "text_output") == [text]
         front_end.close()
+
+
+def test_a_front_end_keeps_no_weights_that_it_has_handed_on(build: Build) -> None:
+    """A reply lives as long as its request, and adapters are large."""
+    stage = build()
+    rows, config = np.ones([1, 2, 6], np.float16), np.array([[[1, 0, 2, 0], [3, 1, 1, 1]]], np.int32)
+    stage.take(make_triton_request(token_inputs(lora_task_id=7, lora_weights=rows, lora_config=config)))
+    (_, request) = stage.client.submitted.popitem()
+    assert request.lora is not None and request.lora.weights is not None
+    weights = request.lora.weights
+    del request  # the engine has given them to its cache
+    assert not [each for each in gc.get_referrers(weights) if isinstance(each, LoraRequest)]

@@ -11,16 +11,11 @@ from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import ConfigError, Unavailable
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.tensors.reader import TensorReader
+from inflight.tensors.spec import Vocabulary
 from inflight.triton.front_end import FrontEnd
-from inflight.triton.tensor_spec import Vocabulary
-from tests.triton.factories import (
-    FakeEngineClient,
-    make_model_args,
-    make_result,
-    make_triton_request,
-    text_inputs,
-    token_inputs,
-)
+from tests.tensors.factories import make_result, text_inputs, token_inputs
+from tests.triton.factories import FakeEngineClient, make_model_args, make_triton_request
 from tests.triton.fake_pb_utils import TritonError
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage, error_of, value_of
@@ -243,3 +238,20 @@ def test_room_is_made_for_the_prompt_of_a_batch_that_is_not_streamed(decoupled: 
     for streamed in ([True, False], [True, True], [False, True]):
         decoupled.take(make_triton_request(batch(streaming=np.array(streamed)))).wait_final()
     assert reserved == [False, True, False]
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_the_rows_of_a_batch_are_read_once(
+    decoupled: Stage, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    read, rows = [], TensorReader.rows
+
+    def counted(reader: TensorReader) -> list[TensorReader]:
+        read.append(reader)
+        return rows(reader)
+
+    monkeypatch.setattr(TensorReader, "rows", counted)
+    words = np.full([2, 20], b"ab", np.object_)  # more of them take longer than execute may
+    sender = decoupled.take(make_triton_request(batch(**({"bad_words": words} if long else {}))))
+    decoupled.front_end.close()
+    assert sender.wait_final() and len(read) == 1

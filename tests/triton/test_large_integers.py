@@ -12,24 +12,26 @@ import numpy as np
 import pytest
 
 from inflight.errors import InvalidArgument, RequestError
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.reader import NUMPY_TYPES
+from inflight.tensors.requests import convert
+from inflight.tensors.spec import TensorSpec, Vocabulary
+from inflight.tensors.text_model_tables import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
+from inflight.tensors.wanted_outputs import Naming
 from inflight.triton.models.text_models import Postprocessing, Preprocessing
-from inflight.triton.requests import Naming, convert
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensor_spec import TensorSpec, Vocabulary
-from inflight.triton.tensors import INPUTS, POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
-from tests.triton.factories import (
+from tests.tensors.factories import (
     ALL_OUTPUTS,
     make_context,
     make_description,
     make_limits,
-    make_reader,
+    make_rows,
     text_inputs,
     token_inputs,
 )
+from tests.tensors.test_requests import Codes
 from tests.triton.fake_pb_utils import FakePbUtils
 from tests.triton.letters import save_letter_tokenizer
 from tests.triton.test_models import answer, make_text_model, pb_utils, words  # noqa: F401 - a fixture
-from tests.triton.test_requests import Codes
 
 _INTEGERS = ("INT32", "INT64", "UINT8", "UINT64")
 _ROOM_BYTES = 1 << 30
@@ -61,7 +63,7 @@ def test_a_request_with_any_integer_is_read_or_refused(vocabulary: Vocabulary) -
         for value in extremes(spec) if spec.dtype in _INTEGERS else ():
             num_tried += 1
             try:
-                (prompt,) = convert(make_reader({**inputs, name: value}, vocabulary), context)
+                (prompt,) = convert(make_rows({**inputs, name: value}, vocabulary), context)
             except RequestError as error:
                 assert str(error)
             else:
@@ -121,12 +123,12 @@ def test_a_batch_asks_for_a_bounded_number_of_sequences() -> None:
     context = make_context(description=description)
     ids = {"input_ids": [[5, 6], [7, 8]], "request_output_len": [[4], [4]]}
     fits = token_inputs(**ids, num_return_sequences=[[4], [4]])
-    assert len(convert(make_reader(fits), context)) == 2
+    assert len(convert(make_rows(fits), context)) == 2
     wide = token_inputs(**ids, num_return_sequences=[[4], [5]])
     with pytest.raises(
         InvalidArgument, match=r"num_return_sequences: 2 prompts asked for 9 .* at most 8 \(max_"
     ):
-        convert(make_reader(wide), context)
+        convert(make_rows(wide), context)
     alone = token_inputs(num_return_sequences=9)
     with pytest.raises(InvalidArgument, match=r"num_return_sequences: 1 prompt asked for 9 sequences"):
-        convert(make_reader(alone), context)
+        convert(make_rows(alone), context)

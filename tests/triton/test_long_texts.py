@@ -12,22 +12,14 @@ import pytest
 from inflight.core.request.stop import StopReason
 from inflight.errors import InvalidArgument
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.serving.text_encoder import MAX_WORDS, MAX_WORDS_BYTES, NO_TEXT, TextEncoder
+from inflight.tensors.requests import check_texts
+from inflight.tensors.spec import Vocabulary
+from inflight.text.text_encoder import MAX_WORDS, MAX_WORDS_BYTES, NO_TEXT, TextEncoder
 from inflight.text.tokenizer import Tokenizer
 from inflight.triton.front_end import FrontEnd
-from inflight.triton.requests import check_texts
-from inflight.triton.tensor_spec import Vocabulary
+from tests.tensors.factories import make_description, make_limits, make_rows, text_inputs, token_inputs
 from tests.text.tiny_tokenizers import backend
-from tests.triton.factories import (
-    make_description,
-    make_limits,
-    make_model_args,
-    make_parameters,
-    make_reader,
-    make_triton_request,
-    text_inputs,
-    token_inputs,
-)
+from tests.triton.factories import make_model_args, make_parameters, make_triton_request
 from tests.triton.fake_pb_utils import InferenceRequest, TritonError
 from tests.triton.stage import Stage, error_of, value_of
 
@@ -223,9 +215,9 @@ class Bound(Tokenizer):
 
 
 def check(max_bytes: int | None = 4, **tensors: object) -> None:
-    reader = make_reader(text_inputs(**tensors), Vocabulary.TEXT)
+    rows = make_rows(text_inputs(**tensors), Vocabulary.TEXT)
     encoder = TextEncoder(lambda: Bound(max_bytes))
-    check_texts(reader, encoder, make_limits(max_input_length=10))
+    check_texts(rows, encoder, make_limits(max_input_length=10))
 
 
 def test_a_text_that_cannot_fit_is_refused_unread(stage: LongTextStage) -> None:
@@ -273,5 +265,5 @@ def test_many_words_are_tokenized_beside_execute(stage: LongTextStage) -> None:
 
 
 def test_ids_are_not_bounded_here() -> None:
-    reader = make_reader(token_inputs(input_ids=[[1] * 5000]))
-    check_texts(reader, NO_TEXT, make_limits(max_input_length=10))
+    rows = make_rows(token_inputs(input_ids=[[1] * 5000]))
+    check_texts(rows, NO_TEXT, make_limits(max_input_length=10))

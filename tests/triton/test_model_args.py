@@ -97,3 +97,23 @@ def test_an_input_is_declared_in_the_type_that_its_parameter_says():
         ConfigError, match=r"lora_weights_data_type is TYPE_BF16, but .* lora_weights as TYPE_FP16"
     ):
         read(**declared_inputs("TYPE_FP16"))
+
+
+def prompt_table_args(data_type: str | None, declared: str) -> dict[str, str]:
+    said = {} if data_type is None else {"prompt_embedding_table_data_type": {"string_value": data_type}}
+    config = {
+        "name": "ensemble",
+        "max_batch_size": 4,
+        "parameters": said,
+        "input": [{"name": "prompt_embedding_table", "data_type": declared, "dims": [-1, -1]}],
+    }
+    place = {"model_name": "ensemble", "model_repository": "x", "model_version": "1"}
+    return {"model_config": json.dumps(config), **place}
+
+
+def test_the_declared_type_of_a_prompt_table_has_to_be_the_parameters() -> None:
+    for said, declared in ((None, "TYPE_FP32"), ("TYPE_BF16", "TYPE_BF16"), ("${x}", "TYPE_FP16")):
+        read_model_args(prompt_table_args(said, declared), Role.FRONT_END)
+    problem = r"is TYPE_BF16, but config\.pbtxt declares the input prompt_embedding_table as TYPE_FP16"
+    with pytest.raises(ConfigError, match=problem):
+        read_model_args(prompt_table_args("TYPE_BF16", "TYPE_FP16"), Role.FRONT_END)

@@ -15,12 +15,13 @@ import pytest
 
 from inflight.endpoint import client as endpoint_client
 from inflight.errors import ConfigError
+from inflight.tensors.word_lists import read_word_list
 from inflight.testing import fake_server
 from inflight.triton.models import engine
 from inflight.triton.models.remote import Ensemble, Infer
 from inflight.triton.models.text_models import Postprocessing, Preprocessing, TextModel
-from inflight.triton.requests import read_word_list
-from tests.triton.factories import make_model_config, make_triton_request, text_inputs, token_inputs
+from tests.tensors.factories import text_inputs, token_inputs
+from tests.triton.factories import make_model_config, make_triton_request
 from tests.triton.fake_pb_utils import FakePbUtils, InferenceRequest, InferenceResponse, TritonError
 from tests.triton.letters import letter_tokenizer, save_letter_tokenizer
 from tests.triton.logging_restored import logging_restored

@@ -15,9 +15,9 @@ from inflight.errors import (
     Unavailable,
     Unsupported,
 )
-from inflight.serving.reply import Output
+from inflight.prompt import Output
 from inflight.triton.responses import ResponseBuilder
-from tests.triton.factories import make_prompt, make_result
+from tests.tensors.factories import make_prompt, make_result
 from tests.triton.fake_pb_utils import FakePbUtils, TritonError
 
 BUILDER = ResponseBuilder(FakePbUtils())

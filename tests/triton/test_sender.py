@@ -20,14 +20,8 @@ from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
 from inflight.text.stop_strings import StopStrings
 from inflight.triton.responses import ResponseBuilder
-from tests.triton.factories import (
-    FakeEngineClient,
-    make_entry,
-    make_prompt,
-    make_reply,
-    make_request,
-    make_response,
-)
+from tests.tensors.factories import make_prompt, make_request
+from tests.triton.factories import FakeEngineClient, make_entry, make_reply, make_response
 from tests.triton.fake_pb_utils import FakePbUtils, InferenceResponse, ResponseSender, Sent, TritonError
 from tests.triton.letters import letter_tokenizer
 

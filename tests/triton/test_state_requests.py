@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from inflight.errors import Unavailable
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import OUTPUTS
-from tests.triton.factories import make_description, make_triton_request, token_inputs
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.spec import Vocabulary
+from tests.tensors.factories import make_description, token_inputs
+from tests.triton.factories import make_triton_request
 from tests.triton.fake_pb_utils import ResponseSender, TritonError
 from tests.triton.stage import Stage, error_of, value_of
 

@@ -13,16 +13,10 @@ from inflight.core.request.request import FloatTensor, OutputConfig
 from inflight.core.request.response import PerfMetrics, Response, Result, TopLogProbs
 from inflight.core.request.stop import FinishReason
 from inflight.serving.response_size import response_size
-from inflight.triton.tensor_spec import InStream, TensorSpec
-from inflight.triton.tensors import OUTPUTS
-from tests.triton.factories import (
-    make_description,
-    make_limits,
-    make_request,
-    make_result,
-    make_triton_request,
-    token_inputs,
-)
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.spec import InStream, TensorSpec
+from tests.tensors.factories import make_description, make_limits, make_request, make_result, token_inputs
+from tests.triton.factories import make_triton_request
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage
 

@@ -19,7 +19,8 @@ from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.executor.errors import ExecutorError, InvalidValue
-from inflight.serving.reply import NewText, Output, Prompt, Reply, ReplyOptions, new_text
+from inflight.prompt import Output, Prompt, ReplyOptions
+from inflight.serving.reply import NewText, Reply, new_text
 from inflight.text.tokenizer import Tokenizer
 
 _LONG = 1000

@@ -39,12 +39,13 @@ from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, Decod
 from inflight.executor.fields import FieldChecker
 from inflight.executor.typed import Typed
 from inflight.load_model import LoadModel, load_model
-from inflight.serving.reply import Output, Prompt
-from inflight.triton.inference_request import InferenceRequest as TensorMap
-from inflight.triton.responses import make_array
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS
+from inflight.prompt import Output, Prompt
+from inflight.tensors.inference_request import InferenceRequest as TensorMap
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.output_arrays import make_array
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.reader import NUMPY_TYPES
+from inflight.tensors.spec import Vocabulary
 
 if TYPE_CHECKING:
     import torch

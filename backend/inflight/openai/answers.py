@@ -19,8 +19,8 @@ from inflight.openai.errors import in_fields
 from inflight.openai.log_probs import ranks_in_prompt, top_of_prompt
 from inflight.openai.protocol import SamplingBody
 from inflight.openai.sampling import Asked
+from inflight.prompt import Output, Prompt
 from inflight.serving.completion_text import new_tokens
-from inflight.serving.reply import Output, Prompt
 
 FINISH_REASONS = {
     FinishReason.END_ID: "stop",

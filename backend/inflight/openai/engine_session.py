@@ -20,7 +20,8 @@ from inflight.core.ports import EngineClient
 from inflight.core.request.response import Response, merge_responses
 from inflight.core.request.stop import StopReason
 from inflight.errors import Cancelled, StepFailed
-from inflight.serving.reply import NewText, Output, Prompt, Repetition, Reply
+from inflight.prompt import Output, Prompt
+from inflight.serving.reply import NewText, Repetition, Reply
 
 _T = TypeVar("_T")
 _DELTAS = Repetition(log_probs=False, max_bytes=0)  # nothing of a stream is said twice

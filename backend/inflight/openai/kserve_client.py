@@ -50,13 +50,13 @@ from inflight.errors import (
 from inflight.openai.kserve_description import describe
 from inflight.openai.kserve_streams import Asked, Streams
 from inflight.openai.kserve_tensors import (
-    ERROR_CODES_WANTED,
     ended_result,
     input_tensors,
     output_names,
     read_result,
     request_parameters,
 )
+from inflight.tensors.request_parameters import ERROR_CODES_WANTED
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from inflight.core.kv.retention import RetentionConfig
-from inflight.core.request.request import FloatTensor, Request
+from inflight.core.request.request import Request
 from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.errors import Unsupported
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensors import INPUTS
-
-END_IDS, ERROR_CODES_WANTED = "end_ids", "error_codes"
-"""Request parameters: end ids where there are several, and that errors begin with their code."""
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.reader import NUMPY_TYPES
+from inflight.tensors.request_parameters import END_IDS, ERROR_CODES_WANTED
+from inflight.tensors.sampling import as_float_tensor
+from inflight.tensors.word_lists import pack_words
 
 _NEUTRAL = SamplingConfig()
 _METRICS = {
@@ -132,7 +131,7 @@ def read_result(
         cum_log_probs=tuple(rows["cum_log_probs"].tolist()) if "cum_log_probs" in rows else None,
         top_log_probs=_top_log_probs(rows, num_generated),
         prompt_log_probs=None if prompt_log_probs is None else tuple(prompt_log_probs.tolist()),
-        context_logits=None if context_logits is None else _float_tensor(context_logits),
+        context_logits=None if context_logits is None else as_float_tensor(context_logits),
         perf_metrics=_perf_metrics(rows),
     )
 
@@ -243,18 +242,11 @@ def _array(name: str, value: Any) -> np.ndarray:
     """A value as its tensor, batch dimension included: [1, 1], [1, n], or of words [1, 2, n]."""
     dtype = NUMPY_TYPES[INPUTS[name].dtype]
     if name.endswith("words_list"):
-        return _word_list(value)
+        return pack_words(value)[np.newaxis].astype(dtype)
     values = value if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) else [value]
     if dtype is np.object_:
         return np.array([[text.encode() for text in values]], np.object_)
     return np.asarray(values, dtype)[np.newaxis]
-
-
-def _word_list(words: Sequence[Sequence[int]]) -> np.ndarray:
-    """[1, 2, n]: the ids of all words, and after each word how many ids there are so far, filled up with -1."""
-    ids = [token_id for word in words for token_id in word]
-    ends = list(accumulate(map(len, words)))
-    return np.array([[ids, ends + [-1] * (len(ids) - len(ends))]], np.int32)
 
 
 # ---------------------------------------------------------------- outputs
@@ -280,10 +272,6 @@ def _top_log_probs(
         ]
         for row, count in enumerate(num_generated)
     )
-
-
-def _float_tensor(array: np.ndarray) -> FloatTensor:
-    return FloatTensor(array.shape, np.ascontiguousarray(array, np.float32).tobytes())
 
 
 def _perf_metrics(rows: Mapping[str, np.ndarray]) -> PerfMetrics | None:

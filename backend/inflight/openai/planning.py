@@ -11,7 +11,8 @@ from inflight.openai.errors import ApiError
 from inflight.openai.log_probs import TokenNames
 from inflight.openai.sampling import Asked, longest_prompt, make_prompt
 from inflight.openai.serving_model import ServingModel
-from inflight.serving.reply import NewText, Prompt, new_text
+from inflight.prompt import Prompt
+from inflight.serving.reply import NewText, new_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid, unsupported
 from inflight.openai.protocol import MAX_INT32, ChatBody, SamplingBody
-from inflight.serving.reply import Prompt, ReplyOptions
-from inflight.serving.text_encoder import TextEncoder, check_words
+from inflight.prompt import Prompt, ReplyOptions
+from inflight.text.text_encoder import TextEncoder, check_words
 
 MAX_CONTEXT_LOGITS_BYTES = 1 << 30
 """Most bytes of a prompt's logits, which its likeliest tokens are found in."""

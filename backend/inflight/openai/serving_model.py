@@ -24,7 +24,7 @@ from inflight.openai.errors import ApiError, unsupported
 from inflight.openai.options import OpenAiOptions
 from inflight.serving.chat.template import ChatTemplate, load_chat_template
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.serving.text_encoder import TextEncoder
+from inflight.text.text_encoder import TextEncoder
 from inflight.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
-from inflight.additional_outputs import GENERATION, OfferedOutput
-from inflight.core.request.request import FloatTensor, Request
+from inflight.additional_outputs import GENERATION
+from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import AdditionalOutput, Response, Result, merge_responses
 from inflight.core.request.stop import FinishReason
+from inflight.prompt import Output, Prompt
 from inflight.serving.completion_text import CompletionText, cut_at_stop
 from inflight.text.stop_strings import StopStrings
 from inflight.text.tokenizer import Tokenizer
@@ -28,46 +29,6 @@ _T = TypeVar("_T")
 _ResultAndTexts = tuple[Result, tuple[str, ...] | None]
 _NO_ROWS = FloatTensor((0, 0), b"")
 _FLOAT_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyOptions:
-    """What the reply to a prompt depends on and the engine need not know.
-
-    Attributes:
-        outputs: What the client wants back, by the names of its protocol.
-        named: What the client has named, be it wanted or not; what is not wanted comes without elements.
-        streaming: Whether the client wants responses as they come. The engine may stream all the same.
-        prompt_text: The prompt as it came, None if it came as ids.
-        include_prompt: Whether the text starts with the prompt.
-        stop_strings: Texts that end the output.
-        min_tokens: Tokens before the first one that may complete a stop string.
-        vocab_size: Values in a row of logits; ids from there on are rows of a prompt table.
-        offered: The engine's additional outputs.
-    """
-
-    outputs: frozenset[str]
-    named: frozenset[str] = frozenset()
-    streaming: bool = False
-    prompt_text: str | None = None
-    include_prompt: bool = False
-    stop_strings: tuple[str, ...] = ()
-    min_tokens: int = 0
-    vocab_size: int = 0
-    offered: tuple[OfferedOutput, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt of a client's request.
-
-    Attributes:
-        request: For the engine; its `request_id` is 0: the engine client gives it one.
-        options: For its reply.
-    """
-
-    request: Request
-    options: ReplyOptions
 
 
 def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> NewText:
@@ -85,23 +46,6 @@ def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) ->
         skip_special_tokens,
         options.min_tokens,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One part of a response: a prompt's sequence, its beams, or all of its sequences.
-
-    Attributes:
-        prompt: What was asked.
-        result: The tokens and what belongs to them, a row for each beam or sequence.
-        texts: The text of each row; None if there is no text.
-        batch_index: Which of the request's prompts it is.
-    """
-
-    prompt: Prompt
-    result: Result
-    texts: tuple[str, ...] | None
-    batch_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 from inflight.core.request.response import Response
 from inflight.endpoint.mailbox import Mailbox
 from inflight.errors import InflightError, StepFailed, unexpected
+from inflight.prompt import Output
 from inflight.serving.background import give_way
 from inflight.serving.in_flight import Arrival, Ending, InFlight, error_of_ending
 from inflight.serving.pacing import Pacing
-from inflight.serving.reply import Output
 from inflight.serving.response_size import ResponseBudget
 
 _log = logging.getLogger(__name__)

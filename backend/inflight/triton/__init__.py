@@ -1,5 +1,5 @@
-"""The only package that knows Triton: requests from its tensors, responses to its tensors, and its models.
+"""The only package that knows Triton: its requests and responses, its models and their config.pbtxt, its metrics.
 
-`tensors` has the tables that config.pbtxt is generated from. `triton_python_backend_utils` has its classes only
-once Triton calls `initialize`, so it is imported there, as a module, and passed on.
+What tensors mean is in `inflight.tensors`. `triton_python_backend_utils` has its classes only once Triton calls
+`initialize`, so it is imported there, as a module, and passed on.
 """

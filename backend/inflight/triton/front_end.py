@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,36 +19,27 @@ from typing import Any
 from inflight.core.ports import EngineClient
 from inflight.core.request.request import EngineDescription
 from inflight.errors import InflightError, Unsupported, unexpected
+from inflight.prompt import Prompt
 from inflight.serving.client_lanes import ClientLanes
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.serving.in_flight import ClientStream, Ending, InFlight, InFlightRequest, error_of_ending
-from inflight.serving.reply import NewText, Prompt, Repetition, Reply, new_text
+from inflight.serving.reply import NewText, Repetition, Reply, new_text
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
-from inflight.serving.text_encoder import TextEncoder
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.lora import read_adapter_command
+from inflight.tensors.reader import TensorReader
+from inflight.tensors.request_kind import RequestKind, request_kind
+from inflight.tensors.request_parameters import RequestParameters, read_request_parameters, wants_error_codes
+from inflight.tensors.requests import ServingContext, check_texts, client_id, convert, tokenizing_cost
+from inflight.tensors.spec import Vocabulary
+from inflight.tensors.wanted_outputs import Naming
+from inflight.text.text_encoder import TextEncoder
 from inflight.triton.adapter_requests import AdapterRequests
 from inflight.triton.cancellation import CancellationWatcher
 from inflight.triton.host import ModelArgs
-from inflight.triton.lora_tensors import read_adapter_command, wants_adapters
-from inflight.triton.request_parameters import (
-    RequestParameters,
-    read_request_parameters,
-    wants_error_codes,
-)
-from inflight.triton.requests import (
-    Naming,
-    ServingContext,
-    check_texts,
-    client_id,
-    convert,
-    tokenizing_cost,
-    wants_state,
-    wants_stop,
-)
+from inflight.triton.input_arrays import input_arrays
 from inflight.triton.responses import ResponseBuilder, TritonStream
-from inflight.triton.tensor_reader import TensorReader
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS
 
 _log = logging.getLogger(__name__)
 
@@ -151,33 +142,35 @@ class FrontEnd:
             self._vocabulary,
             self._model.parameters.ignored_request_parameters,
         )
-        reader = TensorReader.of_request(triton_request, INPUTS, self._vocabulary)
-        if wants_stop(reader):
+        rows = TensorReader(input_arrays(triton_request), INPUTS, self._vocabulary).rows()
+        kind = request_kind(rows)
+        if kind is RequestKind.STOP:
             self._in_flight.stop(triton_request.request_id())
             stream.finish(self._responses.empty())
             return
         description = self._client.describe()
-        if wants_state(reader):
+        if kind is RequestKind.STATE:
             self._ask_state(description, stream)
             return
-        if wants_adapters(reader):
-            self._command_adapters(description, reader, stream)
+        if kind is RequestKind.ADAPTERS:
+            self._command_adapters(description, rows, stream)
             return
         context = self._context(description, triton_request, parameters)
-        check_texts(reader, context.encoder, description.limits)
+        check_texts(rows, context.encoder, description.limits)
         entry = InFlightRequest(triton_request.request_id(), stream, Reply((), not self._model.decoupled))
-        if not self._must_wait(reader, parameters):
-            self._start(entry, reader, context)
+        if not self._must_wait(rows, parameters):
+            self._start(entry, rows, context)
             return
-        lane, later = client_id(reader, parameters), partial(self._start, entry, reader.detached(), context)
+        detached = [row.detached() for row in rows]
+        lane, later = client_id(rows, parameters), partial(self._start, entry, detached, context)
         self._in_flight.register(entry)
         self._lanes.submit(lane, partial(self._start_later, entry, later))
 
-    def _must_wait(self, reader: TensorReader, parameters: RequestParameters) -> bool:
+    def _must_wait(self, rows: Sequence[TensorReader], parameters: RequestParameters) -> bool:
         """Whether a request waits for its own text, or for that of an earlier one of the same client."""
-        if tokenizing_cost(reader) > _MOST_INLINE:
+        if tokenizing_cost(rows) > _MOST_INLINE:
             return True
-        return not self._lanes.are_idle and self._lanes.is_busy(client_id(reader, parameters))
+        return not self._lanes.are_idle and self._lanes.is_busy(client_id(rows, parameters))
 
     def _start_later(self, entry: InFlightRequest, start: Callable[[], None]) -> None:
         """Start a request that is registered already; runs on a thread of the lanes."""
@@ -194,9 +187,9 @@ class FrontEnd:
         self._in_flight.withdraw(entry)
         self._refuse(entry.stream, error)
 
-    def _start(self, entry: InFlightRequest, reader: TensorReader, context: ServingContext) -> None:
+    def _start(self, entry: InFlightRequest, rows: Sequence[TensorReader], context: ServingContext) -> None:
         """Tokenize, and hand the request to the engine; whatever is wrong is raised, and nothing runs then."""
-        prompts = convert(reader, context)
+        prompts = convert(rows, context)
         in_one = not self._model.decoupled
         requests = [prompt.request for prompt in prompts]
         # Adapters' weights are the engine's from here on: a reply lives as long as its request.
@@ -224,14 +217,14 @@ class FrontEnd:
         self._states.ask(stream)
 
     def _command_adapters(
-        self, description: EngineDescription, reader: TensorReader, stream: TritonStream
+        self, description: EngineDescription, rows: Sequence[TensorReader], stream: TritonStream
     ) -> None:
         if not description.adapter_commands_enabled:
             raise Unsupported(
                 "lora_command is not available: parameter enable_adapter_commands of the model that holds the "
                 "engine is false"
             )
-        self._adapters.ask(stream, read_adapter_command(reader))
+        self._adapters.ask(stream, read_adapter_command(rows))
 
     def _context(
         self, description: EngineDescription, triton_request: Any, parameters: RequestParameters

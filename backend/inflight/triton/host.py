@@ -22,7 +22,7 @@ from inflight.errors import ConfigError
 from inflight.file_names import readable
 from inflight.parameter_spec import DATA_TYPE_OF, input_types
 from inflight.processes import ProcessId
-from inflight.triton.tensors import OUTPUTS, is_additional
+from inflight.tensors.output_table import OUTPUTS, is_additional
 
 _log = logging.getLogger(__name__)
 

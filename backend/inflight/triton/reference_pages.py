@@ -11,8 +11,9 @@ from pathlib import Path
 
 from inflight.core.report.metrics import ServiceMetrics
 from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, LEVELS, CounterFamily
-from inflight.triton.tensor_spec import TensorSpec, Vocabulary
-from inflight.triton.tensors import ADDITIONAL_OUTPUTS, INPUTS, OUTPUTS
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.output_table import ADDITIONAL_OUTPUTS, OUTPUTS
+from inflight.tensors.spec import TensorSpec, Vocabulary
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 

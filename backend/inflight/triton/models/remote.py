@@ -20,9 +20,9 @@ from inflight.errors import ConfigError
 from inflight.server.guard import guard_of_front_end, keep_private
 from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.tensors.spec import Vocabulary
 from inflight.triton.front_end import FrontEnd
 from inflight.triton.host import complete_config, import_pb_utils, log_to_triton, read_model_args
-from inflight.triton.tensor_spec import Vocabulary
 
 
 class Infer:

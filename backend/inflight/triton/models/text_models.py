@@ -20,21 +20,23 @@ from inflight.errors import InflightError, InvalidArgument, Unsupported, unexpec
 from inflight.server.guard import guard_of_front_end, keep_private
 from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
-from inflight.serving.text_encoder import TextEncoder
-from inflight.text.words import biased_ids
-from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
-from inflight.triton.request_parameters import TIMEOUT, refuse_unread
-from inflight.triton.requests import NO_ID
-from inflight.triton.responses import triton_error
-from inflight.triton.sampling_tensors import add_word_bias, has_word_bias
-from inflight.triton.tensor_reader import NUMPY_TYPES, TensorReader, decode_utf8, each_row
-from inflight.triton.tensor_spec import TensorTable, Vocabulary
-from inflight.triton.tensors import (
+from inflight.tensors.reader import NUMPY_TYPES, TensorReader, decode_utf8, each_row
+from inflight.tensors.request_parameters import TIMEOUT, refuse_unread
+from inflight.tensors.requests import NO_ID
+from inflight.tensors.sampling import add_word_bias, has_word_bias
+from inflight.tensors.spec import TensorTable, Vocabulary
+from inflight.tensors.text_model_tables import (
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,
     PREPROCESSING_OUTPUTS,
 )
+from inflight.tensors.word_lists import pack_words
+from inflight.text.text_encoder import TextEncoder
+from inflight.text.words import biased_ids
+from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
+from inflight.triton.input_arrays import input_arrays
+from inflight.triton.responses import triton_error
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
 """Where a config.json says how long a sequence can be."""
@@ -82,7 +84,7 @@ class TextModel(ABC):
             refuse_unread(
                 given, self.inputs, Vocabulary.TOKENS, (TIMEOUT, *self.parameters.ignored_request_parameters)
             )
-            reader = TensorReader.of_request(request, self.inputs, Vocabulary.TOKENS)
+            reader = TensorReader(input_arrays(request), self.inputs, Vocabulary.TOKENS)
             reader.refuse_unbuilt()
             outputs = self.convert(reader.rows())
         except InflightError as error:
@@ -261,12 +263,3 @@ def _word_lists(rows: Sequence[Sequence[str]], encode: Callable[[str], Sequence[
     ids = _filled_up([list(array[0]) for array in packed], [0] * len(packed))
     ends = _filled_up([list(array[1]) for array in packed], [-1] * len(packed))
     return [np.stack(pair) for pair in zip(ids, ends)]
-
-
-def pack_words(words: Sequence[Sequence[int]]) -> np.ndarray:
-    """Pack words as [2, n]: all ids, then each word's end offset, filled up with -1. No words: [[0], [-1]]."""
-    flat = [token_id for word in words for token_id in word]
-    if not flat:
-        return np.array([[0], [-1]])
-    offsets = np.cumsum([len(word) for word in words if word])
-    return np.array([flat, [*offsets, *[-1] * (len(flat) - len(offsets))]])

@@ -9,14 +9,15 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument
-from inflight.triton.requests import Naming, convert
-from inflight.triton.tensor_spec import Vocabulary
-from tests.triton.factories import ALL_OUTPUTS, make_context, make_reader, token_inputs
+from inflight.tensors.requests import convert
+from inflight.tensors.spec import Vocabulary
+from inflight.tensors.wanted_outputs import Naming
+from tests.tensors.factories import ALL_OUTPUTS, make_context, make_rows, token_inputs
 
 
 def requests_of(**tensors: object) -> list[Request]:
     naming = Naming.from_triton(ALL_OUTPUTS, Vocabulary.TOKENS)
-    prompts = convert(make_reader(token_inputs(**tensors)), make_context(naming=naming))
+    prompts = convert(make_rows(token_inputs(**tensors)), make_context(naming=naming))
     return [prompt.request for prompt in prompts]
 
 

@@ -1,25 +1,30 @@
-"""THE tables of tensors: nothing else spells a data type.
+"""THE table of inputs of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`; config.pbtxt is generated from it.
 
-`INPUTS` and `OUTPUTS` are those of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`.
-The specification's names, shapes and types come first (Inference Request); then what tensorrtllm_backend adds,
-so that its clients work unchanged; then this project's own. config.pbtxt is generated from here. Rows with a
-`neutral` value are declared and not built: any other value is refused, never ignored.
+Names, shapes and types of TensorRT-LLM's Inference Request come first; then what tensorrtllm_backend adds, so that
+its clients work unchanged; then this project's own. Rows with a `neutral` value are declared and not built: any
+other value is refused, never ignored.
 
 `early_stopping` is INT32 as the specification has it; tensorrtllm_backend's config.pbtxt declares BOOL, and a file
 that does so is served too.
 
 All models take the names of TensorRT-LLM's `llmapi` model (`sampling_param_*`), and `ensemble` also those of
-tensorrtllm_backend's `tensorrt_llm_bls`. The tensors of `preprocessing` and `postprocessing` go by
-tensorrtllm_backend's names. Those that only image, video and encoder-decoder models have are declared as there,
-and the outputs among them never come.
+tensorrtllm_backend's `tensorrt_llm_bls`. Inputs that only image, video and encoder-decoder models have are
+declared as tensorrtllm_backend declares them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from inflight.additional_outputs import CONTEXT, GENERATION
-from inflight.triton.tensor_spec import InStream, Neutral, NeutralRule, TensorSpec, TensorTable
+from inflight.tensors.spec import (
+    EMPTY,
+    NO_TEXT,
+    Neutral,
+    NeutralRule,
+    TensorSpec,
+    TensorTable,
+    of_other_models,
+)
 
 
 def _values(*values: float) -> Neutral:
@@ -30,12 +35,10 @@ _SAMPLING_PARAM = "sampling_param_"
 _LLMAPI = ("max_tokens", "lora_id")
 """What else llmapi's clients call a tensor."""
 
-_EMPTY = Neutral(NeutralRule.EMPTY)
 _ZERO = _values(0)
 _FALSE = _values(False)
 # What tensorrtllm_backend's preprocessing sends with every prompt, for models that have no use for it too.
 _PAD_ID = Neutral(NeutralRule.PAD_ID)
-_NO_TEXT = Neutral(NeutralRule.NO_TEXT)
 
 
 def _both(
@@ -74,10 +77,6 @@ def _text_only(
 def _flag(name: str, meaning: str, aliases: tuple[str, ...] = (), text_alias: str = "") -> TensorSpec:
     text_names = (name, *aliases, *([text_alias] if text_alias else []))
     return TensorSpec(name, "BOOL", (), meaning, text_names[1:], text_names)
-
-
-def _of_other_models(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
-    return TensorSpec(name, dtype, dims, meaning, neutral=_NO_TEXT if dtype == "BYTES" else _EMPTY)
 
 
 _MAX_TOKENS = ("max_tokens", "sampling_param_max_tokens")
@@ -276,7 +275,7 @@ _OTHER_MODELS = (
         "FP16",
         (-1, -1),
         "[frames, features] for an encoder",
-        neutral=_EMPTY,
+        neutral=EMPTY,
         other_dtypes=("FP32",),
     ),
     TensorSpec("encoder_output_lengths", "INT32", (), "how many of an encoder's states count", neutral=_ZERO),
@@ -284,17 +283,17 @@ _OTHER_MODELS = (
         "decoder_input_ids", "INT32", (-1,), "prompt of the decoder beside an encoder", neutral=_PAD_ID
     ),
     TensorSpec("decoder_input_lengths", "INT32", (), "how many of these count", neutral=_values(0, 1)),
-    _text_only("decoder_text_input", "BYTES", "prompt of the decoder beside an encoder", _NO_TEXT),
-    _of_other_models("cross_attention_mask", "BOOL", (-1, -1), "[prompt tokens, image tiles] they attend to"),
+    _text_only("decoder_text_input", "BYTES", "prompt of the decoder beside an encoder", NO_TEXT),
+    of_other_models("cross_attention_mask", "BOOL", (-1, -1), "[prompt tokens, image tiles] they attend to"),
     TensorSpec("skip_cross_attn_blocks", "BOOL", (1,), "whether none is attended to", neutral=_FALSE),
-    _of_other_models("mrope_rotary_cos_sin", "FP32", (-1,), "rotations of image tokens"),
+    of_other_models("mrope_rotary_cos_sin", "FP32", (-1,), "rotations of image tokens"),
     TensorSpec("mrope_position_deltas", "INT64", (1,), "shift of positions after images", neutral=_ZERO),
-    _of_other_models("context_phase_params", "UINT8", (-1,), "what another server's context phase left"),
-    _text_only("image_input", "FP16", "pixels of images", _EMPTY, (-1, 3, -1, -1)),
-    _text_only("image_bytes_input", "UINT8", "images", _EMPTY, (-1, -1, -1, -1)),
-    _text_only("image_url_input", "BYTES", "where an image is", _NO_TEXT),
-    _llmapi("image_url", "BYTES", "where images are", _NO_TEXT, (-1,)),
-    _text_only("video_bytes_input", "UINT8", "frames of a video", _EMPTY, (-1, -1, -1, -1)),
+    of_other_models("context_phase_params", "UINT8", (-1,), "what another server's context phase left"),
+    _text_only("image_input", "FP16", "pixels of images", EMPTY, (-1, 3, -1, -1)),
+    _text_only("image_bytes_input", "UINT8", "images", EMPTY, (-1, -1, -1, -1)),
+    _text_only("image_url_input", "BYTES", "where an image is", NO_TEXT),
+    _llmapi("image_url", "BYTES", "where images are", NO_TEXT, (-1,)),
+    _text_only("video_bytes_input", "UINT8", "frames of a video", EMPTY, (-1, -1, -1, -1)),
 )
 
 _GUIDES = (
@@ -357,167 +356,4 @@ INPUTS = TensorTable(
     + _CACHE
     + _QUEUE
     + _OTHER_MODELS
-)
-
-
-_NEW, _SO_FAR, _SAME = InStream.NEW, InStream.SO_FAR, InStream.SAME
-
-
-def _output(
-    name: str, dtype: str, dims: tuple[int, ...], in_stream: InStream | None, meaning: str, **more: Any
-) -> TensorSpec:
-    return TensorSpec(name, dtype, dims, meaning, text_names=(name,), in_stream=in_stream, **more)
-
-
-def _asked(
-    name: str,
-    dtype: str,
-    dims: tuple[int, ...],
-    in_stream: InStream,
-    meaning: str,
-    flag: str = "",
-    text_only: bool = False,
-) -> TensorSpec:
-    """An output that its own return_* flag asks for, or the input `flag`."""
-    asked_by = flag or f"return_{name}"
-    return _output(name, dtype, dims, in_stream, meaning, asked_by=asked_by, text_only=text_only)
-
-
-def _metric(name: str, meaning: str, dtype: str = "INT32") -> TensorSpec:
-    return _asked(name, dtype, (1,), _SO_FAR, meaning, "return_perf_metrics")
-
-
-OUTPUTS = TensorTable(
-    (
-        # Ids and their lengths are for those who speak in ids; everything else `ensemble` returns too.
-        TensorSpec("output_ids", "INT32", (-1, -1), "[beams, n]; streaming: the new tokens", in_stream=_NEW),
-        TensorSpec("sequence_length", "INT32", (-1,), "[beams] ids in this response", in_stream=_NEW),
-        _output(
-            "text_output",
-            "BYTES",
-            (-1,),
-            _NEW,
-            "text of each beam; streaming: the new text",
-            is_batched=False,
-        ),
-        _output("finish_reason", "BYTES", (-1,), _SO_FAR, "[beams] NOT_FINISHED, END_ID, LENGTH, …"),
-        _output("batch_index", "INT32", (1,), _SAME, "which prompt of a batch; only then"),
-        _output("sequence_index", "INT32", (1,), _SAME, "which of num_return_sequences; only then"),
-        _asked("num_input_tokens", "INT32", (1,), _SAME, "prompt tokens"),
-        _asked("num_output_tokens", "INT32", (1,), _NEW, "generated in this response, first beam's"),
-        _asked("cum_log_probs", "FP32", (-1,), _SO_FAR, "[beams] sum so far", "return_log_probs"),
-        _asked("cumulative_logprob", "FP32", (-1,), _SO_FAR, "as cum_log_probs"),
-        _asked(
-            "output_log_probs",
-            "FP32",
-            (-1, -1),
-            _SO_FAR,
-            "[beams, n] of generated tokens",
-            "return_log_probs",
-        ),
-        _asked("top_log_prob_ids", "INT32", (-1, -1, -1), _NEW, "[beams, n, k]", "num_top_log_probs"),
-        _asked(
-            "top_log_probs", "FP32", (-1, -1, -1), _NEW, "[beams, n, k] likeliest first", "num_top_log_probs"
-        ),
-        _asked("prompt_log_probs", "FP32", (-1,), _SAME, "[prompt tokens], the first 0"),
-        _asked("context_logits", "FP32", (-1, -1), _SAME, "[prompt tokens, vocab_size]"),
-        _asked("generation_logits", "FP32", (-1, -1, -1), _NEW, "[beams, n, vocab_size]"),
-        _metric("kv_cache_alloc_new_blocks", "KV blocks taken for the prompt"),
-        _metric("kv_cache_reused_blocks", "KV blocks found in the cache"),
-        _metric("kv_cache_missed_blocks", "full blocks of known tokens not found there"),
-        _metric("kv_cache_alloc_total_blocks", "as kv_cache_alloc_new_blocks"),
-        _metric("arrival_time_ns", "monotonic clock: it was queued", "INT64"),
-        _metric("first_scheduled_time_ns", "its first iteration began", "INT64"),
-        _metric("first_token_time_ns", "the first token was there", "INT64"),
-        _metric("last_token_time_ns", "the last one was; 0 until then", "INT64"),
-        _metric("acceptance_rate", "accepted / verified draft tokens; 0 without any", "FP32"),
-        _metric("total_accepted_draft_tokens", "draft tokens accepted"),
-        _metric("total_draft_tokens", "draft tokens verified"),
-        _of_other_models(
-            "context_phase_params", "UINT8", (-1,), "never: this server does both phases itself"
-        ),
-        _output("state", "BYTES", (1,), None, "JSON; the answer to a state request", asked_by="state"),
-        _output("adapters", "BYTES", (1,), None, "JSON; the answer to lora_command", asked_by="lora_command"),
-    )
-)
-
-
-ADDITIONAL_OUTPUTS = (
-    _asked(
-        f"{CONTEXT}<name>",
-        "FP32",
-        (-1, -1),
-        InStream.FIRST,
-        "[prompt tokens, width] of an additional output (additional-outputs.md)",
-        "additional_outputs",
-    ),
-    _asked(f"{GENERATION}<name>", "FP32", (-1, -1, -1), _NEW, "[sequences, n, width]", "additional_outputs"),
-)
-"""Rows for the documentation: which outputs of the kind there are, the parameter additional_model_outputs says."""
-
-
-def is_additional(name: str) -> bool:
-    """Whether an output that is in no table is one that the parameter additional_model_outputs adds."""
-    return name.startswith((CONTEXT, GENERATION)) and name not in _OUTPUT_NAMES
-
-
-_OUTPUT_NAMES = frozenset(spec.name for spec in OUTPUTS.specs)
-
-
-PREPROCESSING_INPUTS = TensorTable(
-    (
-        TensorSpec("QUERY", "BYTES", (1,), "prompt as UTF-8 text; required"),
-        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (1,), "handed through"),
-        TensorSpec("BAD_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
-        TensorSpec("STOP_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
-        TensorSpec("EMBEDDING_BIAS_WORDS", "BYTES", (-1,), "texts whose tokens to bias"),
-        TensorSpec("EMBEDDING_BIAS_WEIGHTS", "FP32", (-1,), "added for each token of its text"),
-        TensorSpec("END_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
-        TensorSpec("PAD_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
-        TensorSpec("PROMPT_TABLE_EXTRA_ID", "UINT64", (1,), "of all rows of a prompt table"),
-        TensorSpec("PROMPT_VOCAB_SIZE", "INT32", (1,), "rows of a prompt table, whose ids come first"),
-        _of_other_models("DECODER_QUERY", "BYTES", (1,), "text for the decoder beside an encoder"),
-        _of_other_models("IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "images"),
-        _of_other_models("IMAGE_URL", "BYTES", (1,), "where an image is"),
-        _of_other_models("IMAGES", "BYTES", (-1,), "images"),
-        _of_other_models("VIDEO_BYTES", "UINT8", (-1, -1, -1, -1), "frames of a video"),
-    )
-)
-
-PREPROCESSING_OUTPUTS = TensorTable(
-    (
-        TensorSpec("INPUT_ID", "INT32", (-1,), "prompt token ids"),
-        TensorSpec("REQUEST_INPUT_LEN", "INT32", (1,), "their number"),
-        TensorSpec("DECODER_INPUT_ID", "INT32", (-1,), "the padding id alone"),
-        TensorSpec("REQUEST_DECODER_INPUT_LEN", "INT32", (1,), "1"),
-        TensorSpec("BAD_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm's bad_words_list"),
-        TensorSpec("STOP_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm's stop_words_list"),
-        TensorSpec("EMBEDDING_BIAS", "FP32", (-1,), "[vocab_size], or empty without words"),
-        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (-1,), "handed through"),
-        TensorSpec("OUT_END_ID", "INT32", (1,), "handed through"),
-        TensorSpec("OUT_PAD_ID", "INT32", (1,), "handed through"),
-        TensorSpec(
-            "OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,), "PROMPT_TABLE_EXTRA_ID for each row, 0 for text"
-        ),
-        _of_other_models("PIXEL_VALUES", "FP16", (-1, -1, -1, -1), "of image models"),
-        _of_other_models("ASPECT_RATIO_IDS", "INT64", (-1,), "of image models"),
-        _of_other_models("ASPECT_RATIO_MASK", "INT64", (-1, -1), "of image models"),
-        _of_other_models("CROSS_ATTENTION_MASK", "INT64", (-1, -1, -1), "of image models"),
-        _of_other_models("IMAGE_SIZES", "INT64", (-1, 2), "of image models"),
-        _of_other_models("IS_VIDEO_INPUT", "BOOL", (1,), "of video models"),
-        _of_other_models("ATTENTION_MASK", "INT64", (-1,), "of image models"),
-        _of_other_models("IMAGE_GRID_THW", "INT64", (3,), "of image models"),
-        _of_other_models("VISION_INPUT_ID", "INT32", (-1,), "of image models"),
-    )
-)
-
-POSTPROCESSING_INPUTS = TensorTable(
-    (
-        TensorSpec("TOKENS_BATCH", "INT32", (-1, -1), "[beams, n] token ids; required"),
-        TensorSpec("SEQUENCE_LENGTH", "INT32", (-1,), "[beams] how many of them count; all by default"),
-    )
-)
-
-POSTPROCESSING_OUTPUTS = TensorTable(
-    (TensorSpec("OUTPUT", "BYTES", (-1,), "text of each beam", is_batched=False),)
 )

@@ -18,10 +18,10 @@ from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InvalidArgument, Unsupported
+from inflight.tensors.inference_request import InferenceRequest
 from inflight.testing.fake_engine import FakeEngine
 from inflight.testing.fake_model import expected_beams, expected_log_probs, expected_tokens
-from inflight.triton.inference_request import InferenceRequest
-from tests.triton.factories import make_limits
+from tests.tensors.factories import make_limits
 
 VOCABULARY = 50
 LIMITS = EngineLimits(

@@ -1,19 +1,20 @@
-"""The tensors of one prompt that say which adapter it wants, to a LoraRequest; and what is asked of the adapters.
+"""The tensors of one prompt that say which adapter it wants, and the command of a request about adapters.
 
 Owns which of them go together. Whether there is such an adapter, and whether its weights fit the model, the
-adapter cache finds out. Runs on the thread that calls execute, or for long texts on one of those beside it.
+adapter cache finds out. Any thread.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from inflight.adapters.lora_tensors import lora_weights
 from inflight.core.request.adapter import LoraRequest, LoraWeights
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.triton.tensor_reader import TensorReader
+from inflight.tensors.reader import TensorReader
 
 _PEFT = "hf"
 _LARGEST_TASK_ID = (1 << 64) - 1
@@ -70,14 +71,9 @@ def _read_weights(reader: TensorReader) -> LoraWeights | None:
     return lora_weights(weights, config)
 
 
-def wants_adapters(reader: TensorReader) -> bool:
-    """Whether this asks something of the adapters; then none of its other tensors mean anything."""
-    return any(reader.text_sizes("lora_command"))
-
-
-def read_adapter_command(reader: TensorReader) -> AdapterCommand:
+def read_adapter_command(rows: Sequence[TensorReader]) -> AdapterCommand:
     """What a request with `lora_command` asks for; InvalidArgument says what is wrong with it."""
-    first, *others = reader.rows()
+    first, *others = rows
     if others:
         raise InvalidArgument(f"lora_command takes one command, got a batch of {1 + len(others)}")
     text = first.text("lora_command") or ""

@@ -1,12 +1,12 @@
-"""What a Triton request says beside its tensors: its timeout, and parameters that stand in for tensors.
+"""What a request says beside its tensors: its timeout, and parameters that stand in for tensors.
 
 tritonserver keeps its own `priority` to itself, hands `timeout` (microseconds) on, and passes every other
 parameter through: integers, booleans, numbers and strings over gRPC and HTTP infer, whatever JSON has over HTTP
 generate, which makes a parameter of every key that is no input of the model (of `timeout` too).
 
 Owns which parameters mean something, what may stand in them, and which others clients send that ask for nothing.
-Any other is refused: through HTTP generate it is a misspelt or unknown input. Runs on the thread that calls
-execute.
+Any other is refused: through HTTP generate it is a misspelt or unknown input.
+Any thread.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.triton.tensor_spec import TensorTable, Vocabulary
-from inflight.triton.tensors import INPUTS
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.spec import TensorTable, Vocabulary
 
 PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT = "request_priority", "client_id", "allotted_time_ms", "timeout"
-END_IDS, ERROR_CODES = "end_ids", "error_codes"
-_READ = frozenset({PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT, END_IDS, ERROR_CODES})
+END_IDS, ERROR_CODES_WANTED = "end_ids", "error_codes"
+_READ = frozenset({PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT, END_IDS, ERROR_CODES_WANTED})
 
 HARMLESS: Mapping[str, str] = {
     "Streaming": "tensorrtllm_backend's client sends it beside `stop`, and its backend ignores it too",
@@ -106,10 +106,10 @@ def wants_error_codes(parameters: str) -> bool:
 
     The parameter `error_codes`, a boolean. Anything else asks for nothing here, and is refused where it is read.
     """
-    if ERROR_CODES not in parameters:  # nearly every request
+    if ERROR_CODES_WANTED not in parameters:  # nearly every request
         return False
     given = json.loads(parameters)
-    return isinstance(given, dict) and given.get(ERROR_CODES) is True
+    return isinstance(given, dict) and given.get(ERROR_CODES_WANTED) is True
 
 
 def refuse_unread(
@@ -159,9 +159,9 @@ def _refuse_misnamed(given: Mapping[str, Any], vocabulary: Vocabulary, ignored: 
 
 
 def _end_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
-    codes, value = given.get(ERROR_CODES), given.get(END_IDS)
+    codes, value = given.get(ERROR_CODES_WANTED), given.get(END_IDS)
     if codes is not None and not isinstance(codes, bool):
-        raise InvalidArgument(f"request parameter {ERROR_CODES} must be true or false, got {codes!r}")
+        raise InvalidArgument(f"request parameter {ERROR_CODES_WANTED} must be true or false, got {codes!r}")
     if value is None:
         return None
     try:

@@ -1,7 +1,7 @@
 """What one tensor is: its names, data type and shape, and which values of it ask for nothing.
 
-Owns the vocabulary of the tables in `tensors`. Knows neither numpy nor Triton's Python objects, so that
-config.pbtxt can be written from the tables anywhere. Pure.
+The tables of tensors are made of these. Knows neither numpy nor Triton's Python objects, so that config.pbtxt can
+be written from the tables anywhere. Pure.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ class Neutral:
             NeutralRule.NO_TEXT: '""',
             NeutralRule.PAD_ID: "the pad_id alone",
         }[self.rule]
+
+
+EMPTY = Neutral(NeutralRule.EMPTY)
+NO_TEXT = Neutral(NeutralRule.NO_TEXT)
 
 
 class InStream(Enum):
@@ -119,6 +123,11 @@ class TensorSpec:
         if vocabulary is Vocabulary.TEXT:
             return self.text_names
         return () if self.text_only else (self.name, *self.aliases)
+
+
+def of_other_models(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
+    """A tensor that only models of other kinds have, for images for instance."""
+    return TensorSpec(name, dtype, dims, meaning, neutral=NO_TEXT if dtype == "BYTES" else EMPTY)
 
 
 class TensorTable:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from inflight.errors import InvalidArgument
-from inflight.triton.models.text_models import pack_words
-from inflight.triton.requests import MAX_WORD_IDS, read_word_list
+from inflight.tensors.word_lists import MAX_WORD_IDS, pack_words, read_word_list
 
 
 def test_a_list_is_bounded() -> None:

@@ -10,14 +10,15 @@ import pytest
 
 from inflight.core.request.request import Request
 from inflight.errors import InflightError, InvalidArgument, Unsupported
-from inflight.serving.reply import Prompt, ReplyOptions
-from inflight.triton.requests import Naming, ServingContext, convert, wants_stop
-from inflight.triton.tensor_spec import Vocabulary
-from tests.triton.factories import (
+from inflight.prompt import Prompt, ReplyOptions
+from inflight.tensors.requests import ServingContext, convert
+from inflight.tensors.spec import Vocabulary
+from inflight.tensors.wanted_outputs import Naming
+from tests.tensors.factories import (
     ALL_OUTPUTS,
     make_context,
     make_description,
-    make_reader,
+    make_rows,
     text_inputs,
     token_inputs,
 )
@@ -48,7 +49,7 @@ def convert_all(
     inputs = token_inputs(**tensors) if vocabulary is Vocabulary.TOKENS else text_inputs(**tensors)
     naming = Naming.from_triton(outputs, vocabulary)
     context = replace(context or make_context(), naming=naming, encoder=Codes())
-    return convert(make_reader(inputs, vocabulary), context)
+    return convert(make_rows(inputs, vocabulary), context)
 
 
 def convert_tokens(
@@ -289,9 +290,9 @@ def test_streaming_needs_a_decoupled_model() -> None:
 
 @pytest.mark.parametrize("tensors", [{"text_input": b"a"}, {"text_input": b"a", "bad_words": [[b"b"]]}])
 def test_no_tokenizer_is_the_encoders_refusal(tensors: dict[str, object]) -> None:
-    reader = make_reader(text_inputs(**tensors), Vocabulary.TEXT)
+    rows = make_rows(text_inputs(**tensors), Vocabulary.TEXT)
     with pytest.raises(Unsupported, match="no tokenizer"):
-        convert(reader, make_context())
+        convert(rows, make_context())
 
 
 def test_the_specifications_off_and_upstreams_are_the_same() -> None:
@@ -360,8 +361,3 @@ def test_a_wrong_row_is_named() -> None:
 def test_one_row_is_no_batch() -> None:
     assert "batch_index" not in convert_tokens()[1].outputs
     assert "batch_index" in convert_tokens(outputs=frozenset({"batch_index"}))[1].outputs
-
-
-def test_one_stop_in_a_batch_is_a_stop() -> None:
-    assert wants_stop(make_reader({"stop": np.array([False, True])}))
-    assert not wants_stop(make_reader({"stop": np.array([False, False])}))

@@ -9,16 +9,17 @@ import pytest
 
 from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.triton.request_parameters import (
+from inflight.tensors.request_parameters import (
     HARMLESS,
     NO_PARAMETERS,
     RequestParameters,
     read_request_parameters,
     wants_error_codes,
 )
-from inflight.triton.requests import Naming, convert
-from inflight.triton.tensor_spec import Vocabulary
-from tests.triton.factories import ALL_OUTPUTS, make_context, make_reader, token_inputs
+from inflight.tensors.requests import convert
+from inflight.tensors.spec import Vocabulary
+from inflight.tensors.wanted_outputs import Naming
+from tests.tensors.factories import ALL_OUTPUTS, make_context, make_rows, token_inputs
 
 LARGEST = 2**63 - 1
 
@@ -177,9 +178,7 @@ def test_a_negative_timeout_is_said_as_it_was_sent() -> None:
 
 def converted(parameters: RequestParameters, **tensors: object) -> list[Request]:
     naming = Naming.from_triton(ALL_OUTPUTS, Vocabulary.TOKENS)
-    prompts = convert(
-        make_reader(token_inputs(**tensors)), make_context(naming=naming, parameters=parameters)
-    )
+    prompts = convert(make_rows(token_inputs(**tensors)), make_context(naming=naming, parameters=parameters))
     return [prompt.request for prompt in prompts]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,19 @@ import numpy as np
 import pytest
 
 from inflight.arrays import BFLOAT16, are_finite, to_prompt_table
-from inflight.config import Role
 from inflight.core.request.adapter import Matrix, RawBuffer
 from inflight.core.request.request import Request
-from inflight.errors import ConfigError, InvalidArgument, Unsupported
-from inflight.serving.reply import Prompt, new_text
+from inflight.errors import InvalidArgument, Unsupported
+from inflight.prompt import Prompt
+from inflight.serving.reply import new_text
+from inflight.tensors.requests import ServingContext, convert
+from inflight.tensors.spec import Vocabulary
 from inflight.text.tokenizer import Tokenizer
-from inflight.triton.host import read_model_args
-from inflight.triton.requests import ServingContext, convert
-from inflight.triton.tensor_spec import Vocabulary
-from tests.triton.factories import (
+from tests.tensors.factories import (
     make_context,
     make_description,
     make_limits,
-    make_reader,
+    make_rows,
     text_inputs,
     token_inputs,
 )
@@ -49,7 +47,7 @@ def context() -> ServingContext:
 
 def prompts_of(vocabulary: Vocabulary = Vocabulary.TOKENS, **tensors: Any) -> tuple[Prompt, ...]:
     inputs = token_inputs(**tensors) if vocabulary is Vocabulary.TOKENS else text_inputs(**tensors)
-    return convert(make_reader(inputs, vocabulary), context())
+    return convert(make_rows(inputs, vocabulary), context())
 
 
 def request_of(vocabulary: Vocabulary = Vocabulary.TOKENS, **tensors: Any) -> Request:
@@ -151,9 +149,9 @@ def test_what_is_wrong_is_named(tensors: dict[str, Any], message: str) -> None:
 
 
 def test_an_engine_without_tables() -> None:
-    reader = make_reader(token_inputs(prompt_embedding_table=TABLE))
+    rows = make_rows(token_inputs(prompt_embedding_table=TABLE))
     with pytest.raises(Unsupported, match="prompt_embedding_table is not available"):
-        convert(reader, make_context())
+        convert(rows, make_context())
 
 
 def test_a_table_of_finite_numbers() -> None:
@@ -170,29 +168,3 @@ def test_text_has_nothing_of_the_rows() -> None:
         input_ids=[[500, 1001, 501]], prompt_embedding_table=TABLE, exclude_input_in_output=False
     )
     assert new_text(prompt, tokenizer, True)()._prompt_ids == (500, 501)
-
-
-# ---------------------------------------------------------------------- BF16 from Triton's stub
-
-
-# ---------------------------------------------------------------------- the parameter
-
-
-def model_args(data_type: str | None, declared: str) -> dict[str, str]:
-    said = {} if data_type is None else {"prompt_embedding_table_data_type": {"string_value": data_type}}
-    config = {
-        "name": "ensemble",
-        "max_batch_size": 4,
-        "parameters": said,
-        "input": [{"name": "prompt_embedding_table", "data_type": declared, "dims": [-1, -1]}],
-    }
-    place = {"model_name": "ensemble", "model_repository": "x", "model_version": "1"}
-    return {"model_config": json.dumps(config), **place}
-
-
-def test_the_declared_type_has_to_be_the_parameters() -> None:
-    for said, declared in ((None, "TYPE_FP32"), ("TYPE_BF16", "TYPE_BF16"), ("${x}", "TYPE_FP16")):
-        read_model_args(model_args(said, declared), Role.FRONT_END)
-    problem = r"is TYPE_BF16, but config\.pbtxt declares the input prompt_embedding_table as TYPE_FP16"
-    with pytest.raises(ConfigError, match=problem):
-        read_model_args(model_args("TYPE_BF16", "TYPE_FP16"), Role.FRONT_END)

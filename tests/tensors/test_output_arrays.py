@@ -7,12 +7,12 @@ import pytest
 
 from inflight.core.request.request import FloatTensor, OutputConfig
 from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
-from inflight.serving.reply import Output
-from inflight.triton.responses import make_array
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensor_spec import TensorSpec
-from inflight.triton.tensors import OUTPUTS
-from tests.triton.factories import make_beams, make_prompt, make_result
+from inflight.prompt import Output
+from inflight.tensors.output_arrays import make_array
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.reader import NUMPY_TYPES
+from inflight.tensors.spec import TensorSpec
+from tests.tensors.factories import make_beams, make_prompt, make_result
 
 VOCABULARY = 5
 METRICS = PerfMetrics(

@@ -1,6 +1,6 @@
-"""TensorRT-LLM's `InferenceRequest` for those who use GptManager as a library: a map of tensors, and no Triton.
+"""TensorRT-LLM's `InferenceRequest`, a map of tensors, for programs that use GptManager as a library.
 
-Owns nothing but the map: what its tensors mean is the business of `requests`, as for a served model.
+What the tensors mean, `requests` says, as for a served model.
 Specification: Inference Request. Any thread.
 """
 
@@ -14,13 +14,15 @@ import numpy as np
 
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.serving.reply import Prompt
-from inflight.serving.text_encoder import NO_TEXT
-from inflight.triton.lora_tensors import wants_adapters
-from inflight.triton.requests import Naming, ServingContext, convert, wants_state, wants_stop
-from inflight.triton.tensor_reader import TensorReader
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS
+from inflight.prompt import Prompt
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.reader import TensorReader
+from inflight.tensors.request_kind import RequestKind, request_kind
+from inflight.tensors.requests import ServingContext, convert
+from inflight.tensors.spec import Vocabulary
+from inflight.tensors.wanted_outputs import Naming
+from inflight.text.text_encoder import NO_TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,11 @@ class InferenceRequest:
         """
         for name in self.tensors:
             self._check_name(name)
-        reader = TensorReader(self.tensors, INPUTS, Vocabulary.TOKENS)
-        if wants_stop(reader):
-            raise InvalidArgument("stop is true: a request is ended by the PollStopSignal callback")
-        if wants_state(reader):
-            raise InvalidArgument("state is true: GptManager.state tells it")
-        if wants_adapters(reader):
-            raise InvalidArgument("lora_command: a GptManager has nobody who would carry it out")
-        prompt, *others = convert(reader, _context(limits))
+        rows = TensorReader(self.tensors, INPUTS, Vocabulary.TOKENS).rows()
+        kind = request_kind(rows)
+        if kind is not RequestKind.GENERATE:
+            raise InvalidArgument(_REFUSED[kind])
+        prompt, *others = convert(rows, _context(limits))
         if others:
             raise InvalidArgument(
                 f"the tensors have {1 + len(others)} rows: make an InferenceRequest for each"
@@ -76,6 +75,11 @@ class InferenceRequest:
             raise InvalidArgument(f"there is no tensor {name!r}{hint}")
 
 
+_REFUSED = {
+    RequestKind.STOP: "stop is true: a request is ended by the PollStopSignal callback",
+    RequestKind.STATE: "state is true: GptManager.state tells it",
+    RequestKind.ADAPTERS: "lora_command: a GptManager has nobody who would carry it out",
+}
 _FLAGS_DECIDE = Naming(frozenset(spec.name for spec in OUTPUTS.specs), named=False)
 
 

@@ -8,7 +8,7 @@ import transformers
 from tokenizers.processors import TemplateProcessing
 
 from inflight.config import SpecialTokens
-from inflight.serving.text_encoder import TextEncoder
+from inflight.text.text_encoder import TextEncoder
 from inflight.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import backend
 

@@ -1,7 +1,7 @@
-"""The tensors of one prompt that say how tokens are chosen, to a SamplingConfig, a bias, drafts and a guide.
+"""The tensors of one prompt that say how its tokens are chosen: sampling controls, bias, drafts and guide.
 
 Each sampling control says itself which tensor it comes by (`core/request/sampling_config.py`). Does not check
-ranges: Request.validate does. Runs on the thread that calls execute, or for long texts on one of those beside it.
+ranges: Request.validate does. Any thread.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.serving.text_encoder import TextEncoder
-from inflight.triton.tensor_reader import TensorReader
+from inflight.tensors.reader import TensorReader
+from inflight.text.text_encoder import TextEncoder
 
 _GUIDE_TYPES = f"one of {', '.join(each.value for each in GuideType)}"
 _WORD_BIAS = ("embedding_bias_words", "embedding_bias_weights")

@@ -1,8 +1,7 @@
-"""Reads one Triton request's input tensors by the table's names and turns every surprise into a named error.
+"""Reads a request's input tensors by the table's names; whatever is wrong becomes an error that names the tensor.
 
 Owns shapes, data types, aliases, the rows of a batch and the refusal of what is declared but not built. Does not
-know what a request does with the values. Runs on the thread that calls execute, or for long texts on one of those
-beside it.
+know what a request does with the values. Any thread.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from inflight.errors import InvalidArgument, RequestError, Unsupported
-from inflight.triton.bfloat16 import bfloat16_bits
-from inflight.triton.tensor_spec import Neutral, NeutralRule, TensorSpec, TensorTable, Vocabulary
+from inflight.tensors.spec import Neutral, NeutralRule, TensorSpec, TensorTable, Vocabulary
 
 _Read = TypeVar("_Read")
 
@@ -43,10 +41,10 @@ class _Sent:
 
 
 class TensorReader:
-    """The inputs of one request. Names are the table's main names; errors use the name the client knows.
+    """The inputs of one request, or those of a row of its batch.
 
-    An empty tensor counts as absent. Scalars may come in any shape with one element, arrays with or without the
-    leading 1 of the batch dimension.
+    Names are the table's main names; errors use the name that the client knows. An empty tensor counts as absent.
+    Scalars may come in any shape with one element, arrays with or without the leading 1 of the batch dimension.
 
     Args:
         arrays: By the names that the client sent; strings as object arrays of bytes.
@@ -65,11 +63,6 @@ class TensorReader:
                 self._unknown.append(wire_name)
             else:
                 self._sent.setdefault(spec.name, []).append(_Sent(wire_name, array))
-
-    @classmethod
-    def of_request(cls, request: Any, table: TensorTable, vocabulary: Vocabulary) -> TensorReader:
-        """The reader of a request of Triton's."""
-        return cls({tensor.name(): _as_array(tensor) for tensor in request.inputs()}, table, vocabulary)
 
     def rows(self) -> list[TensorReader]:
         """A reader for each prompt of the batch: row i of every tensor.
@@ -155,7 +148,7 @@ class TensorReader:
         return [] if array is None else [decode_utf8(raw, self.shown_name(name)) for raw in array.tolist()]
 
     def text_sizes(self, name: str) -> list[int]:
-        """Bytes of each element of a BYTES tensor, in all rows; none when absent or of another type."""
+        """Bytes of each element of a BYTES tensor; none when absent or of another type."""
         return [
             len(raw)
             for sent in self._sent.get(name, ())
@@ -171,6 +164,11 @@ class TensorReader:
         """An array of the row's rank, without the batch dimension; None when absent or empty."""
         found = self._find(self._table[name])
         return None if found is None else _without_batch(found, self._table[name])
+
+    def integers(self, name: str) -> list[int] | None:
+        """The numbers of an array of one dimension; None when absent or empty."""
+        array = self.array(name)
+        return None if array is None else array.tolist()
 
     def refuse_unbuilt(self) -> None:
         """Raise Unsupported for a tensor that asks for what this version does not do, or that it does not know."""
@@ -218,17 +216,6 @@ class TensorReader:
                     f"{_shown(other.array)}: they are two names of one tensor, send one of them"
                 )
         return found[0] if found else None
-
-
-def _as_array(tensor: Any) -> np.ndarray:
-    """A tensor of Triton's; one of BF16, which Triton refuses to make an array of, as its bits."""
-    try:
-        return tensor.as_numpy()
-    except Exception:  # of a class that only Triton's stub has
-        bits = bfloat16_bits(tensor.to_dlpack())
-        if bits is None:
-            raise
-        return bits
 
 
 def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:

@@ -1,7 +1,8 @@
-"""Inputs of Triton's type BF16, for which numpy has no type: their bits, as uint16.
+"""The inputs of Triton's requests as numpy arrays.
 
-Triton's Python backend hands such a tensor out by DLPack alone. This module reads the capsule itself, because most
-models of the repository have no torch in their process. Runs on the thread that calls execute.
+numpy has no type for Triton's BF16, and Triton's Python backend hands such a tensor out by DLPack alone. This
+module reads the capsule itself, because most models of the repository have no torch in their process; the array
+has the bits of each number, as uint16. Runs on the thread that calls execute.
 """
 
 from __future__ import annotations
@@ -39,7 +40,22 @@ _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
-def bfloat16_bits(capsule: Any) -> np.ndarray | None:
+def input_arrays(request: Any) -> dict[str, np.ndarray]:
+    """The inputs of a request of Triton's, by the names that its client used."""
+    return {tensor.name(): _as_array(tensor) for tensor in request.inputs()}
+
+
+def _as_array(tensor: Any) -> np.ndarray:
+    try:
+        return tensor.as_numpy()
+    except Exception:  # of a class that only Triton's stub has
+        bits = _bfloat16_bits(tensor.to_dlpack())
+        if bits is None:
+            raise
+        return bits
+
+
+def _bfloat16_bits(capsule: Any) -> np.ndarray | None:
     """A copy of a tensor's numbers, in its shape, as the uint16 that have their bits.
 
     None for a tensor of another type, or in the memory of another device.

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.triton.tensor_reader import decode_utf8
-from inflight.triton.tensor_spec import Vocabulary
-from tests.triton.factories import make_reader
+from inflight.tensors.reader import decode_utf8
+from inflight.tensors.spec import Vocabulary
+from tests.tensors.factories import make_reader
 
 
 @pytest.mark.parametrize("shape", [[], [1], [1, 1], [1, 1, 1]])

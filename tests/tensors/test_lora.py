@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawBuffer
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
 from inflight.errors import InvalidArgument, Unsupported
-from inflight.triton.inference_request import InferenceRequest
-from inflight.triton.lora_tensors import read_adapter_command, read_lora, wants_adapters
-from inflight.triton.requests import convert
-from inflight.triton.tensor_reader import TensorReader
-from inflight.triton.tensor_spec import Vocabulary
-from inflight.triton.tensors import INPUTS
-from tests.triton.factories import (
+from inflight.tensors.inference_request import InferenceRequest
+from inflight.tensors.lora import read_adapter_command, read_lora
+from inflight.tensors.requests import convert
+from inflight.tensors.spec import Vocabulary
+from tests.tensors.factories import (
     make_context,
     make_limits,
     make_reader,
-    make_triton_request,
+    make_rows,
     text_inputs,
     token_inputs,
 )
-from tests.triton.stage import Stage
 
 ROWS = np.arange(12, dtype=np.float16).reshape(1, 2, 6)
 CONFIG = np.array([[[1, 0, 2, 0], [3, 1, 1, 1]]], np.int32)
@@ -87,7 +81,7 @@ def test_it_is_part_of_the_request_each_row_of_a_batch_with_its_own() -> None:
         lora_weights=np.concatenate([ROWS, ROWS + 1]),
         lora_config=np.concatenate([CONFIG, CONFIG]),
     )
-    first, second = convert(make_reader(inputs), make_context())
+    first, second = convert(make_rows(inputs), make_context())
     assert first.request.lora == LoraRequest(3, weights=weights(ROWS, "float16"))
     assert second.request.lora == LoraRequest(4, weights=weights(ROWS + 1, "float16"))
 
@@ -156,65 +150,9 @@ def test_what_does_not_go_together(tensors: dict[str, object], message: str) -> 
         read(**tensors)
 
 
-class BFloat16Tensor:
-    """An input of Triton's of the type BF16, which numpy cannot have."""
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self._name, self._tensor = name, tensor
-
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> np.ndarray:
-        raise RuntimeError("Tensor dtype is BF16 and cannot be converted to NumPy.")
-
-    def to_dlpack(self) -> Any:
-        return torch.utils.dlpack.to_dlpack(self._tensor)
-
-
-class Inputs:
-    """A request of Triton's, of which only the inputs are looked at."""
-
-    def __init__(self, *tensors: BFloat16Tensor) -> None:
-        self._tensors = list(tensors)
-
-    def inputs(self) -> list[BFloat16Tensor]:
-        return self._tensors
-
-
-def test_bfloat16_crosses_bit_by_bit() -> None:
-    tensor = torch.randn(1, 3, 5).bfloat16()
-    reader = TensorReader.of_request(
-        Inputs(BFloat16Tensor("lora_weights", tensor)), INPUTS, Vocabulary.TOKENS
-    )
-    found = reader.array("lora_weights")
-    assert found is not None and found.shape == (3, 5)
-    assert torch.equal(torch.from_numpy(found.view(np.int16).copy()).view(torch.bfloat16), tensor[0])
-    inputs = {
-        "lora_task_id": np.array([1], np.uint64),
-        "lora_weights": found[None],
-        "lora_config": CONFIG[:, [0] * 3],
-    }
-    lora = read_lora(make_reader(inputs))
-    assert lora is not None and lora.weights is not None and lora.weights.weights.dtype == "bfloat16"
-    assert lora.weights.weights.buffer == RawBuffer(tensor.view(torch.int16).numpy().tobytes())
-
-
-def test_an_empty_bfloat16_tensor_is_absent() -> None:
-    empty = BFloat16Tensor("lora_weights", torch.zeros(1, 0, 3, dtype=torch.bfloat16))
-    reader = TensorReader.of_request(Inputs(empty), INPUTS, Vocabulary.TOKENS)
-    assert reader.array("lora_weights") is None
-
-
-def test_another_type_that_triton_cannot_convert_stays_an_error() -> None:
-    odd = BFloat16Tensor("lora_weights", torch.zeros(1, 2, 3))
-    with pytest.raises(RuntimeError, match="cannot be converted"):
-        TensorReader.of_request(Inputs(odd), INPUTS, Vocabulary.TOKENS)
-
-
 def command(text: object) -> AdapterCommand:
     given = text if isinstance(text, str) else json.dumps(text)
-    return read_adapter_command(make_reader({"lora_command": np.array([given.encode()], np.object_)}))
+    return read_adapter_command(make_rows({"lora_command": np.array([given.encode()], np.object_)}))
 
 
 def test_commands() -> None:
@@ -262,22 +200,4 @@ def test_commands_that_are_none(text: object, problem: str) -> None:
 def test_a_batch_is_no_command() -> None:
     two = np.array([b'{"command": "list"}'] * 2, np.object_)
     with pytest.raises(InvalidArgument, match="lora_command takes one command, got a batch of 2"):
-        read_adapter_command(make_reader({"lora_command": two}))
-
-
-@pytest.mark.parametrize("vocabulary", Vocabulary)
-def test_only_a_command_is_one(vocabulary: Vocabulary) -> None:
-    assert wants_adapters(make_reader({"lora_command": np.array([b"x"], np.object_)}, vocabulary))
-    assert not wants_adapters(make_reader({"lora_command": np.array([b""], np.object_)}, vocabulary))
-    assert not wants_adapters(make_reader({}, vocabulary))
-
-
-def test_a_front_end_keeps_no_weights_that_it_has_handed_on() -> None:
-    """A reply lives as long as its request, and adapters are large."""
-    stage = Stage()
-    stage.take(make_triton_request(token_inputs(lora_task_id=7, lora_weights=ROWS, lora_config=CONFIG)))
-    (_, request) = stage.client.submitted.popitem()
-    assert request.lora is not None and request.lora.weights is not None
-    weights = request.lora.weights
-    del request  # the engine has given them to its cache
-    assert not [each for each in gc.get_referrers(weights) if isinstance(each, LoraRequest)]
+        read_adapter_command(make_rows({"lora_command": two}))

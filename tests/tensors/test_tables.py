@@ -12,18 +12,14 @@ from inflight.core.kv.retention import Retention, TokenRangeRetention
 from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.errors import Unsupported
-from inflight.serving.reply import ReplyOptions
-from inflight.triton.requests import Naming, ServingContext, convert, wants_state, wants_stop
-from inflight.triton.tensor_reader import NUMPY_TYPES
-from inflight.triton.tensor_spec import NeutralRule, TensorSpec, Vocabulary
-from inflight.triton.tensors import INPUTS, OUTPUTS
-from tests.triton.factories import (
-    make_context,
-    make_reader,
-    text_inputs,
-    token_inputs,
-    wire,
-)
+from inflight.prompt import ReplyOptions
+from inflight.tensors.input_table import INPUTS
+from inflight.tensors.output_table import OUTPUTS
+from inflight.tensors.reader import NUMPY_TYPES
+from inflight.tensors.requests import ServingContext, convert
+from inflight.tensors.spec import NeutralRule, TensorSpec, Vocabulary
+from inflight.tensors.wanted_outputs import Naming
+from tests.tensors.factories import make_context, make_rows, text_inputs, token_inputs, wire
 
 UNBUILT = [spec for spec in INPUTS.specs if not spec.built]
 BUILT = {spec.name for spec in INPUTS.specs if spec.built}
@@ -56,7 +52,7 @@ def converted(
     every = {name for name, _ in OUTPUTS.declared(vocabulary)}
     naming = Naming.from_triton(frozenset(every) if outputs is None else outputs, vocabulary)
     (prompt,) = convert(
-        make_reader(inputs, vocabulary), replace(context or make_context(), naming=naming, encoder=Codes())
+        make_rows(inputs, vocabulary), replace(context or make_context(), naming=naming, encoder=Codes())
     )
     return prompt.request, prompt.options
 
@@ -353,27 +349,11 @@ def test_what_is_built_lands_in_company(
 
 def test_every_built_input_is_covered_above() -> None:
     covered = {name for name, *_ in LANDINGS} - ALIASES | {name for name, *_ in COMPANIONS} | ASKING
-    # test_additional_outputs.py, test_prompt_tables.py, test_lora_tensors.py
+    # test_additional_outputs.py, test_prompt_tables.py, test_lora.py
     elsewhere = {"additional_outputs"} | PROMPT_TABLES
     elsewhere |= {name for name in BUILT if name.startswith("lora_")}
     elsewhere |= {"num_draft_tokens", "use_draft_logits"}  # test_bls.py
-    assert covered | elsewhere | {"text_input", "stop", "state"} == BUILT
-
-
-@pytest.mark.parametrize("vocabulary", Vocabulary)
-def test_stop(vocabulary: Vocabulary) -> None:
-    for value, wanted in ((True, True), (False, False)):
-        reader = make_reader({"stop": np.array([value])}, vocabulary)
-        assert wants_stop(reader) is wanted
-    assert not wants_stop(make_reader({}, vocabulary))
-
-
-@pytest.mark.parametrize("vocabulary", Vocabulary)
-def test_state(vocabulary: Vocabulary) -> None:
-    for value, wanted in ((True, True), (False, False)):
-        reader = make_reader({"state": np.array([value])}, vocabulary)
-        assert wants_state(reader) is wanted
-    assert not wants_state(make_reader({}, vocabulary))
+    assert covered | elsewhere | {"text_input", "stop", "state"} == BUILT  # test_request_kind.py
 
 
 TEXT_LANDINGS = [
@@ -511,7 +491,7 @@ def test_all_outputs_of_a_config_pbtxt_that_declares_fewer_are_none_named() -> N
     """So that nobody pays for logits that upstream's config.pbtxt happens to declare."""
     declared = ["output_ids", "sequence_length", "context_logits", "a_newer_one"]
     naming = Naming.from_triton(frozenset(declared), Vocabulary.TOKENS, declared)
-    (prompt,) = convert(make_reader(token_inputs()), make_context(naming=naming, encoder=Codes()))
+    (prompt,) = convert(make_rows(token_inputs()), make_context(naming=naming, encoder=Codes()))
     assert prompt.options.outputs == {"output_ids", "sequence_length"}
     assert not prompt.request.output.return_context_logits
 

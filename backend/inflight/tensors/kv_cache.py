@@ -1,0 +1,68 @@
+"""The tensors of one prompt that say how its KV blocks are shared and how long they are worth keeping."""
+
+from __future__ import annotations
+
+from inflight.core.kv.block_keys import PrefixIdentity
+from inflight.core.kv.retention import DEFAULT_PRIORITY, Retention, RetentionConfig, TokenRangeRetention
+from inflight.errors import InvalidArgument
+from inflight.tensors.reader import TensorReader
+
+_STARTS = "retention_token_range_starts"
+_ENDS = "retention_token_range_ends"
+_PRIORITIES = "retention_token_range_priorities"
+_DURATIONS = "retention_token_range_durations_ms"
+_OPEN_ENDED = -1  # an end that is the prompt's, and a duration that has no end
+
+
+def read_identity(reader: TensorReader) -> PrefixIdentity:
+    """What the prompt's KV blocks depend on besides its tokens and its table."""
+    return PrefixIdentity(cache_salt_id=reader.integer("cache_salt_id") or 0)
+
+
+def read_retention(reader: TensorReader) -> RetentionConfig:
+    """How long the prompt's blocks are worth keeping; the defaults where no tensor says anything.
+
+    Raises InvalidArgument if a range lacks a part; the message names the tensors and their lengths.
+    """
+    return RetentionConfig(_retention_ranges(reader), _decode_retention(reader))
+
+
+def _retention_ranges(reader: TensorReader) -> tuple[TokenRangeRetention, ...]:
+    starts = reader.integers(_STARTS)
+    if starts is None:
+        for name in (_ENDS, _PRIORITIES, _DURATIONS):
+            if reader.integers(name) is not None:
+                raise InvalidArgument(f"{_STARTS} must be provided: {name} came without it")
+        return ()
+    ends = _beside(reader, _ENDS, len(starts))
+    priorities = _beside(reader, _PRIORITIES, len(starts))
+    has_durations = reader.integers(_DURATIONS) is not None
+    durations = _beside(reader, _DURATIONS, len(starts)) if has_durations else [_OPEN_ENDED] * len(starts)
+    return tuple(
+        TokenRangeRetention(start, _none_if_open(end), Retention(priority, _none_if_open(duration)))
+        for start, end, priority, duration in zip(starts, ends, priorities, durations, strict=True)
+    )
+
+
+def _decode_retention(reader: TensorReader) -> Retention | None:
+    priority = reader.integer("retention_decode_priority")
+    duration = reader.integer("retention_decode_duration_ms")
+    if priority is None and duration is None:
+        return None
+    return Retention(DEFAULT_PRIORITY if priority is None else priority, _none_if_open(duration))
+
+
+def _beside(reader: TensorReader, name: str, length: int) -> list[int]:
+    """Returns the tensor `name`, which must have a number for each of `length` ranges."""
+    values = reader.integers(name)
+    if values is None:
+        raise InvalidArgument(f"{name} must be provided: {_STARTS} has {length} ranges")
+    if len(values) != length:
+        raise InvalidArgument(
+            f"Invalid {name} length. Expected length {length}, as {_STARTS} has, got length {len(values)}"
+        )
+    return values
+
+
+def _none_if_open(value: int | None) -> int | None:
+    return None if value == _OPEN_ENDED else value

@@ -1,0 +1,221 @@
+"""The engine's results as arrays of output tensors.
+
+Owns the shapes. Ragged rows are filled up, ids with the prompt's pad_id (else -1), numbers with 0. An array's
+first dimension is the prompts of the response, then come rows: beams, or sequences; texts are one flat list of all
+rows. Plain functions, any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from inflight.additional_outputs import CONTEXT, GENERATION
+from inflight.core.request.request import FloatTensor
+from inflight.core.request.response import PerfMetrics, TopLogProbs
+from inflight.prompt import Output
+from inflight.tensors.output_table import OUTPUTS, is_additional
+
+_NO_PAD = -1
+
+
+def make_array(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
+    """The output tensor `name` of one response, [prompts, …] or flat; None if there is nothing to say.
+
+    Types are numpy's choice; KeyError for a name that no table knows.
+    """
+    return _additional(name, outputs) if is_additional(name) else _MAKERS[name](outputs)
+
+
+def without_elements(name: str, num_prompts: int) -> np.ndarray:
+    """The array of an output of the table that was named and not asked for."""
+    spec = OUTPUTS[name]
+    return np.empty([num_prompts] * spec.is_batched + [0] * len(spec.dims))
+
+
+_Maker = Callable[[Sequence[Output]], np.ndarray | None]
+_Rows = Sequence[Sequence[Any]]
+"""The rows of each prompt."""
+
+
+def _scalars(value: Callable[[Output], int]) -> _Maker:
+    """A maker of [prompts, 1]."""
+    return lambda outputs: np.array([[value(output)] for output in outputs])
+
+
+def _metrics(value: Callable[[PerfMetrics], float]) -> _Maker:
+    """A maker of [prompts, 1] from performance metrics, 0 for a prompt without any; None if none has any."""
+
+    def make(outputs: Sequence[Output]) -> np.ndarray | None:
+        metrics = [output.result.perf_metrics for output in outputs]
+        return None if _all_missing(metrics) else np.array([[value(one or PerfMetrics())] for one in metrics])
+
+    return make
+
+
+def _output_ids(outputs: Sequence[Output]) -> np.ndarray:
+    return _stack([output.result.output_token_ids for output in outputs], _pads(outputs), np.int32)
+
+
+def _sequence_length(outputs: Sequence[Output]) -> np.ndarray:
+    lengths = [[len(ids) for ids in output.result.output_token_ids] for output in outputs]
+    return _table(lengths, 0, np.int32)
+
+
+def _text_output(outputs: Sequence[Output]) -> np.ndarray | None:
+    if any(output.texts is None for output in outputs):
+        return None
+    texts = [[text.encode("utf-8") for text in output.texts or ()] for output in outputs]
+    return _table(texts, b"", np.object_).reshape(-1)
+
+
+def _finish_reason(outputs: Sequence[Output]) -> np.ndarray:
+    reasons = [[reason.name.encode() for reason in output.result.finish_reasons] for output in outputs]
+    return _table(reasons, b"", np.object_)
+
+
+def _cum_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
+    rows = [output.result.cum_log_probs for output in outputs]
+    return None if _all_missing(rows) else _table([row or () for row in rows], 0.0, np.float32)
+
+
+def _output_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
+    rows = [output.result.log_probs for output in outputs]
+    return None if _all_missing(rows) else _stack([row or () for row in rows], None, np.float32)
+
+
+def _top(part: Callable[[TopLogProbs], Sequence[float]], dtype: type, is_padded: bool) -> _Maker:
+    """A maker of [prompts, rows, longest, most candidates]."""
+
+    def make(outputs: Sequence[Output]) -> np.ndarray | None:
+        found = [output.result.top_log_probs for output in outputs]
+        if _all_missing(found):
+            return None
+        width = max(output.prompt.request.output.num_top_log_probs for output in outputs)
+        rows = [[[part(top) for top in row] for row in of_prompt or ()] for of_prompt in found]
+        return _stack(rows, _pads(outputs) if is_padded else None, dtype, (width,))
+
+    return make
+
+
+def _prompt_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
+    rows = [output.result.prompt_log_probs for output in outputs]
+    return None if _all_missing(rows) else _stack([[row or ()] for row in rows], None, np.float32)[:, 0]
+
+
+def _context_logits(outputs: Sequence[Output]) -> np.ndarray | None:
+    tensors = [output.result.context_logits for output in outputs]
+    if _all_missing(tensors):
+        return None
+    return _stack_tensors([[tensor] if tensor else [] for tensor in tensors], _vocab_size(outputs))[:, 0]
+
+
+def _generation_logits(outputs: Sequence[Output]) -> np.ndarray | None:
+    tensors = [output.result.generation_logits for output in outputs]
+    if _all_missing(tensors):
+        return None
+    return _stack_tensors([rows or () for rows in tensors], _vocab_size(outputs))
+
+
+def _vocab_size(outputs: Sequence[Output]) -> int:
+    return outputs[0].prompt.options.vocab_size
+
+
+def _additional(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
+    """[prompts, prompt tokens, width] or [prompts, rows, longest, width], also of no tokens."""
+    found = [
+        next((each.tensors for each in output.result.additional_outputs if each.name == name), None)
+        for output in outputs
+    ]
+    if _all_missing(found):
+        return None
+    is_context = name.startswith(CONTEXT)
+    plain = name.removeprefix(CONTEXT if is_context else GENERATION)
+    offered = outputs[0].prompt.options.offered
+    stack = _stack_tensors(
+        [tensors or () for tensors in found], next(each.width for each in offered if each.name == plain)
+    )
+    return stack[:, 0] if is_context else stack
+
+
+_MAKERS: dict[str, _Maker] = {
+    "output_ids": _output_ids,
+    "sequence_length": _sequence_length,
+    "text_output": _text_output,
+    "finish_reason": _finish_reason,
+    "batch_index": _scalars(lambda output: output.batch_index),
+    "sequence_index": _scalars(lambda output: output.result.sequence_index),
+    "num_input_tokens": _scalars(lambda output: output.result.num_input_tokens),
+    "num_output_tokens": _scalars(lambda output: output.result.num_output_tokens[0]),
+    "cum_log_probs": _cum_log_probs,
+    "cumulative_logprob": _cum_log_probs,
+    "output_log_probs": _output_log_probs,
+    "top_log_prob_ids": _top(lambda top: top.token_ids, np.int32, is_padded=True),
+    "top_log_probs": _top(lambda top: top.log_probs, np.float32, is_padded=False),
+    "prompt_log_probs": _prompt_log_probs,
+    "context_logits": _context_logits,
+    "generation_logits": _generation_logits,
+    "kv_cache_alloc_new_blocks": _metrics(lambda metrics: metrics.num_new_blocks),
+    "kv_cache_reused_blocks": _metrics(lambda metrics: metrics.num_reused_blocks),
+    "kv_cache_missed_blocks": _metrics(lambda metrics: metrics.num_missed_blocks),
+    "kv_cache_alloc_total_blocks": _metrics(lambda metrics: metrics.num_new_blocks),
+    "arrival_time_ns": _metrics(lambda metrics: metrics.arrival_time_ns),
+    "first_scheduled_time_ns": _metrics(lambda metrics: metrics.first_scheduled_time_ns),
+    "first_token_time_ns": _metrics(lambda metrics: metrics.first_token_time_ns),
+    "last_token_time_ns": _metrics(lambda metrics: metrics.last_token_time_ns),
+    "acceptance_rate": _metrics(lambda metrics: metrics.acceptance_rate),
+    "total_accepted_draft_tokens": _metrics(lambda metrics: metrics.num_accepted_draft_tokens),
+    "total_draft_tokens": _metrics(lambda metrics: metrics.num_draft_tokens),
+    "state": lambda outputs: None,  # only the answer to a state request has one
+    "adapters": lambda outputs: None,  # likewise
+    "context_phase_params": lambda outputs: None,
+}
+
+
+def _pads(outputs: Sequence[Output]) -> list[int]:
+    pads = [output.prompt.request.pad_id for output in outputs]
+    return [_NO_PAD if pad is None else pad for pad in pads]
+
+
+def _all_missing(parts: Sequence[object | None]) -> bool:
+    return all(part is None for part in parts)
+
+
+def _table(rows: _Rows, fill: object, dtype: type) -> np.ndarray:
+    """An array [prompts, rows], filled up with `fill`."""
+    if len(rows) == 1:  # nothing to fill up: nearly every response
+        return np.array([list(rows[0])], dtype)
+    table = np.full((len(rows), max(map(len, rows))), fill, dtype)
+    for index, row in enumerate(rows):
+        table[index, : len(row)] = row
+    return table
+
+
+def _stack(rows: _Rows, fills: Sequence[int] | None, dtype: type, tail: tuple[int, ...] = ()) -> np.ndarray:
+    """An array [prompts, rows, longest, *tail], filled up with the prompts' numbers in `fills`, else with 0."""
+    if not tail and len(rows) == 1 and len(rows[0]) == 1:
+        return np.array([[rows[0][0]]], dtype)
+    longest = max((len(row) for of_prompt in rows for row in of_prompt), default=0)
+    stack = np.zeros((len(rows), max(map(len, rows)), longest, *tail), dtype)
+    for index, of_prompt in enumerate(rows):
+        if fills is not None:
+            stack[index] = fills[index]
+        for number, row in enumerate(of_prompt):
+            if len(row):
+                values = np.asarray(row, dtype)  # of top log probs, prompts may want more or fewer
+                stack[(index, number, *map(slice, values.shape))] = values
+    return stack
+
+
+def _stack_tensors(rows: Sequence[Sequence[FloatTensor]], width: int) -> np.ndarray:
+    """An array [prompts, rows, longest, width], also of no tokens; a single tensor is not copied."""
+    arrays = [[_as_array(tensor, width) for tensor in of_prompt] for of_prompt in rows]
+    if len(arrays) == 1 and len(arrays[0]) == 1:
+        return arrays[0][0][np.newaxis, np.newaxis]
+    return _stack(arrays, None, np.float32, (width,))
+
+
+def _as_array(tensor: FloatTensor, width: int) -> np.ndarray:
+    return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape[0], width)

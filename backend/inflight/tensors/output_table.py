@@ -1,0 +1,109 @@
+"""THE table of outputs of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`, as `input_table` is of inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inflight.additional_outputs import CONTEXT, GENERATION
+from inflight.tensors.spec import InStream, TensorSpec, TensorTable, of_other_models
+
+_NEW, _SO_FAR, _SAME = InStream.NEW, InStream.SO_FAR, InStream.SAME
+
+
+def _output(
+    name: str, dtype: str, dims: tuple[int, ...], in_stream: InStream | None, meaning: str, **more: Any
+) -> TensorSpec:
+    return TensorSpec(name, dtype, dims, meaning, text_names=(name,), in_stream=in_stream, **more)
+
+
+def _asked(
+    name: str,
+    dtype: str,
+    dims: tuple[int, ...],
+    in_stream: InStream,
+    meaning: str,
+    flag: str = "",
+    text_only: bool = False,
+) -> TensorSpec:
+    """An output that its own return_* flag asks for, or the input `flag`."""
+    asked_by = flag or f"return_{name}"
+    return _output(name, dtype, dims, in_stream, meaning, asked_by=asked_by, text_only=text_only)
+
+
+def _metric(name: str, meaning: str, dtype: str = "INT32") -> TensorSpec:
+    return _asked(name, dtype, (1,), _SO_FAR, meaning, "return_perf_metrics")
+
+
+OUTPUTS = TensorTable(
+    (
+        # Ids and their lengths are for those who speak in ids; everything else `ensemble` returns too.
+        TensorSpec("output_ids", "INT32", (-1, -1), "[beams, n]; streaming: the new tokens", in_stream=_NEW),
+        TensorSpec("sequence_length", "INT32", (-1,), "[beams] ids in this response", in_stream=_NEW),
+        _output(
+            "text_output",
+            "BYTES",
+            (-1,),
+            _NEW,
+            "text of each beam; streaming: the new text",
+            is_batched=False,
+        ),
+        _output("finish_reason", "BYTES", (-1,), _SO_FAR, "[beams] NOT_FINISHED, END_ID, LENGTH, …"),
+        _output("batch_index", "INT32", (1,), _SAME, "which prompt of a batch; only then"),
+        _output("sequence_index", "INT32", (1,), _SAME, "which of num_return_sequences; only then"),
+        _asked("num_input_tokens", "INT32", (1,), _SAME, "prompt tokens"),
+        _asked("num_output_tokens", "INT32", (1,), _NEW, "generated in this response, first beam's"),
+        _asked("cum_log_probs", "FP32", (-1,), _SO_FAR, "[beams] sum so far", "return_log_probs"),
+        _asked("cumulative_logprob", "FP32", (-1,), _SO_FAR, "as cum_log_probs"),
+        _asked(
+            "output_log_probs",
+            "FP32",
+            (-1, -1),
+            _SO_FAR,
+            "[beams, n] of generated tokens",
+            "return_log_probs",
+        ),
+        _asked("top_log_prob_ids", "INT32", (-1, -1, -1), _NEW, "[beams, n, k]", "num_top_log_probs"),
+        _asked(
+            "top_log_probs", "FP32", (-1, -1, -1), _NEW, "[beams, n, k] likeliest first", "num_top_log_probs"
+        ),
+        _asked("prompt_log_probs", "FP32", (-1,), _SAME, "[prompt tokens], the first 0"),
+        _asked("context_logits", "FP32", (-1, -1), _SAME, "[prompt tokens, vocab_size]"),
+        _asked("generation_logits", "FP32", (-1, -1, -1), _NEW, "[beams, n, vocab_size]"),
+        _metric("kv_cache_alloc_new_blocks", "KV blocks taken for the prompt"),
+        _metric("kv_cache_reused_blocks", "KV blocks found in the cache"),
+        _metric("kv_cache_missed_blocks", "full blocks of known tokens not found there"),
+        _metric("kv_cache_alloc_total_blocks", "as kv_cache_alloc_new_blocks"),
+        _metric("arrival_time_ns", "monotonic clock: it was queued", "INT64"),
+        _metric("first_scheduled_time_ns", "its first iteration began", "INT64"),
+        _metric("first_token_time_ns", "the first token was there", "INT64"),
+        _metric("last_token_time_ns", "the last one was; 0 until then", "INT64"),
+        _metric("acceptance_rate", "accepted / verified draft tokens; 0 without any", "FP32"),
+        _metric("total_accepted_draft_tokens", "draft tokens accepted"),
+        _metric("total_draft_tokens", "draft tokens verified"),
+        of_other_models("context_phase_params", "UINT8", (-1,), "never: this server does both phases itself"),
+        _output("state", "BYTES", (1,), None, "JSON; the answer to a state request", asked_by="state"),
+        _output("adapters", "BYTES", (1,), None, "JSON; the answer to lora_command", asked_by="lora_command"),
+    )
+)
+
+
+ADDITIONAL_OUTPUTS = (
+    _asked(
+        f"{CONTEXT}<name>",
+        "FP32",
+        (-1, -1),
+        InStream.FIRST,
+        "[prompt tokens, width] of an additional output (additional-outputs.md)",
+        "additional_outputs",
+    ),
+    _asked(f"{GENERATION}<name>", "FP32", (-1, -1, -1), _NEW, "[sequences, n, width]", "additional_outputs"),
+)
+"""Rows for the documentation: which outputs of the kind there are, the parameter additional_model_outputs says."""
+
+
+def is_additional(name: str) -> bool:
+    """Whether an output that is in no table is one that the parameter additional_model_outputs adds."""
+    return name.startswith((CONTEXT, GENERATION)) and name not in _OUTPUT_NAMES
+
+
+_OUTPUT_NAMES = frozenset(spec.name for spec in OUTPUTS.specs)

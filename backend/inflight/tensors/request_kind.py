@@ -1,0 +1,28 @@
+"""What a request is for: most generate text, and some stop another one, or ask for a state or about adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from inflight.tensors.reader import TensorReader
+
+
+class RequestKind(Enum):
+    """What a request asks for; of one that does not generate, only the tensor that says so means anything."""
+
+    GENERATE = "tokens for its prompts"
+    STOP = "the end of another request"
+    STATE = "the batcher's state"
+    ADAPTERS = "to list, load or unload adapters"
+
+
+def request_kind(rows: Sequence[TensorReader]) -> RequestKind:
+    """The kind of a request by the rows of its batch: one row that asks for another kind makes all of it such."""
+    if any(row.boolean("stop") for row in rows):
+        return RequestKind.STOP
+    if any(row.boolean("state") for row in rows):
+        return RequestKind.STATE
+    if any(any(row.text_sizes("lora_command")) for row in rows):
+        return RequestKind.ADAPTERS
+    return RequestKind.GENERATE

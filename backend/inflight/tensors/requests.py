@@ -1,0 +1,291 @@
+"""Makes Requests of a client's inputs, and says what their replies depend on.
+
+Owns the meaning of prompts and of what ends them; each other subject has a module that reads its tensors. Does not
+check ranges, which Request.validate does, and does not register, submit or answer anything: whatever is wrong is
+raised before the engine knows of the request. Any thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from inflight.core.kv.block_keys import PrefixIdentity
+from inflight.core.request.adapter import PromptTable
+from inflight.core.request.drafted import DraftedRequest
+from inflight.core.request.request import EngineDescription, ModelLimits, Request
+from inflight.errors import InvalidArgument
+from inflight.prompt import Prompt, ReplyOptions
+from inflight.tensors.kv_cache import read_identity, read_retention
+from inflight.tensors.lora import read_lora
+from inflight.tensors.prompt_tables import read_extra_ids, read_prompt_table
+from inflight.tensors.reader import TensorReader, each_row
+from inflight.tensors.request_parameters import NO_PARAMETERS, RequestParameters
+from inflight.tensors.sampling import read_bias, read_draft, read_drafting, read_guide, read_sampling_config
+from inflight.tensors.wanted_outputs import Naming, output_config, wanted_outputs
+from inflight.tensors.word_lists import Words, read_words
+from inflight.text import text_encoder
+from inflight.text.text_encoder import TextEncoder
+
+NO_ID = -1
+"""The id that stands for none."""
+
+_DEFAULT_PRIORITY = 0.5
+
+_TEXT_LISTS = ("stop_words", "bad_words", "embedding_bias_words")
+
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class ServingContext:
+    """What the meaning of a request depends on beside its tensors.
+
+    Attributes:
+        description: The engine behind this model.
+        decoupled: Whether a request may have more than one response.
+        exclude_input_in_output: Whether the prompt is left out by default.
+        naming: Which outputs its client names.
+        encoder: Turns its texts into ids.
+        parameters: What the request says beside its tensors.
+        has_draft_model: Whether another model can draft tokens.
+    """
+
+    description: EngineDescription
+    decoupled: bool
+    exclude_input_in_output: bool
+    naming: Naming
+    encoder: TextEncoder
+    parameters: RequestParameters = NO_PARAMETERS
+    has_draft_model: bool = False
+
+
+def client_id(rows: Sequence[TensorReader], parameters: RequestParameters) -> int:
+    """The id of the client whose request this is, of a batch the first prompt's; 0 for one without a name."""
+    return _first(rows[0].integer("client_id"), parameters.client_id, 0)
+
+
+def check_texts(rows: Sequence[TensorReader], encoder: TextEncoder, limits: ModelLimits) -> None:
+    """Refuse texts that are too long for this model, whatever they say, before anything looks at them.
+
+    Raises:
+        InvalidArgument: text_input has more bytes than the tokens of the longest prompt can stand for, or there
+            are too many words or too long ones; the message names tensor, length and bound.
+        Unsupported: A long text came, and there is no tokenizer.
+    """
+    for num_bytes in _text_sizes(rows, "text_input"):
+        encoder.check_prompt_length(num_bytes, "text_input", limits)
+    for name in _TEXT_LISTS:
+        for row in rows:
+            text_encoder.check_words(row.text_sizes(name), row.shown_name(name))
+
+
+def tokenizing_cost(rows: Sequence[TensorReader]) -> int:
+    """Bytes of a prompt that take as long to tokenize as all texts of this request."""
+    words = [size for name in _TEXT_LISTS for size in _text_sizes(rows, name)]
+    return text_encoder.tokenizing_cost(_text_sizes(rows, "text_input"), words)
+
+
+def _text_sizes(rows: Sequence[TensorReader], name: str) -> list[int]:
+    return [size for row in rows for size in row.text_sizes(name)]
+
+
+def convert(readers: Sequence[TensorReader], context: ServingContext) -> tuple[Prompt, ...]:
+    """The prompts of one client's request, one for each row of its batch.
+
+    Raises InvalidArgument or Unsupported; the message names the tensor by the client's name for it, what came,
+    what was expected, and the row where there are several. The requests are valid for the engine that `context`
+    describes.
+    """
+    rows = [_Row(row, context, is_in_batch=len(readers) > 1) for row in readers]
+    texts = each_row([row.prompt_text for row in rows])
+    to_encode = [text for text in texts if text is not None]
+    encoded = iter(context.encoder.prompts(to_encode) if to_encode else ())
+    ids = [None if text is None else next(encoded) for text in texts]
+    prompts = tuple(each_row([partial(row.prompt, *pair) for row, *pair in zip(rows, texts, ids)]))
+    num_sequences = sum(prompt.request.sampling.num_sequences for prompt in prompts)
+    name = readers[0].shown_name("num_return_sequences")
+    context.description.limits.check_sequences(len(prompts), num_sequences, name)
+    return prompts
+
+
+class _Row:
+    """One prompt's tensors, and what their meaning depends on."""
+
+    def __init__(self, reader: TensorReader, context: ServingContext, is_in_batch: bool) -> None:
+        self._reader = reader
+        self._context = context
+        self._is_in_batch = is_in_batch
+
+    def prompt_text(self) -> str | None:
+        """The prompt's text; None if it came as ids."""
+        reader = self._reader
+        reader.refuse_unbuilt()
+        text = reader.text("text_input")
+        if text is None:
+            return None
+        if reader.array("input_ids") is not None:
+            raise InvalidArgument("got both input_ids and text_input: send the prompt in one of them")
+        length = reader.integer("input_lengths")
+        if length is not None:
+            raise InvalidArgument(
+                f"input_lengths is {length}, but it counts input_ids and text_input came instead"
+            )
+        return text
+
+    def prompt(self, prompt_text: str | None, encoded: Sequence[int] | None) -> Prompt:
+        """The whole prompt. `encoded` has the ids of `prompt_text`; both are None for one that came as ids."""
+        reader, context, said = self._reader, self._context, self._context.parameters
+        sampling = read_sampling_config(reader)
+        wanted = wanted_outputs(
+            reader, context.naming, self._is_in_batch, context.decoupled and sampling.num_sequences > 1
+        )
+        exclude_input = self._exclude_input()
+        streaming = self._streaming()
+        table = read_prompt_table(reader)
+        token_ids, identity = self._prompt_ids(encoded, table)
+        stop_strings = tuple(word for word in reader.texts("stop_words") if word)
+        drafted = read_drafting(reader, context.has_draft_model)
+        make = partial(DraftedRequest, **drafted) if drafted else Request
+        request = make(
+            request_id=0,
+            input_token_ids=token_ids,
+            max_new_tokens=self._max_new_tokens(),
+            # Where text ends a sequence, somebody has to look at it while it is being made; drafts come in rounds.
+            streaming=streaming or (bool(stop_strings) and not sampling.uses_beams) or bool(drafted),
+            end_ids=self._end_ids(prompt_text is not None),
+            pad_id=self._pad_id(),
+            sampling=sampling,
+            output=output_config(reader, wanted, exclude_input),
+            stop_words=self._stop_words(stop_strings if sampling.uses_beams else ()),
+            bad_words=self._bad_words(),
+            embedding_bias=read_bias(reader, context.description.limits.vocab_size, context.encoder),
+            draft=read_draft(reader),
+            guide=read_guide(reader),
+            prompt_lookup_num_tokens=reader.integer("prompt_lookup_num_tokens") or 0,
+            logits_post_processor_name=reader.text("logits_post_processor_name") or "",
+            identity=identity,
+            retention=read_retention(reader),
+            priority=_first(reader.real("priority"), said.priority, _DEFAULT_PRIORITY),
+            client_id=_first(reader.integer("client_id"), said.client_id, 0),
+            allotted_time_ms=_first(reader.integer("allotted_time_ms"), said.allotted_time_ms, 0),
+            lora=read_lora(reader),
+            prompt_table=table,
+        )
+        self._validate(request, streaming, prompt_text is not None)
+        options = ReplyOptions(
+            outputs=wanted,
+            named=context.naming.requested if context.naming.named else frozenset(),
+            streaming=streaming,
+            prompt_text=prompt_text,
+            include_prompt=not exclude_input and not streaming,
+            stop_strings=stop_strings,
+            vocab_size=context.description.limits.vocab_size,
+            offered=context.description.limits.additional_outputs,
+        )
+        return Prompt(request, options)
+
+    def _prompt_ids(
+        self, encoded: Sequence[int] | None, table: PromptTable | None
+    ) -> tuple[tuple[int, ...], PrefixIdentity]:
+        """The prompt's ids, and what its KV blocks depend on besides these.
+
+        The rows of a text's table stand in front of it, as tensorrtllm_backend's preprocessing puts them.
+        """
+        if encoded is None:
+            token_ids, extra_ids = self._sent_ids()
+        else:
+            first, count = self._context.description.limits.vocab_size, table.num_rows if table else 0
+            token_ids = (*range(first, first + count), *encoded)
+            extra_ids = read_extra_ids(self._reader, count, len(token_ids))
+        return token_ids, replace(read_identity(self._reader), extra_ids=extra_ids)
+
+    def _sent_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids of a prompt that came as such, and their extra ids."""
+        reader = self._reader
+        ids = reader.array("input_ids")
+        length = reader.integer("input_lengths")
+        if ids is None:
+            name = reader.shown_name("text_input" if reader.has_text_vocabulary else "input_ids")
+            either = "" if reader.has_text_vocabulary else ", or text_input"
+            raise InvalidArgument(f"a value is required for {name}{either}: it is missing or empty")
+        if length is None:
+            length = ids.size
+        if not 1 <= length <= ids.size:
+            raise InvalidArgument(
+                f"input_lengths must be from 1 to {ids.size}, the length of input_ids, got {length}"
+            )
+        extra_ids = reader.integers("prompt_table_extra_ids") or ()
+        # Behind a shorter prompt of a batch both are filled up.
+        used = extra_ids[:length] if len(extra_ids) == ids.size else extra_ids
+        return tuple(ids[:length].tolist()), tuple(used)
+
+    def _max_new_tokens(self) -> int:
+        value = self._reader.integer("request_output_len")
+        if value is None:
+            name = self._reader.shown_name("request_output_len")
+            raise InvalidArgument(f"a value is required for {name}: it is missing")
+        return value
+
+    def _streaming(self) -> bool:
+        streaming = bool(self._reader.boolean("streaming"))
+        if streaming and not self._context.decoupled:
+            raise InvalidArgument(
+                f"{self._reader.shown_name('streaming')} is true, but this model gives one response to a request: "
+                "leave it out, or send it to a model in decoupled mode, as tensorrt_llm and ensemble are unless "
+                "they are served with decoupled_mode false"
+            )
+        return streaming
+
+    def _end_ids(self, is_text: bool) -> tuple[int, ...]:
+        """Without end_id the defaults, which differ for text and ids; an explicit -1 means none either way."""
+        end_id, several = self._reader.integer("end_id"), self._context.parameters.end_ids
+        if end_id is None and several is not None:
+            return several
+        if end_id is None:
+            description = self._context.description
+            return description.eos_token_ids if is_text else description.default_end_ids
+        return () if end_id == NO_ID else (end_id,)
+
+    def _pad_id(self) -> int | None:
+        pad_id = self._reader.integer("pad_id")
+        if pad_id is not None and pad_id < NO_ID:
+            raise InvalidArgument(f"pad_id must be >= -1 (-1: none), got {pad_id}")
+        return None if pad_id == NO_ID else pad_id
+
+    def _stop_words(self, texts: tuple[str, ...]) -> Words:
+        """Stop words as ids: those that came so, and those texts that a beam search has to know as ids."""
+        words = read_words(self._reader, "stop_words_list")
+        return words + tuple(ids for text in texts for ids in self._context.encoder.spellings(text))
+
+    def _bad_words(self) -> Words:
+        words = read_words(self._reader, "bad_words_list")
+        texts = [text for text in self._reader.texts("bad_words") if text]
+        return words + tuple(ids for text in texts for ids in self._context.encoder.spellings(text))
+
+    def _exclude_input(self) -> bool:
+        value = self._reader.boolean("exclude_input_in_output")
+        return self._context.exclude_input_in_output if value is None else value
+
+    def _validate(self, request: Request, streaming: bool, is_text: bool) -> None:
+        try:
+            request.validate(self._context.description.limits)
+            if streaming and request.sampling.uses_beams and request.output.return_generation_logits:
+                raise InvalidArgument(
+                    "generation_logits cannot be streamed with beam_width > 1, because beams change: "
+                    "leave streaming or generation_logits out"
+                )
+        except InvalidArgument as error:
+            message = self._reader.in_client_names(str(error))
+            shown = re.sub(r"\binput_ids\b", "text_input", message) if is_text else message
+            raise InvalidArgument(shown) from None
+
+
+def _first(tensor: _Number | None, parameter: _Number | None, default: _Number) -> _Number:
+    """The prompt's own tensor if it came, else the parameter, which holds for all prompts of a request."""
+    if tensor is not None:
+        return tensor
+    return default if parameter is None else parameter

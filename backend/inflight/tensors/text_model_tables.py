@@ -1,0 +1,67 @@
+"""The tables of tensors of `preprocessing` and `postprocessing`, by tensorrtllm_backend's names.
+
+Those that only image, video and encoder-decoder models have are declared as there: such inputs are refused, and
+such outputs never come.
+"""
+
+from __future__ import annotations
+
+from inflight.tensors.spec import TensorSpec, TensorTable, of_other_models
+
+PREPROCESSING_INPUTS = TensorTable(
+    (
+        TensorSpec("QUERY", "BYTES", (1,), "prompt as UTF-8 text; required"),
+        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (1,), "handed through"),
+        TensorSpec("BAD_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
+        TensorSpec("STOP_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
+        TensorSpec("EMBEDDING_BIAS_WORDS", "BYTES", (-1,), "texts whose tokens to bias"),
+        TensorSpec("EMBEDDING_BIAS_WEIGHTS", "FP32", (-1,), "added for each token of its text"),
+        TensorSpec("END_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
+        TensorSpec("PAD_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
+        TensorSpec("PROMPT_TABLE_EXTRA_ID", "UINT64", (1,), "of all rows of a prompt table"),
+        TensorSpec("PROMPT_VOCAB_SIZE", "INT32", (1,), "rows of a prompt table, whose ids come first"),
+        of_other_models("DECODER_QUERY", "BYTES", (1,), "text for the decoder beside an encoder"),
+        of_other_models("IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "images"),
+        of_other_models("IMAGE_URL", "BYTES", (1,), "where an image is"),
+        of_other_models("IMAGES", "BYTES", (-1,), "images"),
+        of_other_models("VIDEO_BYTES", "UINT8", (-1, -1, -1, -1), "frames of a video"),
+    )
+)
+
+PREPROCESSING_OUTPUTS = TensorTable(
+    (
+        TensorSpec("INPUT_ID", "INT32", (-1,), "prompt token ids"),
+        TensorSpec("REQUEST_INPUT_LEN", "INT32", (1,), "their number"),
+        TensorSpec("DECODER_INPUT_ID", "INT32", (-1,), "the padding id alone"),
+        TensorSpec("REQUEST_DECODER_INPUT_LEN", "INT32", (1,), "1"),
+        TensorSpec("BAD_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm's bad_words_list"),
+        TensorSpec("STOP_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm's stop_words_list"),
+        TensorSpec("EMBEDDING_BIAS", "FP32", (-1,), "[vocab_size], or empty without words"),
+        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (-1,), "handed through"),
+        TensorSpec("OUT_END_ID", "INT32", (1,), "handed through"),
+        TensorSpec("OUT_PAD_ID", "INT32", (1,), "handed through"),
+        TensorSpec(
+            "OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,), "PROMPT_TABLE_EXTRA_ID for each row, 0 for text"
+        ),
+        of_other_models("PIXEL_VALUES", "FP16", (-1, -1, -1, -1), "of image models"),
+        of_other_models("ASPECT_RATIO_IDS", "INT64", (-1,), "of image models"),
+        of_other_models("ASPECT_RATIO_MASK", "INT64", (-1, -1), "of image models"),
+        of_other_models("CROSS_ATTENTION_MASK", "INT64", (-1, -1, -1), "of image models"),
+        of_other_models("IMAGE_SIZES", "INT64", (-1, 2), "of image models"),
+        of_other_models("IS_VIDEO_INPUT", "BOOL", (1,), "of video models"),
+        of_other_models("ATTENTION_MASK", "INT64", (-1,), "of image models"),
+        of_other_models("IMAGE_GRID_THW", "INT64", (3,), "of image models"),
+        of_other_models("VISION_INPUT_ID", "INT32", (-1,), "of image models"),
+    )
+)
+
+POSTPROCESSING_INPUTS = TensorTable(
+    (
+        TensorSpec("TOKENS_BATCH", "INT32", (-1, -1), "[beams, n] token ids; required"),
+        TensorSpec("SEQUENCE_LENGTH", "INT32", (-1,), "[beams] how many of them count; all by default"),
+    )
+)
+
+POSTPROCESSING_OUTPUTS = TensorTable(
+    (TensorSpec("OUTPUT", "BYTES", (-1,), "text of each beam", is_batched=False),)
+)

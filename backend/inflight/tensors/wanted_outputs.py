@@ -1,0 +1,117 @@
+"""Which outputs a prompt gets: those that its client names, or that its flags ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from inflight.additional_outputs import outputs_of_tensors
+from inflight.core.request.request import OutputConfig
+from inflight.errors import InvalidArgument
+from inflight.tensors.output_table import OUTPUTS, is_additional
+from inflight.tensors.reader import TensorReader
+from inflight.tensors.spec import TensorSpec, Vocabulary
+
+_ID_OUTPUTS = frozenset({"output_ids", "sequence_length"})
+_TOP_OUTPUTS = frozenset({"top_log_prob_ids", "top_log_probs"})
+_LOG_PROB_OUTPUTS = frozenset({"output_log_probs", "cum_log_probs", "cumulative_logprob"})
+_METRIC_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs if spec.asked_by == "return_perf_metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Which outputs a client names. It gets exactly these; one whose flag is not set has no elements.
+
+    A Triton ensemble names whatever it hands on, be it wanted or not, so a name asks for nothing that has a flag.
+    A client that names none, as HTTP generate never does, gets what the flags say.
+
+    Attributes:
+        requested: Names of outputs; all of the model's if the client named none.
+        named: Whether it named them.
+    """
+
+    requested: frozenset[str]
+    named: bool
+
+    @classmethod
+    def from_triton(
+        cls, requested: frozenset[str], vocabulary: Vocabulary, declared: Collection[str] = ()
+    ) -> Naming:
+        """Read what Triton says: all outputs of the model stand for none named.
+
+        Args:
+            requested: Names of outputs.
+            vocabulary: Whose names the model goes by.
+            declared: Names of the outputs in its config.pbtxt; without any, those of the table. Those that the
+                parameter additional_model_outputs adds are among them.
+        """
+        known = {name for name, _ in OUTPUTS.declared(vocabulary)} | {*filter(is_additional, declared)}
+        return cls(requested & known, requested & known != (known & frozenset(declared) or known))
+
+
+def wanted_outputs(
+    reader: TensorReader, naming: Naming, tells_prompts_apart: bool, tells_sequences_apart: bool
+) -> frozenset[str]:
+    """Names of the outputs that are asked for, as far as there is something to say.
+
+    Additional outputs are asked for by their names, or by the tensor additional_outputs.
+
+    Args:
+        reader: One prompt's tensors, for the flags.
+        naming: What the client named.
+        tells_prompts_apart: Whether responses of several prompts come one by one.
+        tells_sequences_apart: Whether responses of several sequences do.
+    """
+    left_out: set[str] = set()
+    if reader.boolean("return_finish_reason") is False:
+        left_out.add("finish_reason")
+    if not (tells_prompts_apart or naming.named):
+        left_out.add("batch_index")
+    if not (tells_sequences_apart or naming.named):
+        left_out.add("sequence_index")
+    return frozenset(
+        spec.name
+        for spec in OUTPUTS.specs
+        if spec.name in naming.requested
+        and spec.name not in left_out
+        and spec.built
+        and _is_asked_for(spec, reader)
+    ).union(_additional_outputs(reader, naming))
+
+
+def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
+    """Yield those that are named, else those in the tensor; InvalidArgument for one that is not declared."""
+    if naming.named:
+        yield from filter(is_additional, naming.requested)
+        return
+    for name in filter(None, reader.texts("additional_outputs")):
+        if name not in naming.requested or not is_additional(name):
+            known = ", ".join(sorted(filter(is_additional, naming.requested))) or "none"
+            raise InvalidArgument(
+                f"additional_outputs has {name[:100]!r}, expected names of this model's additional outputs: "
+                f"{known} (parameter additional_model_outputs)"
+            )
+        yield name
+
+
+def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputConfig:
+    """What the engine has to keep and send for these outputs."""
+    return OutputConfig(
+        # Nobody looks at the prompt's ids without these outputs: they need not come back.
+        exclude_input_from_output=exclude_input or not wanted & _ID_OUTPUTS,
+        return_log_probs=bool(wanted & _LOG_PROB_OUTPUTS),
+        num_top_log_probs=(reader.integer("num_top_log_probs") or 0) if wanted & _TOP_OUTPUTS else 0,
+        return_prompt_log_probs="prompt_log_probs" in wanted,
+        return_context_logits="context_logits" in wanted,
+        return_generation_logits="generation_logits" in wanted,
+        return_perf_metrics=bool(wanted & _METRIC_OUTPUTS),
+        additional_outputs=outputs_of_tensors(sorted(filter(is_additional, wanted))),
+    )
+
+
+def _is_asked_for(spec: TensorSpec, reader: TensorReader) -> bool:
+    if spec.asked_by == "num_top_log_probs":
+        return bool(reader.integer(spec.asked_by))
+    if spec.asked_by == "lora_command":
+        return bool(reader.text(spec.asked_by))
+    return not spec.asked_by or bool(reader.boolean(spec.asked_by))

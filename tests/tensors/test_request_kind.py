@@ -1,0 +1,49 @@
+"""Requests that stop another, or ask for a state or about adapters, are told apart from those that generate."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from inflight.errors import InvalidArgument
+from inflight.tensors.request_kind import RequestKind, request_kind
+from inflight.tensors.spec import Vocabulary
+from tests.tensors.factories import make_rows
+
+ASKING = {
+    RequestKind.STOP: ("stop", [True], [False]),
+    RequestKind.STATE: ("state", [True], [False]),
+    RequestKind.ADAPTERS: ("lora_command", [b"x"], [b""]),
+}
+
+
+@pytest.mark.parametrize("vocabulary", Vocabulary)
+@pytest.mark.parametrize("kind", ASKING)
+def test_only_a_tensor_that_asks_makes_it_another_kind(kind: RequestKind, vocabulary: Vocabulary) -> None:
+    name, asks, does_not = ASKING[kind]
+    dtype = np.object_ if kind is RequestKind.ADAPTERS else np.bool_
+    assert request_kind(make_rows({name: np.array(asks, dtype)}, vocabulary)) is kind
+    assert request_kind(make_rows({name: np.array(does_not, dtype)}, vocabulary)) is RequestKind.GENERATE
+    assert request_kind(make_rows({}, vocabulary)) is RequestKind.GENERATE
+
+
+@pytest.mark.parametrize("kind", ASKING)
+def test_one_row_of_a_batch_makes_all_of_it_such(kind: RequestKind) -> None:
+    name, asks, does_not = ASKING[kind]
+    dtype = np.object_ if kind is RequestKind.ADAPTERS else np.bool_
+    assert request_kind(make_rows({name: np.array(does_not + asks, dtype)})) is kind
+    assert request_kind(make_rows({name: np.array(does_not * 2, dtype)})) is RequestKind.GENERATE
+
+
+def test_a_stop_goes_before_a_state_and_a_state_before_a_command() -> None:
+    true, command = np.array([True]), np.array([b"x"], np.object_)
+    every = {"lora_command": command, "state": true, "stop": true}
+    assert request_kind(make_rows(every)) is RequestKind.STOP
+    assert request_kind(make_rows(every | {"stop": np.array([False])})) is RequestKind.STATE
+    assert request_kind(make_rows({"stop": true, "state": np.array([1.5])})) is RequestKind.STOP
+
+
+@pytest.mark.parametrize("name", ["stop", "state"])
+def test_another_type_is_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"^{name} must be BOOL, got float64$"):
+        request_kind(make_rows({name: np.array([1.5])}))
