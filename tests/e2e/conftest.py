@@ -143,9 +143,9 @@ def pair_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair_server(elsewhere: Path, pair_repository: Path) -> Iterator[TritonServer]:
-    """A target with its draft model, and the settings of docs/triton-openai.md for Triton's front end."""
-    page = (Path(__file__).parents[2] / "docs" / "triton-openai.md").read_text()
-    documented = dict(re.findall(r"--set (\S+?)=(\S+)", page))
+    """A target with its draft model, and the settings of docs/openai-server.md for Triton's front end."""
+    page = (Path(__file__).parents[2] / "docs" / "openai-server.md").read_text()
+    documented = dict(re.findall(r"--set (\S+?)=(\S+)", page.split("## Triton's own OpenAI front end")[1]))
     assert documented, "the page has lost its command"
     settings = {"max_tokens_in_paged_kv_cache": "8192", **documented}
     with serve(pair_repository / "models", settings=settings) as server:

@@ -1,4 +1,4 @@
-"""README's commands, as written, against a server on its ports."""
+"""The commands of README and of pages for newcomers, as written, against a server on its ports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from inflight.server import cli
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.S | re.M)
 
 
-FOR_NEWCOMERS = ("index.md", "first-model.md", "from-vllm.md", "from-tensorrtllm-backend.md", "production.md")
+FOR_NEWCOMERS = (
+    "index.md", "first-model.md", "triton.md", "from-vllm.md", "from-tensorrtllm-backend.md", "production.md",
+)  # fmt: skip
 """Other pages with commands; those that ask /v1 are tried in tests/openai_endpoint, flags in tests/docs."""
 IN_PAGES = [
     line
@@ -28,8 +29,9 @@ IN_PAGES = [
 ]
 
 
-def commands(language: str) -> list[str]:
-    return [text.strip() for name, text in BLOCKS if name == language]
+def commands(language: str, page: str = "README.md") -> list[str]:
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
+    return [text.strip() for name, text in blocks if name == language]
 
 
 def here(text: str, server) -> str:
@@ -59,7 +61,7 @@ def test_a_command_answers(demo_server, command):
 
 
 def test_perf_analyzer_runs(demo_server):
-    (command,) = [text for text in commands("bash") if "perf_analyzer" in text]
+    (command,) = [text for text in commands("bash", "docs/load-testing.md") if "perf_analyzer -m" in text]
     quick = " --measurement-interval 300 --stability-percentage 999"
     done = subprocess.run(
         ["bash", "-c", here(command, demo_server) + quick],
@@ -73,11 +75,11 @@ def test_perf_analyzer_runs(demo_server):
 
 
 @pytest.mark.parametrize(
-    ("number", "first_line"), [(0, r".+ \w+ \(TopLogProb\("), (1, r"\[\[\[10, 11, 12, 13, ")]
+    ("number", "first_line"), [(0, r"\[\[\[10, 11, 12, 13, "), (1, r".+ \w+ \(TopLogProb\(")]
 )
 def test_a_python_example_prints_what_it_is_about(demo_server, number, first_line):
-    programs = [text for text in commands("python") if "inflight.executor" not in text]
-    assert len(programs) == 2, "those without a server are in tests/executor"
+    programs = commands("python", "docs/triton.md")
+    assert len(programs) == 2
     assert "tritonclient.http" not in programs[number]  # scripts/serve does not install what that needs
     program = here(programs[number], demo_server)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

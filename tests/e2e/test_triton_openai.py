@@ -2,7 +2,7 @@
 
 It starts Triton inside its own process and so cannot run beside this one; `frontend_tensors` and `read` say what
 it does (python/openai/openai_frontend/engine/utils/triton.py of tritonserver's source), under the settings of
-docs/triton-openai.md.
+docs/openai-server.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """How the next token is chosen from the logits: one frozen value per request.
 
 Every sampling control is declared here, once: its field has the type and the neutral value, and beside it stand
-its tensor, its range and what it needs. How it changes logits is a step of `inflight.decoding.pipeline`.
+its tensor, its range and what it needs. How it changes logits is a step of `inflight.decoding.pipeline`, and not
+part of the field, because front ends read and check controls without torch. Temperature, top_k, top_p and min_p
+have no step: together they decide which tokens are drawn from.
 """
 
 from __future__ import annotations
