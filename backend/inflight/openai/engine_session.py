@@ -75,13 +75,22 @@ class EngineSession:
             pool.shutdown(wait=True, cancel_futures=True)
         self._stopping.shutdown(wait=True)
 
-    def stop_later(self, engine_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
-        """Stop a request, or one of its sequences, without waiting for whatever carries that there."""
+    def stop_later(
+        self, engine_ids: Sequence[int], reason: StopReason, sequence_index: int | None = None
+    ) -> None:
+        """Stop requests, or one sequence of each, without waiting for whatever carries that there."""
+
+        def stop() -> None:
+            for engine_id in engine_ids:
+                self.client.stop(engine_id, reason, sequence_index)
+
         with contextlib.suppress(RuntimeError):  # closed, and the requests with it
-            self._stopping.submit(self.client.stop, engine_id, reason, sequence_index)
+            self._stopping.submit(stop)
 
     def arrive(self, stream: OutputStream, batch_index: int, response: Response) -> None:
-        """Take one response; on the client's thread, never waits."""
+        """Take one response, which is dropped if its stream is closed; on the client's thread, never waits."""
+        if stream.is_closed:
+            return
         with self._lock:
             self._arrived.append((stream, batch_index, response))
             is_first = len(self._arrived) == 1
@@ -100,6 +109,9 @@ class OutputStream:
     """The outputs of one client's request, as an asynchronous iterator of those that go out together.
 
     Raises the engine's error when a prompt has failed, Cancelled after `cancel`.
+
+    Attributes:
+        is_closed: Whether `close` was called: nobody reads on.
     """
 
     def __init__(self, session: EngineSession, prompts: Sequence[tuple[Prompt, NewText | None]]) -> None:
@@ -112,7 +124,7 @@ class OutputStream:
         self._is_cancelled = False
         self._lock = threading.Lock()
         self._engine_ids: list[int] = []
-        self._is_closed = False
+        self.is_closed = False
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -137,23 +149,23 @@ class OutputStream:
     def close(self) -> None:
         """End what still runs. Idempotent; quick where everything has ended."""
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
-            self._is_closed = True
+            self.is_closed = True
             running = list(self._engine_ids) if self._num_unfinished else []
-        for engine_id in running:
-            self._session.stop_later(engine_id, StopReason.CANCELLED)
+        if running:
+            self._session.stop_later(running, StopReason.CANCELLED)
 
     def submit(self) -> None:
         """Submit the requests, unless `close` was called; on a thread that may block."""
         client = self._session.client
         for batch_index, request in enumerate(self._requests):
-            if self._is_closed:
+            if self.is_closed:
                 return
             engine_id = client.submit(request, partial(self._session.arrive, self, batch_index))
             with self._lock:
                 self._engine_ids.append(engine_id)
-                is_closed = self._is_closed
+                is_closed = self.is_closed
             if is_closed:
                 client.stop(engine_id, StopReason.CANCELLED)
 
@@ -175,5 +187,5 @@ class OutputStream:
             result = response.result
             outputs += self._reply.add(batch_index, result, is_last=False)
             if self._reply.has_just_stopped and not result.is_sequence_final:
-                self._session.stop_later(response.request_id, StopReason.STOP_WORDS, result.sequence_index)
+                self._session.stop_later([response.request_id], StopReason.STOP_WORDS, result.sequence_index)
         return outputs
