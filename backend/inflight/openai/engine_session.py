@@ -55,19 +55,10 @@ class EngineSession:
         """
         return await asyncio.get_running_loop().run_in_executor(self._waiting, function)
 
-    async def start(self, prompts: Sequence[tuple[Prompt, NewText | None]]) -> OutputStream:
-        """Submit all of them; returns their outputs, to be read until they end or `close` is called.
-
-        Raises what the engine client raises; then none of them runs on.
-        """
+    def open(self, prompts: Sequence[tuple[Prompt, NewText | None]]) -> OutputStream:
+        """The outputs of `prompts`, which run once the stream is started and until it is closed."""
         self._loop = asyncio.get_running_loop()
-        stream = OutputStream(self, prompts)
-        try:
-            await self.wait_for(stream.submit)
-        except BaseException:  # cancellation too: what has been submitted must not run on
-            stream.close()
-            raise
-        return stream
+        return OutputStream(self, prompts)
 
     def close(self) -> None:
         """End the threads. Idempotent."""
@@ -129,6 +120,17 @@ class OutputStream:
     def __aiter__(self) -> OutputStream:
         return self
 
+    async def start(self) -> None:
+        """Submit the requests; one that is closed meanwhile submits no more of them.
+
+        Raises what the engine client raises; then none of them runs on.
+        """
+        try:
+            await self._session.wait_for(self._submit)
+        except BaseException:  # cancellation too: what has been submitted must not run on
+            self.close()
+            raise
+
     async def __anext__(self) -> list[Output]:
         while self._num_unfinished:
             await self._has_news.wait()
@@ -156,8 +158,13 @@ class OutputStream:
         if running:
             self._session.stop_later(running, StopReason.CANCELLED)
 
-    def submit(self) -> None:
-        """Submit the requests, unless `close` was called; on a thread that may block."""
+    def put(self, batch_index: int, response: Response) -> None:
+        """Take one response; on the event loop."""
+        self._backlog.setdefault((batch_index, response.sequence_index), []).append(response)
+        self._has_news.set()
+
+    def _submit(self) -> None:
+        """On a thread that may block."""
         client = self._session.client
         for batch_index, request in enumerate(self._requests):
             if self.is_closed:
@@ -168,11 +175,6 @@ class OutputStream:
                 is_closed = self.is_closed
             if is_closed:
                 client.stop(engine_id, StopReason.CANCELLED)
-
-    def put(self, batch_index: int, response: Response) -> None:
-        """Take one response; on the event loop."""
-        self._backlog.setdefault((batch_index, response.sequence_index), []).append(response)
-        self._has_news.set()
 
     def _take(self) -> list[Output]:
         backlog, self._backlog = self._backlog, {}
