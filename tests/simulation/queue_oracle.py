@@ -280,8 +280,9 @@ class QueueOracle:
     # ---------------------------------------------------------------- who waits
 
     def _is_delayed(self, llm_request: LlmRequest, retrying: Collection[int]) -> bool:
-        """Whether it is to end; or its adapter has no room, or may not be used because somebody before it waits for
-        room; or it had better wait for somebody else's prompt, unless a static batch would be over by then.
+        """Whether it is to end, or its adapter has no room or is claimed by somebody before it.
+
+        Or it had better wait for somebody else's prompt, unless a static batch would be over by then.
         """
         if self._is_to_end(llm_request):
             return True

@@ -107,8 +107,9 @@ class Admission:
         """Let sequences in, in order, while slots and blocks beyond `claimed_blocks` last.
 
         A sequence whose prompt a running sequence is just computing is passed over, and is the first again the
-        next time: it will find more in the cache. So is one that is to end, and one whose adapter has no room on the device; the first of
-        those has a claim on it (`adapter_pages.py`). If requests are `retrying`, no others are let in.
+        next time: it will find more in the cache. So is one that is to end, and one whose adapter has no room on
+        the device; the first of the latter has a claim on it (`adapter_pages.py`). If requests are `retrying`, no
+        others are let in.
 
         Yields:
             A sequence whose blocks are set aside, to be started before the next is asked for, and how many of its
