@@ -82,3 +82,12 @@ def test_who_ends_in_another_way_meanwhile_ends_once():
     second = scheduler.accept(IterationInput(2, 2 * MS, stops=stops_of(5, 6)))
     assert [r.request_id for r in (*first, *second) if r.is_final] == [1, 2, 3, 4, 5, 6]
     assert scheduler.accept(IterationInput(3, 2 * MS)) == []
+
+
+def test_who_is_to_end_does_not_start_any_more():
+    scheduler = scheduler_with([make_request(number) for number in range(1, 8)], most=1)
+    scheduler.accept(IterationInput(1, 2 * MS, stops=stops_of(*range(1, 6))))
+    assert scheduler.num_active == 6
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert [sequence.request_id for sequence in scheduler.running_sequences] == [6, 7]

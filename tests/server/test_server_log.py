@@ -131,3 +131,11 @@ def test_stacks_and_a_log_that_is_to_be_verbose_are_passed_on_whole() -> None:
     verbose = ServerLog(io.BytesIO(record("again", 0).encode() * 1000), None, has_gpu=True, collapses=False)
     verbose.join(5)
     assert verbose.num_lines == 1000
+
+
+def test_loaded_models_are_known_however_much_comes_behind_them() -> None:
+    line = b"""I1122 12:00:00.000001 1 model_lifecycle.cc:839] "successfully loaded 'ensemble'"\n"""
+    log = ServerLog(io.BytesIO(line + b"and on\n" * 30_000), None, has_gpu=False)
+    log.join(30)
+    assert "successfully loaded" not in log.text()
+    assert log.loaded_models == {"ensemble"}

@@ -83,6 +83,16 @@ def nobody_ended_behind_the_first(patch: Patch) -> None:
     patch.setattr(PendingEndings, "add", add_one)
 
 
+def started_although_to_end(patch: Patch) -> None:
+    add = PendingEndings.add
+
+    def add_only(pending: PendingEndings, group: RequestGroup, *args: Any, **fields: Any) -> None:
+        add(pending, group, *args, **fields)
+        group.is_to_end = False
+
+    patch.setattr(PendingEndings, "add", add_only)
+
+
 def deadline_ignored(patch: Patch) -> None:
     patch.setattr(Deadlines, "pop_expired", lambda *_: [])
 

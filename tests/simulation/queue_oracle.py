@@ -195,6 +195,7 @@ class QueueOracle:
             assert claimed_blocks == 0, "blocks were claimed that reservations cover"
         for llm_request, num_reused in self._admit(claimed_blocks, retrying):
             assert not (is_closed and _is_new(llm_request)), "a static batch was joined"
+            assert retrying or not self._is_to_end(llm_request), "a sequence started that was to end"
             self._check_turn(llm_request, retrying)
             if llm_request.key not in self._started:
                 self._started.add(llm_request.key)
@@ -279,9 +280,12 @@ class QueueOracle:
     # ---------------------------------------------------------------- who waits
 
     def _is_delayed(self, llm_request: LlmRequest, retrying: Collection[int]) -> bool:
-        """Whether its adapter has no room, or may not be used because somebody before it waits for room; or it had
-        better wait for somebody else's prompt, unless a static batch would be over by then.
+        """Whether it is to end, or its adapter has no room or is claimed by somebody before it.
+
+        Or it had better wait for somebody else's prompt, unless a static batch would be over by then.
         """
+        if self._is_to_end(llm_request):
+            return True
         if self._lacks_pages(llm_request):
             return True
         if llm_request.group.adapter is not None and any(
@@ -292,6 +296,11 @@ class QueueOracle:
             return True
         is_static = self._config.policy is CapacitySchedulerPolicy.STATIC_BATCH
         return not (is_static and _is_new(llm_request)) and self._cache.is_promised(llm_request)
+
+    def _is_to_end(self, llm_request: LlmRequest) -> bool:
+        """Whether its request has been stopped, or is out of time, and waits for its turn to end."""
+        pending = self._scheduler._to_end._queue
+        return any(group is llm_request.group and index is None for group, index, _ in pending)
 
     def _lacks_pages(self, llm_request: LlmRequest) -> bool:
         """Whether its adapter is not on the device, and has no room there either."""

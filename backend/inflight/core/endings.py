@@ -107,7 +107,7 @@ class PendingEndings:
     """Requests and sequences that are to end because a client, a deadline or an event says so, first come first.
 
     An iteration ends some of them: however many clients go away at once, those who stay wait for a bounded time.
-    What is still to end may go on generating meanwhile.
+    What is still to end may go on generating meanwhile, but does not start any more.
     """
 
     def __init__(self) -> None:
@@ -120,6 +120,8 @@ class PendingEndings:
         self, group: RequestGroup, why: FinishReason | InflightError, sequence_index: int | None = None
     ) -> None:
         """Let a request end, or one of its sequences."""
+        if sequence_index is None:
+            group.is_to_end = True
         self._queue.append((group, sequence_index, why))
 
     def end_some(self, endings: Endings, most: int, now_ns: int) -> list[Response]:

@@ -76,10 +76,11 @@ class Envelope:
 
 async def answer_whole(context: Context, request: Request, plan: Plan) -> list[Piece]:
     """All of every choice, as one piece each, in order."""
-    stream = await context.session.start(plan.prompts)
-    watcher = Watcher(request, stream)
+    stream = context.session.open(plan.prompts)
+    watcher = Watcher(request, stream)  # from before the start: many prompts take long to submit
     parts: dict[int, list[Piece]] = {}
     try:
+        await stream.start()
         async for pieces in Pieces(plan.asked, plan.usage).read(stream):
             for piece in pieces:
                 parts.setdefault(piece.index, []).append(piece)
@@ -95,9 +96,10 @@ async def answer_stream(
     events_of: Callable[[AsyncIterator[list[Piece]]], AsyncIterator[bytes]],
 ) -> Response:
     """A response that sends `events_of` the pieces as they come."""
-    stream = await context.session.start(plan.prompts)
+    stream = context.session.open(plan.prompts)
     watcher = Watcher(request, stream)
     try:
+        await stream.start()
         pieces = Pieces(plan.asked, plan.usage).read(stream)
         return EventStream(await peeked(events_of(pieces)), watcher)
     except BaseException:  # whatever it is, it is raised again, and nothing runs on

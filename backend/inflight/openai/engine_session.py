@@ -56,19 +56,10 @@ class EngineSession:
         """
         return await asyncio.get_running_loop().run_in_executor(self._waiting, function)
 
-    async def start(self, prompts: Sequence[tuple[Prompt, NewText | None]]) -> OutputStream:
-        """Submit all of them; returns their outputs, to be read until they end or `close` is called.
-
-        Raises what the engine client raises; then none of them runs on.
-        """
+    def open(self, prompts: Sequence[tuple[Prompt, NewText | None]]) -> OutputStream:
+        """The outputs of `prompts`, which run once the stream is started and until it is closed."""
         self._loop = asyncio.get_running_loop()
-        stream = OutputStream(self, prompts)
-        try:
-            await self.wait_for(stream.submit)
-        except BaseException:  # cancellation too: what has been submitted must not run on
-            stream.close()
-            raise
-        return stream
+        return OutputStream(self, prompts)
 
     def close(self) -> None:
         """End the threads. Idempotent."""
@@ -76,13 +67,22 @@ class EngineSession:
             pool.shutdown(wait=True, cancel_futures=True)
         self._stopping.shutdown(wait=True)
 
-    def stop_later(self, engine_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
-        """Stop a request, or one of its sequences, without waiting for whatever carries that there."""
+    def stop_later(
+        self, engine_ids: Sequence[int], reason: StopReason, sequence_index: int | None = None
+    ) -> None:
+        """Stop requests, or one sequence of each, without waiting for whatever carries that there."""
+
+        def stop() -> None:
+            for engine_id in engine_ids:
+                self.client.stop(engine_id, reason, sequence_index)
+
         with contextlib.suppress(RuntimeError):  # closed, and the requests with it
-            self._stopping.submit(self.client.stop, engine_id, reason, sequence_index)
+            self._stopping.submit(stop)
 
     def arrive(self, stream: OutputStream, batch_index: int, response: Response) -> None:
-        """Take one response; on the client's thread, never waits."""
+        """Take one response, which is dropped if its stream is closed; on the client's thread, never waits."""
+        if stream.is_closed:
+            return
         with self._lock:
             self._arrived.append((stream, batch_index, response))
             is_first = len(self._arrived) == 1
@@ -101,6 +101,9 @@ class OutputStream:
     """The outputs of one client's request, as an asynchronous iterator of those that go out together.
 
     Raises the engine's error when a prompt has failed, Cancelled after `cancel`.
+
+    Attributes:
+        is_closed: Whether `close` was called: nobody reads on.
     """
 
     def __init__(self, session: EngineSession, prompts: Sequence[tuple[Prompt, NewText | None]]) -> None:
@@ -113,10 +116,21 @@ class OutputStream:
         self._is_cancelled = False
         self._lock = threading.Lock()
         self._engine_ids: list[int] = []
-        self._is_closed = False
+        self.is_closed = False
 
     def __aiter__(self) -> OutputStream:
         return self
+
+    async def start(self) -> None:
+        """Submit the requests; one that is closed meanwhile submits no more of them.
+
+        Raises what the engine client raises; then none of them runs on.
+        """
+        try:
+            await self._session.wait_for(self._submit)
+        except BaseException:  # cancellation too: what has been submitted must not run on
+            self.close()
+            raise
 
     async def __anext__(self) -> list[Output]:
         while self._num_unfinished:
@@ -138,30 +152,30 @@ class OutputStream:
     def close(self) -> None:
         """End what still runs. Idempotent; quick where everything has ended."""
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
-            self._is_closed = True
+            self.is_closed = True
             running = list(self._engine_ids) if self._num_unfinished else []
-        for engine_id in running:
-            self._session.stop_later(engine_id, StopReason.CANCELLED)
-
-    def submit(self) -> None:
-        """Submit the requests, unless `close` was called; on a thread that may block."""
-        client = self._session.client
-        for batch_index, request in enumerate(self._requests):
-            if self._is_closed:
-                return
-            engine_id = client.submit(request, partial(self._session.arrive, self, batch_index))
-            with self._lock:
-                self._engine_ids.append(engine_id)
-                is_closed = self._is_closed
-            if is_closed:
-                client.stop(engine_id, StopReason.CANCELLED)
+        if running:
+            self._session.stop_later(running, StopReason.CANCELLED)
 
     def put(self, batch_index: int, response: Response) -> None:
         """Take one response; on the event loop."""
         self._backlog.setdefault((batch_index, response.sequence_index), []).append(response)
         self._has_news.set()
+
+    def _submit(self) -> None:
+        """On a thread that may block."""
+        client = self._session.client
+        for batch_index, request in enumerate(self._requests):
+            if self.is_closed:
+                return
+            engine_id = client.submit(request, partial(self._session.arrive, self, batch_index))
+            with self._lock:
+                self._engine_ids.append(engine_id)
+                is_closed = self.is_closed
+            if is_closed:
+                client.stop(engine_id, StopReason.CANCELLED)
 
     def _take(self) -> list[Output]:
         backlog, self._backlog = self._backlog, {}
@@ -176,5 +190,5 @@ class OutputStream:
             result = response.result
             outputs += self._reply.add(batch_index, result, is_last=False)
             if self._reply.has_just_stopped and not result.is_sequence_final:
-                self._session.stop_later(response.request_id, StopReason.STOP_WORDS, result.sequence_index)
+                self._session.stop_later([response.request_id], StopReason.STOP_WORDS, result.sequence_index)
         return outputs

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, TextIO, TypeVar
 
 from inflight.endpoint.path import endpoint_path
 from inflight.openai.options import OpenAiOptions
@@ -29,6 +29,7 @@ from inflight.server.repository import RuntimeRepository, Wanted, assemble, defa
 from inflight.server.runtime_directory import PID_FILE
 from inflight.server.startup import Startup, is_ready, num_bytes
 
+_T = TypeVar("_T")
 _STARVED = "as one of its processes got no processor time for a second or more while a model was loaded"
 _MAIN_ENGINE = "tensorrt_llm"
 _POLL_INTERVAL_S = 0.1
@@ -422,27 +423,48 @@ def serve(
         settings={**given.wanted.settings, **(settings or {})},
     )
     repository = model_repository or given.model_repository
-    server = _started(replace(given, model_repository=repository, wanted=wanted), ready_timeout)
+    options = replace(given, model_repository=repository, wanted=wanted)
+    server = start_with_tries(lambda: _start_once(options, ready_timeout), _TRIES)
     try:
         yield server
     finally:
         server.close()
 
 
-def _started(options: ServerOptions, ready_timeout: float) -> TritonServer:
-    """A ready server; one that was starved is started again."""
-    for tries_left in reversed(range(_TRIES)):
-        server = TritonServer(options)
+def _start_once(options: ServerOptions, ready_timeout: float) -> TritonServer:
+    server = TritonServer(options)
+    try:
+        server.start()
+        server.wait_ready(ready_timeout)
+    except BaseException:  # also Ctrl-C: the server must not stay behind
+        server.close()
+        raise
+    return server
+
+
+def start_with_tries(
+    start: Callable[[], _T],
+    most_tries: int,
+    after_any_failure: bool = False,
+    before_next: Callable[[ServeError], None] = lambda error: None,
+) -> _T:
+    """What `start` returns; a start that was starved is tried again.
+
+    Args:
+        start: Raises ServeError if a start has failed.
+        most_tries: After so many failures, or the first if it is 0, the error is raised.
+        after_any_failure: Whether to try again after any failure.
+        before_next: Called with the failure before the next try.
+    """
+    num_failed = 0
+    while True:
         try:
-            server.start()
-            server.wait_ready(ready_timeout)
-        except BaseException as error:  # also Ctrl-C: the server must not stay behind
-            server.close()
-            if not (isinstance(error, Starved) and tries_left):
+            return start()
+        except ServeError as error:
+            num_failed += 1
+            if num_failed >= most_tries or not (after_any_failure or isinstance(error, Starved)):
                 raise
-        else:
-            return server
-    raise AssertionError("the last try returns or raises")
+            before_next(error)
 
 
 def _make_folder() -> Path:

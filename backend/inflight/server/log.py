@@ -20,6 +20,7 @@ _MOST_KINDS = 1000
 """So many different lines are remembered in that time."""
 _RECORD = re.compile(r"(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
 _LIBEVENT = "[warn]"
+_LOADED = re.compile(r"successfully loaded '([^']+)'")
 _STACK = "\n\nAt:\n"  # as pybind11 begins it
 _NO_SIGN_OF_LIFE = re.compile(r"lock_exception|is not healthy|Failed to obtain the health mutex")
 # Said at every start on a machine without a GPU, where there is nothing to be done about them.
@@ -36,6 +37,7 @@ class ServerLog:
 
     Attributes:
         num_lines: How many lines the server has written.
+        loaded_models: The models that it has said it has loaded, however long ago.
     """
 
     def __init__(self, stream: IO[bytes], echo: TextIO | None, has_gpu: bool, collapses: bool = True) -> None:
@@ -44,6 +46,7 @@ class ServerLog:
         self._unwanted = () if has_gpu else _WITHOUT_GPU
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self.num_lines = 0
+        self.loaded_models: set[str] = set()
         self._changed = threading.Condition()
         self._last_line_at = time.monotonic()
         self._has_explained = False  # that descriptors have run out
@@ -80,6 +83,7 @@ class ServerLog:
             with self._changed:
                 self._lines.append(line)
                 self.num_lines += 1
+                self.loaded_models.update(_LOADED.findall(line))
                 self._last_line_at = time.monotonic()
                 self._changed.notify_all()
             self._pass_on(line)

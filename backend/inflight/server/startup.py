@@ -6,7 +6,6 @@ thread that waits.
 """
 
 import http.client
-import re
 import time
 from collections.abc import Callable, Collection, Sequence
 
@@ -15,7 +14,6 @@ import psutil
 from inflight.processes import MAJOR_FAULTS, MINOR_FAULTS, ProcessId, stat_fields
 from inflight.server.log import ServerLog
 
-_LOADED = re.compile(r"successfully loaded '([^']+)'")
 _TELL_EVERY_S = 30.0
 _SAMPLE_EVERY_S = 5.0
 _LEAST_BYTES = 4_000_000  # in that time; a server that only answers whether it is ready stays far below
@@ -98,11 +96,8 @@ class Startup:
         """
         if self._now() - self._last_progress_s < _FORGOTTEN_S:
             return None
-        models = set(self._find_initialized()).difference(self._loaded())
+        models = set(self._find_initialized()).difference(self._log.loaded_models)
         return f"tritonserver does not take notice of {', '.join(sorted(models))}" if models else None
-
-    def _loaded(self) -> list[str]:
-        return _LOADED.findall(self._log.text())
 
     def _has_progress(self, now: float) -> bool:
         num_lines, self._num_lines = self._num_lines, self._log.num_lines
@@ -115,8 +110,7 @@ class Startup:
         return abs(self._num_bytes - num_bytes) >= _LEAST_BYTES
 
     def _state(self, now: float) -> str:
-        loaded = self._loaded()
-        missing = [model for model in self._models if model not in loaded]
+        missing = [model for model in self._models if model not in self._log.loaded_models]
         what = f"{', '.join(missing)} to be loaded" if missing else "it to answer, with all models loaded"
         waited_s, idle_s = now - self._begun_s, now - self._last_progress_s
         return f"waiting for {what}, for {waited_s:.0f} s; the last progress was {idle_s:.0f} s ago"

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import TextIO
 
 from inflight.server import orphans
-from inflight.server.errors import ServeError, Starved
-from inflight.server.launch import ServerOptions, TritonServer
+from inflight.server.errors import ServeError
+from inflight.server.launch import ServerOptions, TritonServer, start_with_tries
 
 _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
 """Seconds before a start, by how many servers have been lost in a row; the last one for all further starts."""
@@ -91,7 +91,6 @@ class Supervisor:
         self._on_ready = on_ready
         self._has_served = False
         self._num_lost = 0  # in a row
-        self._num_failed_starts = 0  # in a row
 
     def run(self) -> int:
         """Serve until told to end; returns the exit status. ServeError if no server can be kept up."""
@@ -109,18 +108,16 @@ class Supervisor:
 
     def _start(self) -> TritonServer | None:
         """A server that is ready; None if told to end before there is one."""
-        while not (self._has_served and self._signals.any()):
-            try:
-                return self._start_once()
-            except ServeError as error:
-                self._num_failed_starts += 1
-                may_work = self._has_served or isinstance(error, Starved)
-                if not may_work or self._num_failed_starts >= self._options.restarts:
-                    raise
-                self._pause(str(error).splitlines()[0].rstrip(":"))
-        return None
+        return start_with_tries(
+            self._start_once,
+            self._options.restarts,
+            after_any_failure=self._has_served,
+            before_next=lambda error: self._pause(_first_line(error)),
+        )
 
     def _start_once(self) -> TritonServer | None:
+        if self._has_served and self._signals.any():
+            return None
         server = TritonServer(self._options, self._echo)
         # The next one is to be found where this one is.
         self._options = replace(self._options, ports=server.ports)
@@ -137,7 +134,7 @@ class Supervisor:
 
     def _watch(self, server: TritonServer) -> str | None:
         """How a ready server was lost; None if it was told to end, and did. ServeError if it is not replaced."""
-        self._has_served, self._num_failed_starts = True, 0
+        self._has_served = True
         ready_at = time.monotonic()
         self._on_ready(server)
         self._signals.wait(until=lambda: self._has_ended(server))
@@ -149,7 +146,7 @@ class Supervisor:
             raise server.ended()
         if time.monotonic() - ready_at > _PROVEN_S:
             self._num_lost = 0
-        return str(server.ended()).splitlines()[0].rstrip(":")
+        return _first_line(server.ended())
 
     def _has_ended(self, server: TritonServer) -> bool:
         orphans.reap()
@@ -177,3 +174,7 @@ class Supervisor:
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             print(f"serve: {line}", file=self._echo, flush=True)
+
+
+def _first_line(error: ServeError) -> str:
+    return str(error).splitlines()[0].rstrip(":")

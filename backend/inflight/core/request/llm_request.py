@@ -78,6 +78,7 @@ class RequestGroup:
         arrival_ns: When the request arrived.
         deadline_ns: When it times out; 0: never.
         stop_requested_ns: When a front end asked for its end; 0: nobody did.
+        is_to_end: Whether all its sequences are to end as soon as it is their turn, so that none is worth a start.
     """
 
     def __init__(self, request: Request, first_key: int, rules: CacheRules, now_ns: int) -> None:
@@ -87,6 +88,7 @@ class RequestGroup:
         allotted_ns = request.allotted_time_ms * 1_000_000
         self.deadline_ns = self.arrival_ns + allotted_ns if allotted_ns else 0
         self.stop_requested_ns = 0
+        self.is_to_end = False
         self.sequences = [LlmRequest(self, index, first_key + index, rules) for index in range(count)]
         self.num_unfinished = count
         self.error: InflightError | None = None

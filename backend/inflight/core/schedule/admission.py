@@ -107,8 +107,9 @@ class Admission:
         """Let sequences in, in order, while slots and blocks beyond `claimed_blocks` last.
 
         A sequence whose prompt a running sequence is just computing is passed over, and is the first again the
-        next time: it will find more in the cache. So is one whose adapter has no room on the device; the first of
-        those has a claim on it (`adapter_pages.py`). If requests are `retrying`, no others are let in.
+        next time: it will find more in the cache. So is one that is to end, and one whose adapter has no room on
+        the device; the first of the latter has a claim on it (`adapter_pages.py`). If requests are `retrying`, no
+        others are let in.
 
         Yields:
             A sequence whose blocks are set aside, to be started before the next is asked for, and how many of its
@@ -121,6 +122,10 @@ class Admission:
             self.considered.append(llm_request)
             if llm_request.num_slots > self._running.slots.num_free:
                 break
+            if llm_request.group.is_to_end and not retrying:
+                if not self._pass_over(llm_request, passed):
+                    break
+                continue
             # Who is to fill a static batch does not wait for a prompt: it would wait for the end of the batch.
             fills_batch = self._capacity.fills_batches_once and _is_new(llm_request)
             if fills_batch and is_filled:
@@ -190,6 +195,8 @@ class Admission:
         if adapter is not None and not pages.may_start(adapter, None):
             num_pages = _count(pages.num_pages(adapter), "page")
             return f"its adapter needs {num_pages} on the device, {pages.num_free} free"
+        if llm_request.group.is_to_end:
+            return "is to end"
         match, _, needed = self.blocks_needed(llm_request)
         if match.is_promised:
             return "a running request is computing the next block of its prompt"

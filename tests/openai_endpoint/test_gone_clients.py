@@ -1,0 +1,74 @@
+"""A client that goes away while its prompts are submitted: no more of them are, and those that run are stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from inflight.core.ports import EngineClient, SendResponseCallback
+from inflight.core.request.request import Request
+from inflight.core.request.stop import StopReason
+from inflight.errors import Cancelled
+from inflight.openai.answers import Piece
+from inflight.openai.context import answer_stream, answer_whole
+from inflight.openai.engine_session import EngineSession
+from inflight.serving.reply import Prompt, ReplyOptions
+from tests.core.factories import make_request
+
+
+class BlockingClient:
+    """An engine client that answers nothing, and takes the third request only once the first is stopped."""
+
+    def __init__(self) -> None:
+        self.num_submitted = 0
+        self.stopped: list[int] = []
+        self.takes_third = threading.Event()
+        self._first_is_stopped = threading.Event()
+
+    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+        self.num_submitted += 1
+        if self.num_submitted == 3:
+            self.takes_third.set()
+            assert self._first_is_stopped.wait(60), "nobody has noticed that the client is gone"
+        return self.num_submitted
+
+    def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
+        assert reason is StopReason.CANCELLED and sequence_index is None
+        self.stopped.append(request_id)
+        self._first_is_stopped.set()
+
+
+async def no_events(pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
+    async for _ in pieces:
+        yield b""
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_that_goes_away_while_its_prompts_are_submitted(is_streamed: bool) -> None:
+    client = BlockingClient()
+    session = EngineSession(cast(EngineClient, client))
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.to_thread(client.takes_third.wait)
+        return {"type": "http.disconnect"}
+
+    async def ask() -> None:
+        prompt = Prompt(make_request(0), ReplyOptions(frozenset()))
+        plan: Any = SimpleNamespace(prompts=[(prompt, None)] * 10, asked=None, usage=None)
+        context: Any = SimpleNamespace(session=session)
+        request: Any = SimpleNamespace(receive=receive)
+        if is_streamed:
+            await answer_stream(context, request, plan, no_events)
+        else:
+            await answer_whole(context, request, plan)
+
+    with pytest.raises(Cancelled, match="by its client"):
+        asyncio.run(ask())
+    session.close()
+    assert client.num_submitted == 3
+    assert sorted(client.stopped) == [1, 2, 3]
