@@ -31,7 +31,7 @@ from benchmarks.long_context import Loop
 from benchmarks.measuring.options import new_parser
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import OutputConfig, Request
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from inflight.errors import ConfigError
 from inflight.testing.quantize import FORMATS, quantize_checkpoint
 from inflight.text.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from benchmarks.long_context import Loop, add_engine_options, load_engine, rando
 from benchmarks.measuring.options import new_parser
 from inflight.config import ContextChunkingPolicy, SchedulerConfig
 from inflight.core.request.request import Request
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 
 _STREAM_PROMPT = 64
 _PLAIN_ITERATIONS = 8  # before every arrival

@@ -14,7 +14,7 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 
 _SAMPLINGS = {
     "greedy": SamplingConfig(),

@@ -26,8 +26,8 @@ from benchmarks.measuring.options import new_parser
 from inflight.config import EngineConfig
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch, SlotStart
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.kv_cache import block_bytes
+from inflight.engine.kv_cache import block_bytes
+from inflight.engine.runner import TorchEngine
 from inflight.models import DecoderConfig
 from inflight.testing.make_model import SHAPES, Shape, make_model
 

@@ -27,8 +27,8 @@ from benchmarks.measuring.setup import ModelShape
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.native.decoder import NativeDecoder
+from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.runner import TorchEngine
 from inflight.models import DecoderConfig
 from inflight.testing.make_model import Shape, make_model, num_weights
 

@@ -42,10 +42,10 @@ from benchmarks.measuring.workload import BenchRequest
 from benchmarks.offline import InProcess
 from benchmarks.serve import ServedEngine
 from inflight.config import EngineConfig
+from inflight.engine.kv_cache import block_bytes
+from inflight.engine.runner import TorchEngine
 from inflight.engine.tensorrt.build import BuildOptions, Serialize, build_engine, serialize
 from inflight.engine.tensorrt.load import load_runner
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.kv_cache import block_bytes
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import InflightError
 from inflight.models import DecoderConfig, read_model_description

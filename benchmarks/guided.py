@@ -33,13 +33,13 @@ from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
 from inflight.core.schedule.batch import ScheduledBatch, SlotStart
 from inflight.core.scheduler import Scheduler
-from inflight.decoding import Decoding
-from inflight.decoding.row_kernels import RowKernels
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from inflight.guided.backend import BACKENDS, make_backend
 from inflight.guided.compiler import ChildCompiler, GuideBounds
 from inflight.guided.grammars import Grammars
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.sampling import Decoding
+from inflight.sampling.row_kernels import RowKernels
 from inflight.testing.make_model import SHAPES, make_model
 
 _LETTERS = b'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 {}[]":,.-_'

@@ -14,7 +14,7 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from inflight.testing.make_model import Shape, make_model
 
 _DEMO_WITH_ROOM = Shape(4, 256, 4, 2, 512, 3072, 8192, 10_000.0)

@@ -25,7 +25,7 @@ from inflight.config import EngineConfig
 from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer, StoredAdapter
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import AdapterLoad, ContextChunk, ScheduledBatch, SlotStart
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from inflight.models import DecoderConfig
 from inflight.testing.make_model import SHAPES, make_model
 

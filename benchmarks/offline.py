@@ -31,9 +31,9 @@ from inflight.core.ports import Engine
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.load_decoder import kept_by_compiled_layers, kept_kinds
-from inflight.engine.torch.native.library import instruction_sets
+from inflight.engine.cpu.library import instruction_sets
+from inflight.engine.load_decoder import kept_by_compiled_layers, kept_kinds
+from inflight.engine.runner import TorchEngine
 from inflight.errors import InflightError
 from inflight.load_model import LoadModel, load_model
 from inflight.models import read_model_description

@@ -20,7 +20,7 @@ from inflight.core.request.request import IterationInput, OutputConfig, Request
 from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from inflight.text.tokenizer import Tokenizer
 
 _DEMO_MODEL = Path(__file__).resolve().parents[1] / "model_repository/tensorrt_llm/1/demo_model"

@@ -23,8 +23,8 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.ports import Engine
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine, load_stage
-from inflight.engine.torch.collectives import MpiCollectives, make_stage_link
+from inflight.engine.collectives import MpiCollectives, make_stage_link
+from inflight.engine.runner import TorchEngine, load_stage
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink, MpiWorld

@@ -14,7 +14,7 @@ from benchmarks.long_context import Loop, add_engine_options, load_engine, rando
 from benchmarks.measuring.options import new_parser
 from inflight.config import SchedulerConfig
 from inflight.core.request.request import OutputConfig, Request
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 
 
 class Asker:

@@ -20,7 +20,7 @@ from benchmarks.measuring.options import new_parser
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ScheduledBatch, SlotStart
-from inflight.decoding import Decoding
+from inflight.sampling import Decoding
 
 _USUAL = SamplingConfig(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1)
 _BEAMS = 4

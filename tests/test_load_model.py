@@ -11,11 +11,11 @@ import pytest
 
 from inflight.build import build_engine
 from inflight.config import EngineConfig
-from inflight.decoding import LogitsPostProcessors
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.native import library
+from inflight.engine.cpu import library
+from inflight.engine.runner import TorchEngine
 from inflight.errors import ConfigError
 from inflight.load_model import _begin_compiling, _check_same_names, load_model
+from inflight.sampling import LogitsPostProcessors
 from tests.triton.factories import make_parameters
 
 NOTHING: list[tuple[str, bool]] = []

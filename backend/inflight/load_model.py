@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
     from inflight.config import EngineConfig, Parameters
     from inflight.core.ports import Engine
-    from inflight.decoding import LogitsPostProcessors
+    from inflight.engine.collectives import Collectives
     from inflight.engine.debug_tensors import DebugTensors
-    from inflight.engine.torch.collectives import Collectives
-    from inflight.engine.torch.engine import LoadRunner
+    from inflight.engine.runner import LoadRunner
     from inflight.guided.grammars import Grammars
     from inflight.guided.vocabulary import GuideVocabulary
     from inflight.ranks.mpi import MpiStage
     from inflight.ranks.rank_context import Agreement, RankContext
+    from inflight.sampling import LogitsPostProcessors
 
 __all__ = ["LoadModel", "LoadedModel", "MakeGrammars", "guide_vocabulary", "load_model"]
 
@@ -139,7 +139,7 @@ def _runner_loader(config: EngineConfig) -> LoadRunner | None:
 
 
 def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> LogitsPostProcessors:
-    from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, load_post_processors
+    from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, load_post_processors
 
     if module is None:
         return given or NO_POST_PROCESSORS
@@ -182,7 +182,7 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
         or Path("/dev/nvidiactl").exists()
     ):
         return
-    from inflight.engine.torch.native.library import begin_loading
+    from inflight.engine.cpu.library import begin_loading
 
     dtype = config.dtype
     if dtype is None:
@@ -210,7 +210,7 @@ def _load_whole(
     processors: LogitsPostProcessors,
     make_grammars: MakeGrammars,
 ) -> LoadedModel:
-    from inflight.engine.torch import TorchEngine
+    from inflight.engine.runner import TorchEngine
 
     if gpu_device_ids:
         import torch
@@ -240,8 +240,8 @@ def _load_part(
 ) -> LoadedModel:
     import torch
 
-    from inflight.engine.torch import TorchEngine, load_stage
-    from inflight.engine.torch.collectives import make_stage_link
+    from inflight.engine.collectives import make_stage_link
+    from inflight.engine.runner import TorchEngine, load_stage
     from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink
     from inflight.ranks.rank_engine import RankEngine
     from inflight.ranks.topology import Placement
@@ -298,7 +298,7 @@ def _connect(
     rank_context: RankContext, stage_ranks: MpiStage, device: torch.device
 ) -> tuple[Collectives, Callable[[], None]]:
     """The collectives of this rank's stage, and what ends them. Every rank calls this at the same time."""
-    from inflight.engine.torch.collectives import MpiCollectives, TorchCollectives
+    from inflight.engine.collectives import MpiCollectives, TorchCollectives
 
     if device.type == "cpu":
         return MpiCollectives(stage_ranks), lambda: None

@@ -11,9 +11,9 @@ from inflight.batch_manager import GptManager
 from inflight.config import INT8
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.native.library import CannotBuild, load_library
+from inflight.engine.cpu.library import CannotBuild, load_library
+from inflight.engine.layers.decoder import Decoder
+from inflight.engine.runner import TorchEngine
 
 _PLACES = (
     Place(LocalEngineClient, "get_inference_requests", Stage.GET),

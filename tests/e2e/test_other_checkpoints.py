@@ -9,7 +9,7 @@ import pytest
 
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import Request
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from inflight.server.launch import ServerOptions, serve
 from inflight.server.repository import Wanted
 from inflight.testing.quantize import quantize_checkpoint

@@ -22,7 +22,7 @@ from inflight.core.schedule.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from tests.engine.search import Search
 
 TOKENS_PER_BLOCK = 8

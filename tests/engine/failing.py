@@ -18,7 +18,7 @@ from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.engine.engine import RowOutputs
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from inflight.errors import StepFailed
 from tests.core.integrity import check_integrity
 

@@ -10,20 +10,19 @@ import torch
 from torch.nn.attention.varlen import AuxRequest
 
 from inflight.core.schedule.batch import EngineLimits
-from inflight.decoding.row_kernels import RowKernels
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.attention import Attention
-from inflight.engine.torch.collectives import ALONE, Collectives
-from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.engine import TorchRunner
-from inflight.engine.torch.iteration_graphs import Capture
-from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.kv_rounding import KvRounding
-from inflight.engine.torch.layer_operations import LayerOperations
-from inflight.engine.torch.paged_attention import PagedAttention
+from inflight.engine.attention.interface import Attention
+from inflight.engine.attention.paged import PagedAttention
+from inflight.engine.collectives import ALONE, Collectives
+from inflight.engine.cuda.iteration_graphs import Capture
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.kv_rounding import KvRounding
+from inflight.engine.layers.decoder import Decoder
+from inflight.engine.layers.layer_operations import LayerOperations
+from inflight.engine.runner import TorchEngine, TorchRunner
 from inflight.engine.windows import layer_windows
 from inflight.models import load_weights, read_model_description
 from inflight.models.sharding import Part
+from inflight.sampling.row_kernels import RowKernels
 from tests.engine.varlen import ReferenceVarlen
 
 TOKENS_PER_BLOCK = 8

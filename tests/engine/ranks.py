@@ -12,8 +12,8 @@ import torch
 
 from inflight.config import EngineConfig
 from inflight.core.request.response import Result
-from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
-from inflight.engine.torch.engine import LoadRunner, MakeGrammars, no_grammars
+from inflight.engine.runner import LoadRunner, MakeGrammars, no_grammars
+from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from tests.engine.serving import Served, to_torch
 from tests.engine.thread_ranks import ThreadRanks
 

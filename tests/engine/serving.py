@@ -20,8 +20,8 @@ from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
+from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from tests.core.integrity import check_integrity
 
 CHUNK_TOKENS = 32

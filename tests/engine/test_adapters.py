@@ -11,9 +11,9 @@ import torch
 
 from inflight.adapters.lora_modules import Module, module_sizes, rank_bytes
 from inflight.engine import low_rank
+from inflight.engine.adapter_pool import AdapterPool, page_bytes
 from inflight.engine.low_rank import low_rank_layers
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.adapters import AdapterPool, page_bytes
+from inflight.engine.runner import TorchEngine
 from inflight.models import read_model_description
 from inflight.models.sharding import Part
 from inflight.ranks.topology import Mapping

@@ -14,9 +14,9 @@ from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamMove, ContextChunk, ScheduledBatch
-from inflight.decoding import decoding as decoding_module
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch import engine as engine_module
+from inflight.engine import runner as engine_module
+from inflight.engine.runner import TorchEngine
+from inflight.sampling import sampler as sampler_module
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.failing import Fault, Saboteur, serve_through_faults, spoil
 from tests.engine.kernels import needs_native
@@ -66,7 +66,7 @@ STAGES: dict[str, tuple[Part, str, bool, int]] = {
     "after logits": (lambda engine: engine.runner.decoder, "logits", True, 0),
     "after the forward pass": (lambda engine: engine.runner, "run", True, 0),
     "before decoding": (lambda engine: engine.sampler, "decode", False, 0),
-    "after penalties": (lambda engine: decoding_module, "process", True, 0),
+    "after penalties": (lambda engine: sampler_module, "process", True, 0),
     "in the sampler": (lambda engine: engine.sampler, "_choose_on_host", True, 0),
     "amid drafts": (lambda engine: engine.sampler, "_accept", True, 0),
     "amid candidates": (lambda engine: engine.sampler, "_candidates", True, 0),

@@ -14,7 +14,7 @@ import torch
 
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from inflight.testing.make_model import Shape, make_model
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import needs_native

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.attention import GatheringAttention
+from inflight.engine.attention.gathering import GatheringAttention
+from inflight.engine.runner import TorchEngine
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.models.zoo import Zoo

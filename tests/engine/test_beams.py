@@ -7,7 +7,7 @@ import torch
 
 from inflight.core.request.request import OutputConfig
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, load_engine
 from tests.engine.kernels import by_default_and
 from tests.engine.search import Search

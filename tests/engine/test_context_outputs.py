@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inflight.core.request.request import OutputConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel

@@ -15,7 +15,7 @@ from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, EngineConfig, Parameter
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.debug_tensors import DebugTensors
-from inflight.engine.torch.engine import TorchEngine, TorchRunner
+from inflight.engine.runner import TorchEngine, TorchRunner
 from inflight.errors import ConfigError
 from tests.engine.driver import Driver, load_engine
 from tests.engine.paging import load_paged

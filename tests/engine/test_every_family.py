@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.cpu.packing import quantize
 from inflight.engine.tensorrt.network import lacking
-from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.native.packing import quantize
 from inflight.errors import ConfigError
 from inflight.models import FAMILIES, read_model_description
 from tests.engine.driver import alone, load_engine

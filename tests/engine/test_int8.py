@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from inflight.core.request.request import OutputConfig, Request
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.native.packing import quantize
-from inflight.engine.torch.quantized_linear import QuantizedLinear
+from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.cpu.packing import quantize
+from inflight.engine.layers.decoder import Decoder
+from inflight.engine.layers.quantized_linear import QuantizedLinear
+from inflight.engine.runner import TorchEngine
 from inflight.load_model import load_model
 from inflight.models import Linear, load_weights, read_model_description
 from tests.engine.driver import alone, load_engine

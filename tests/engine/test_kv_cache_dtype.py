@@ -19,12 +19,12 @@ import transformers
 from torch import Tensor
 
 from inflight.config import EngineConfig
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.attention import by_plain_products, gathering
-from inflight.engine.torch.attention_check import CannotAttend, check_attention
-from inflight.engine.torch.cuda import torch_paged_attention
-from inflight.engine.torch.kv_cache import KvCache, block_bytes
-from inflight.engine.torch.kv_rounding import FP8_LEVELS, INT8_LEVELS
+from inflight.engine.attention.check import CannotAttend, check_attention
+from inflight.engine.attention.find import torch_paged_attention
+from inflight.engine.attention.gathering import by_plain_products, gathering
+from inflight.engine.kv_cache import KvCache, block_bytes
+from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS
+from inflight.engine.runner import TorchEngine
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import read_model_description

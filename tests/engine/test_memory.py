@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
+from inflight.engine import room
+from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.memory import (
     KvCachePlan,
     available_cpu_memory,
@@ -17,8 +19,7 @@ from inflight.engine.memory import (
     plan_adapter_pages,
     plan_kv_cache,
 )
-from inflight.engine.torch import load_stage, room
-from inflight.engine.torch.kv_cache import KvCache, block_bytes
+from inflight.engine.runner import load_stage
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from inflight.ranks.topology import Mapping

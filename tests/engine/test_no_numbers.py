@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from tests.engine.driver import Driver, load_engine
 from tests.engine.failing import serve_through_faults
 from tests.engine.kernels import needs_native

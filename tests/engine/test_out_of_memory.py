@@ -12,10 +12,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from inflight.core.schedule.batch import ScheduledBatch
-from inflight.engine import memory
-from inflight.engine.torch import TorchEngine, load_decoder
-from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine import load_decoder, memory
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.layers.decoder import Decoder
+from inflight.engine.runner import TorchEngine
 from inflight.errors import ConfigError, StepFailed
 from inflight.models import read_model_description
 from inflight.models.loader import num_weight_bytes

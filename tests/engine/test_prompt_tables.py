@@ -11,7 +11,7 @@ import torch
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.prompt_tables import PromptTables
-from inflight.engine.torch.engine import TorchEngine
+from inflight.engine.runner import TorchEngine
 from tests.engine.driver import Driver
 from tests.engine.kernels import by_default_and
 from tests.engine.ranks import TOPOLOGIES, ranks

@@ -14,7 +14,7 @@ from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextDetails
-from inflight.engine.torch.engine import TorchEngine, TorchRunner
+from inflight.engine.runner import TorchEngine, TorchRunner
 from inflight.errors import StepFailed, Unavailable
 from inflight.ranks.failure_detector import NEVER
 from tests.engine import test_served_beams as beams

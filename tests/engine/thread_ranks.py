@@ -19,11 +19,10 @@ from torch import Tensor
 
 from inflight.config import EngineConfig
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
-from inflight.engine.torch import load_stage
-from inflight.engine.torch.engine import LoadRunner, MakeGrammars, no_grammars
+from inflight.engine.runner import LoadRunner, MakeGrammars, load_stage, no_grammars
 from inflight.ranks.rank_engine import RankEngine
 from inflight.ranks.topology import Mapping
+from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 
 
 class _Meeting:
@@ -46,7 +45,7 @@ class _Meeting:
 
 
 class ThreadCollectives:
-    """Implements `inflight.engine.torch.collectives.Collectives` for one rank of a stage.
+    """Implements `inflight.engine.collectives.Collectives` for one rank of a stage.
 
     Attributes:
         size: Ranks of the stage.

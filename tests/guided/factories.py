@@ -13,7 +13,7 @@ from inflight.config import EngineConfig
 from inflight.core.request.guide import Guide
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from inflight.guided.backend import GuideBackend, MaskJob, make_backend
 from inflight.guided.grammars import Grammars
 from inflight.guided.vocabulary import GuideVocabulary

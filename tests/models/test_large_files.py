@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from inflight.config import EngineConfig
-from inflight.engine.torch import TorchEngine, load_decoder
+from inflight.engine import load_decoder
+from inflight.engine.runner import TorchEngine
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from inflight.models.loader import check_weights, tensor_shapes

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from inflight.config import EngineConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.runner import TorchEngine
 from tests.engine.serving import serve
 from tests.models.zoo import Zoo
 from tests.ranks import requests

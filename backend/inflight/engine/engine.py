@@ -1,7 +1,7 @@
 """An engine is a Runner and a Sampler: one computes logits on a device, the other chooses tokens from them.
 
 Every device brings a Runner of its own; everything else here serves any of them. The Sampler is
-`inflight.decoding.Decoding`. Where several ranks share a
+`inflight.sampling.Decoding`. Where several ranks share a
 model, one of them has a Runner and the Sampler, the others have a Runner alone, and `rank_engine.py` keeps them in
 step. One thread calls all of it, the loop's.
 """
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
-from inflight.decoding import Choice, Decoding
 from inflight.engine.additional_outputs import TokenRows, with_token_rows
 from inflight.engine.memory import computing
 from inflight.engine.slots import SlotTable, VoidSlots
+from inflight.sampling import Choice, Decoding
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from inflight.config import EngineConfig
-from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
+from inflight.engine.runner import TorchEngine
 from inflight.engine.tensorrt.build import BuildOptions, build_engine
 from inflight.engine.tensorrt.load import load_runner
-from inflight.engine.torch import TorchEngine
+from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from tests.engine.tensorrt import runtime_stand_in
 
 SIZES = {"max_batch_size": 6, "max_seq_len": 128, "max_num_tokens": 512, "dtype": "float32"}

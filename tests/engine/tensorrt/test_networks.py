@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from inflight.adapters.lora_modules import SPLIT_MODULES
+from inflight.engine.cpu.packing import quantize
+from inflight.engine.layers.quantized_linear import quantize_float8
 from inflight.engine.low_rank import low_rank_layers
 from inflight.engine.tensorrt.network import lacking
-from inflight.engine.torch.native.packing import quantize
-from inflight.engine.torch.quantized_linear import quantize_float8
 from inflight.models import read_model_description
 from inflight.models.sharding import Part, Shard
 from tests.engine.lora import Adapter, make_adapter

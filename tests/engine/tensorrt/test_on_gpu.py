@@ -10,15 +10,15 @@ import torch
 
 from inflight.config import EngineConfig
 from inflight.core.request.request import OutputConfig, Request
+from inflight.engine.runner import TorchEngine
 from inflight.engine.tensorrt.build import BuildOptions, build_engine
 from inflight.engine.tensorrt.load import load_runner
 from inflight.engine.tensorrt.module import find_module, module_name
-from inflight.engine.torch import TorchEngine
 from inflight.errors import ConfigError
 from tests.engine import test_served_adapters as adapters
+from tests.engine.cuda.test_iteration_graphs import replay_everything
 from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.serving import WAYS, config_of, serve, to_torch
-from tests.engine.test_iteration_graphs import replay_everything
 from tests.models.zoo import Zoo, ZooModel
 
 

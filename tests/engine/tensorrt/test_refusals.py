@@ -15,11 +15,11 @@ import torch
 
 from inflight.additional_outputs import parse_outputs
 from inflight.config import EngineConfig, Parameters
+from inflight.engine.collectives import ALONE
+from inflight.engine.runner import TorchEngine
 from inflight.engine.tensorrt.checks import check_processor, longest_of_plans
 from inflight.engine.tensorrt.load import load_runner
 from inflight.engine.tensorrt.sidecar import Sidecar, file_digest
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.collectives import ALONE
 from inflight.errors import ConfigError
 from inflight.load_model import load_model
 from inflight.models import read_model_description

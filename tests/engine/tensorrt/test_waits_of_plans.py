@@ -12,11 +12,11 @@ from torch import Tensor
 
 from inflight.core.request.request import OutputConfig
 from inflight.core.schedule.batch import EngineLimits
+from inflight.engine.runner import TorchEngine
 from inflight.engine.tensorrt.decoder import TensorRtDecoder
 from inflight.engine.tensorrt.row_cache import RowCache
 from inflight.engine.tensorrt.runner import TensorRtRunner
 from inflight.engine.tensorrt.sidecar import Plan, Sidecar
-from inflight.engine.torch import TorchEngine
 from inflight.models import read_model_description
 from inflight.models.sharding import Part
 from tests.engine.driver import Driver, Row
@@ -114,7 +114,7 @@ def test_overlapped_iterations_give_the_same(zoo: Zoo, plans: Plans, monkeypatch
     requests = [replace(each, output=OutputConfig()) for each in undemanding(model)]
     expected = serve(engines.load(plans(model), 40, max_num_sequences=6), config_of("chunked"), requests)
     with FakeDevice() as device:
-        monkeypatch.setattr("inflight.decoding.transfer.mark", device.mark)
+        monkeypatch.setattr("inflight.sampling.transfer.mark", device.mark)
         served = serve(load(plans(model), 40), config_of("chunked"), requests)
     assert served.most_in_flight == 2
     for request_id, index in expected.responses:

@@ -1,7 +1,7 @@
 """How the next token is chosen from the logits: one frozen value per request.
 
 Every sampling control is declared here, once: its field has the type and the neutral value, and beside it stand
-its tensor, its range and what it needs. How it changes logits is a step of `inflight.decoding.pipeline`.
+its tensor, its range and what it needs. How it changes logits is a step of `inflight.sampling.pipeline`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _declare(
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """TensorRT-LLM's `SamplingConfig`. The order in which it is applied is in `inflight.decoding.pipeline`.
+    """TensorRT-LLM's `SamplingConfig`. The order in which it is applied is in `inflight.sampling.pipeline`.
 
     Attributes:
         beam_width: Beams of a beam search; 1 samples, or is greedy.

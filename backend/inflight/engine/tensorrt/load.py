@@ -15,8 +15,20 @@ import torch
 from safetensors.torch import load_file
 
 from inflight.config import EngineConfig
+from inflight.engine.adapter_pool import page_bytes
+from inflight.engine.collectives import Collectives
+from inflight.engine.cuda.iteration_graphs import RecordedKinds
 from inflight.engine.debug_tensors import DebugTensors
+from inflight.engine.layers.layer_check import find_row_kernels
 from inflight.engine.memory import allocating
+from inflight.engine.room import (
+    count_adapter_pages,
+    count_blocks,
+    find_device,
+    make_limits,
+    offer_outputs,
+)
+from inflight.engine.runner import find_capture
 from inflight.engine.tensorrt.checks import (
     check_digest,
     check_model,
@@ -35,18 +47,6 @@ from inflight.engine.tensorrt.row_cache import RowCache, row_bytes
 from inflight.engine.tensorrt.runner import TensorRtRunner
 from inflight.engine.tensorrt.runtime import LoadedPlan, Runtime
 from inflight.engine.tensorrt.sidecar import Sidecar
-from inflight.engine.torch.adapters import page_bytes
-from inflight.engine.torch.collectives import Collectives
-from inflight.engine.torch.engine import find_capture
-from inflight.engine.torch.iteration_graphs import RecordedKinds
-from inflight.engine.torch.layer_check import find_row_kernels
-from inflight.engine.torch.room import (
-    count_adapter_pages,
-    count_blocks,
-    find_device,
-    make_limits,
-    offer_outputs,
-)
 from inflight.models import DecoderConfig
 from inflight.models.registry import read_model_description
 from inflight.models.sharding import Part

@@ -1,6 +1,6 @@
 """A decoder as two networks: the layers, from token ids to hidden states, and the head, from those to logits.
 
-It computes what `engine/torch/decoder.py` computes, operation by operation; what differs between families is in
+It computes what `engine/layers/decoder.py` computes, operation by operation; what differs between families is in
 the DecoderConfig. Rows come in the order of the batch and leave in it; in between they are in the order of their
 slots, which is how caches are written.
 """

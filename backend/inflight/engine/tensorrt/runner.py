@@ -6,8 +6,8 @@ from torch import Tensor
 
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.engine import RowOutputs
+from inflight.engine.runner import TorchRunner
 from inflight.engine.tensorrt.row_cache import RowCache
-from inflight.engine.torch.engine import TorchRunner
 
 
 class TensorRtRunner(TorchRunner):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from inflight.config import FP8, INT8
-from inflight.engine.torch.native.packing import quantize
-from inflight.engine.torch.quantized_linear import quantize_float8
+from inflight.engine.cpu.packing import quantize
+from inflight.engine.layers.quantized_linear import quantize_float8
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, Layer, Linear, ModelDescription
 from inflight.models.finisher import Finisher
