@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from inflight.core.ports import Engine
     from inflight.engine.collectives import Collectives
     from inflight.engine.debug_tensors import DebugTensors
-    from inflight.engine.runner import LoadRunner
     from inflight.guided.grammars import Grammars
     from inflight.guided.vocabulary import GuideVocabulary
     from inflight.ranks.mpi import MpiStage
@@ -129,15 +128,6 @@ def _settle_engine(parameters: Parameters, path: str) -> EngineConfig:
     return config
 
 
-def _runner_loader(config: EngineConfig) -> LoadRunner | None:
-    """What loads the runner; None: torch's."""
-    if config.implementation != "tensorrt":
-        return None
-    from inflight.engine.tensorrt.load import load_runner
-
-    return load_runner
-
-
 def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> LogitsPostProcessors:
     from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, load_post_processors
 
@@ -210,7 +200,7 @@ def _load_whole(
     processors: LogitsPostProcessors,
     make_grammars: MakeGrammars,
 ) -> LoadedModel:
-    from inflight.engine.runner import TorchEngine
+    from inflight.engine.load import load_engine
 
     if gpu_device_ids:
         import torch
@@ -219,7 +209,7 @@ def _load_whole(
 
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
         config = replace(config, device=device)
-    engine = TorchEngine.load(config, processors, make_grammars, _runner_loader(config))
+    engine = load_engine(config, processors, make_grammars)
     return LoadedModel(
         engine,
         path,
@@ -241,7 +231,8 @@ def _load_part(
     import torch
 
     from inflight.engine.collectives import make_stage_link
-    from inflight.engine.runner import TorchEngine, load_stage
+    from inflight.engine.engine import ModelEngine
+    from inflight.engine.load import load_stage
     from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink
     from inflight.ranks.rank_engine import RankEngine
     from inflight.ranks.topology import Placement
@@ -263,9 +254,7 @@ def _load_part(
             engine_threads=placement.num_threads or config.engine_threads,
             ranks_on_host=placement.ranks_on_host,
         )
-        stage = load_stage(
-            config, mapping, collectives, agreement.least, processors, make_grammars, _runner_loader(config)
-        )
+        stage = load_stage(config, mapping, collectives, agreement.least, processors, make_grammars)
         grammars = make_grammars(stage.limits.vocab_size) if mapping.rank == 0 else None
     dtype: torch.dtype = getattr(torch, stage.dtype)
     hidden = torch.empty(stage.decoder_config.hidden_size, dtype=dtype, device=device)
@@ -273,7 +262,7 @@ def _load_part(
     engine = RankEngine(
         stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks, rank_context.report_failure
     )
-    runner = stage.runner if isinstance(stage, TorchEngine) else stage
+    runner = stage.runner if isinstance(stage, ModelEngine) else stage
     return LoadedModel(
         engine,
         path,

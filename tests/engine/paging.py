@@ -14,11 +14,13 @@ from inflight.engine.attention.interface import Attention
 from inflight.engine.attention.paged import PagedAttention
 from inflight.engine.collectives import ALONE, Collectives
 from inflight.engine.cuda.iteration_graphs import Capture
+from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.kv_rounding import KvRounding
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.layer_operations import LayerOperations
-from inflight.engine.runner import TorchEngine, TorchRunner
+from inflight.engine.load import make_engine
+from inflight.engine.runner import ModelRunner
 from inflight.engine.windows import layer_windows
 from inflight.models import load_weights, read_model_description
 from inflight.models.sharding import Part
@@ -46,7 +48,7 @@ def load_paged(
     rounding: KvRounding | None = None,
     dtype: torch.dtype = torch.float32,
     **windows: Any,
-) -> TorchEngine:
+) -> ModelEngine:
     """An engine; `windows` are max_attention_window_size and sink_token_length."""
     model, on = read_model_description(folder), torch.device(device)
     part = part or Part.whole(model.decoder)
@@ -77,4 +79,4 @@ def load_paged(
     )
     if num_adapter_pages:
         decoder.reserve_adapters(num_adapter_pages, limits.adapter_page_rank)
-    return TorchEngine(TorchRunner(decoder, cache, limits, max_num_tokens, capture=capture))
+    return make_engine(ModelRunner(decoder, cache, limits, max_num_tokens, capture=capture))

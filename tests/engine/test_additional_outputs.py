@@ -17,7 +17,7 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.additional_outputs import HiddenStates, offer
 from inflight.engine.collectives import ALONE
 from inflight.engine.cpu.decoder import NativeDecoder
-from inflight.engine.runner import TorchEngine
+from inflight.engine.engine import ModelEngine
 from inflight.errors import ConfigError, InvalidArgument
 from tests.engine.kernels import by_default_and
 from tests.engine.paging import load_paged
@@ -36,7 +36,7 @@ NUM_TOKENS = 9
 
 def load_offering(
     model: ZooModel, kernels: str | None = None, outputs: str = OFFERED, num_blocks: int = 64
-) -> TorchEngine:
+) -> ModelEngine:
     return load(model.folder, num_blocks, kernels=kernels, additional_model_outputs=parse_outputs(outputs))
 
 

@@ -15,7 +15,7 @@ from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamMove, ContextChunk, ScheduledBatch
 from inflight.engine import runner as engine_module
-from inflight.engine.runner import TorchEngine
+from inflight.engine.engine import ModelEngine
 from inflight.sampling import sampler as sampler_module
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.failing import Fault, Saboteur, serve_through_faults, spoil
@@ -38,7 +38,7 @@ DETAILS = OutputConfig(
     return_log_probs=True, num_top_log_probs=2, return_context_logits=True, return_generation_logits=True
 )
 
-Part = Callable[[TorchEngine], Any]
+Part = Callable[[ModelEngine], Any]
 # name: whose function, which, whether it has done its work by then, how many calls go well before
 STAGES: dict[str, tuple[Part, str, bool, int]] = {
     "before anything": (lambda engine: engine.sampler, "apply", False, 0),
@@ -182,7 +182,7 @@ class Company:
         return Company(rows, driver.search(self.search.row.tokens, SEARCHED))
 
 
-def assert_undisturbed(company: Company, engine: TorchEngine, model: ZooModel, seed: int) -> None:
+def assert_undisturbed(company: Company, engine: ModelEngine, model: ZooModel, seed: int) -> None:
     """Everybody has what they get in `engine` without any failure."""
     driver = Driver(engine)
     alone = Company.start(driver, model, seed)

@@ -10,9 +10,9 @@ import torch
 from inflight.core.request.request import OutputConfig, Request
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.packing import quantize
+from inflight.engine.engine import ModelEngine
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.quantized_linear import QuantizedLinear
-from inflight.engine.runner import TorchEngine
 from inflight.load_model import load_model
 from inflight.models import Linear, load_weights, read_model_description
 from tests.engine.driver import alone, load_engine
@@ -92,7 +92,7 @@ def test_ranks_serve_quantized_weights(
         assert_same(many, one)
 
 
-def _load(zoo: Zoo, **parameters: Any) -> tuple[TorchEngine, str]:
+def _load(zoo: Zoo, **parameters: Any) -> tuple[ModelEngine, str]:
     model = load_model(make_parameters(gpt_model_path=str(zoo["llama"].folder), **parameters), "", None)
     return model.engine, model.dtype
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from inflight.config import EngineConfig
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.engine.runner import LoadRunner, MakeGrammars, load_stage, no_grammars
+from inflight.engine.load import MakeGrammars, load_stage, no_grammars
 from inflight.ranks.rank_engine import RankEngine
 from inflight.ranks.topology import Mapping
 from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
@@ -160,7 +160,6 @@ class ThreadRanks:
         processors: LogitsPostProcessors = NO_POST_PROCESSORS,
         make_grammars: MakeGrammars = no_grammars,
         moe_ep_size: int = 1,
-        load_runner: LoadRunner | None = None,
     ) -> None:
         mappings = [Mapping(tp_size, pp_size, rank, moe_ep_size) for rank in range(tp_size * pp_size)]
         meetings = [_Meeting(tp_size) for _ in range(pp_size)]
@@ -172,7 +171,6 @@ class ThreadRanks:
                 collectives,
                 processors=processors,
                 make_grammars=make_grammars,
-                load_runner=load_runner,
             )
             for mapping, collectives in zip(mappings, self.collectives)
         ]

@@ -15,7 +15,7 @@ from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, ScheduledBatch, SlotStart
-from inflight.sampling import Decoding
+from inflight.sampling import Sampler
 from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from inflight.sampling.row_kernels import RowKernels
 
@@ -80,14 +80,14 @@ class Row:
         return self.request.input_token_ids + self.generated
 
 
-def make_decoding(
+def make_sampler(
     num_slots: int,
     vocab_size: int,
     device: torch.device = CPU,
     normalize_log_probs: bool = False,
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
-) -> Decoding:
-    return Decoding(
+) -> Sampler:
+    return Sampler(
         num_slots, MAX_LENGTH, vocab_size, device, ROW_KERNELS[-1], normalize_log_probs, processors
     )
 
@@ -113,13 +113,13 @@ def start_batch(rows: Sequence[Row], slots: Sequence[int] | None = None) -> tupl
 
 
 def decode_rows(
-    logits: Tensor, rows: Sequence[Row], decoding: Decoding | None = None, slots: Sequence[int] | None = None
+    logits: Tensor, rows: Sequence[Row], sampler: Sampler | None = None, slots: Sequence[int] | None = None
 ) -> ModelOutput:
     """What a batch of fresh rows is answered with."""
-    decoding = decoding or make_decoding(len(rows), logits.shape[-1], logits.device)
+    sampler = sampler or make_sampler(len(rows), logits.shape[-1], logits.device)
     batch, positions = start_batch(rows, slots)
-    decoding.apply(batch)
-    return decoding.decode(batch, logits, positions)
+    sampler.apply(batch)
+    return sampler.decode(batch, logits, positions)
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[Row]) -> list[int | None]:
@@ -135,10 +135,10 @@ def beams_of(
     num_candidates: int,
 ) -> BeamCandidates:
     """The candidates of one search with a slot for each of `tokens`."""
-    decoding = make_decoding(len(scores), logits.shape[-1], logits.device)
+    sampler = make_sampler(len(scores), logits.shape[-1], logits.device)
     generated = [tuple(beam[request.prompt_length :]) for beam in tokens]
     batch, positions = start_batch([Row(request, beam) for beam in generated])
     group = BeamGroup(tuple(range(len(scores))), tuple(scores), num_candidates)
     batch = replace(batch, beam_groups=(group,))
-    decoding.apply(batch)
-    return decoding.decode(batch, logits, positions).beams[0]
+    sampler.apply(batch)
+    return sampler.decode(batch, logits, positions).beams[0]

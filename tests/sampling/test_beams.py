@@ -14,7 +14,7 @@ from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import OutputConfig, Request
 from inflight.core.schedule.batch import BeamGroup, BeamMove, ContextChunk, ScheduledBatch, SlotStart
 from inflight.sampling import reference
-from tests.sampling.factories import Row, beams_of, make_decoding, make_request, start_batch
+from tests.sampling.factories import Row, beams_of, make_request, make_sampler, start_batch
 from tests.sampling.margins import is_apart
 from tests.sampling.strategies import logits_rows, requests
 
@@ -128,9 +128,9 @@ def test_searches_of_different_widths_and_other_rows_share_a_batch() -> None:
     batch = ScheduledBatch(
         0, starts=batch.starts, generation_slots=batch.generation_slots, beam_groups=groups
     )
-    decoding = make_decoding(8, vocab_size)
-    decoding.apply(batch)
-    output = decoding.decode(batch, logits.clone(), positions)
+    sampler = make_sampler(8, vocab_size)
+    sampler.apply(batch)
+    output = sampler.decode(batch, logits.clone(), positions)
 
     assert [len(tokens) for tokens in output.token_ids] == [0, 1, 0, 0, 0, 0, 1, 0]
     for group, request, got in zip(groups, (narrow, wide), output.beams, strict=True):
@@ -151,7 +151,7 @@ def test_beams_move_all_at_once() -> None:
     """Two beams swap places and a third is a copy, each with a token more, and penalties see just that."""
     vocab_size, prompt = 20, (1, 2)
     request = make_request(prompt, beam_width=3, presence_penalty=3.0, no_repeat_ngram_size=2)
-    decoding = make_decoding(4, vocab_size)
+    sampler = make_sampler(4, vocab_size)
     slots = (3, 0, 2)
     context = ScheduledBatch(
         0,
@@ -159,8 +159,8 @@ def test_beams_move_all_at_once() -> None:
         context=(ContextChunk(3, 0, prompt, True),),
         beam_groups=(BeamGroup((3,), (0.0,), 6),),
     )
-    decoding.apply(context)
-    decoding.decode(context, torch.randn(1, vocab_size), np.array([2]))
+    sampler.apply(context)
+    sampler.decode(context, torch.randn(1, vocab_size), np.array([2]))
     sequences = {3: list(prompt)}
     steps = [
         [(3, 3, 5), (0, 3, 6), (2, 3, 7)],
@@ -176,9 +176,9 @@ def test_beams_move_all_at_once() -> None:
             generation_slots=(0, 2, 3),
             beam_groups=(group,),
         )
-        decoding.apply(batch)
+        sampler.apply(batch)
         logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(step))
-        got = decoding.decode(batch, logits.clone(), np.full(3, 3 + step)).beams[0]
+        got = sampler.decode(batch, logits.clone(), np.full(3, 3 + step)).beams[0]
         rows = dict(zip((0, 2, 3), logits.tolist()))
         found = reference.beam_candidates(
             [rows[slot] for slot in slots], request, [sequences[slot] for slot in slots], group.scores, 60

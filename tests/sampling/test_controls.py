@@ -16,8 +16,8 @@ from tests.sampling.factories import (
     beams_of,
     choose_tokens,
     decode_rows,
-    make_decoding,
     make_request,
+    make_sampler,
     start_batch,
 )
 
@@ -60,10 +60,10 @@ def test_a_device_chooses_the_same_without_the_host(kind: dict) -> None:
     rows = [Row(make_request((4,), random_seed=9, **kind, **controls)) for controls in CONTROLLED[:3]]
     assert not any(row.request.needs_host for row in rows)
     logits = _logits(3)
-    decoding, (batch, positions) = make_decoding(3, 300), start_batch(rows)
-    decoding.apply(batch)
-    choice = decoding.begin(batch, logits.clone(), positions)
-    assert decoding.finish(batch, choice, positions).token_ids == decode_rows(logits, rows).token_ids
+    sampler, (batch, positions) = make_sampler(3, 300), start_batch(rows)
+    sampler.apply(batch)
+    choice = sampler.begin(batch, logits.clone(), positions)
+    assert sampler.finish(batch, choice, positions).token_ids == decode_rows(logits, rows).token_ids
 
 
 @pytest.mark.parametrize("with_logits", [False, True])

@@ -10,7 +10,7 @@ import torch
 
 from inflight.core.request.request import OutputConfig
 from inflight.core.schedule.batch import ScheduledBatch
-from tests.sampling.factories import Row, choose_tokens, decode_rows, make_decoding, make_request
+from tests.sampling.factories import Row, choose_tokens, decode_rows, make_request, make_sampler
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
@@ -56,8 +56,8 @@ def test_alone_in_a_batch_of_64_and_in_any_order(vocab_size: int, num_threads: i
     for seed in range(5):
         order = random.Random(seed).sample(range(64), 64)
         slots = random.Random(-seed).sample(range(100), 64)
-        decoding = make_decoding(100, vocab_size)
-        output = decode_rows(logits[order], [rows[index] for index in order], decoding, slots)
+        sampler = make_sampler(100, vocab_size)
+        output = decode_rows(logits[order], [rows[index] for index in order], sampler, slots)
         assert output.token_ids == [(alone[index],) for index in order]
 
 
@@ -70,22 +70,22 @@ def test_a_paused_sequence_goes_on_as_if_it_had_not_been() -> None:
 
 
 def _generate(logits: torch.Tensor, row: Row, pause_after: int | None) -> list[int]:
-    decoding, slot = make_decoding(2, 50), 0
+    sampler, slot = make_sampler(2, 50), 0
     generated: tuple[int, ...] = ()
     running = False
     for index, values in enumerate(logits):
         if index == pause_after:
             other = Row(make_request([1, 2], presence_penalty=1.0, top_p=1.0))
-            decode_rows(values.clone(), [other], decoding, [slot])
+            decode_rows(values.clone(), [other], sampler, [slot])
             running, slot = False, 1
         position = row.request.prompt_length + len(generated)
         if running:
             batch = ScheduledBatch(0, generation_slots=(slot,))
-            decoding.apply(batch)
-            output = decoding.decode(batch, values.clone(), np.array([position]))
+            sampler.apply(batch)
+            output = sampler.decode(batch, values.clone(), np.array([position]))
         else:
             output = decode_rows(
-                values.clone(), [Row(row.request, generated, row.sequence_index)], decoding, [slot]
+                values.clone(), [Row(row.request, generated, row.sequence_index)], sampler, [slot]
             )
             running = True
         generated += output.token_ids[0]

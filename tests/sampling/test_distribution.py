@@ -15,7 +15,7 @@ from inflight.core.schedule.batch import SlotStart
 from inflight.sampling import reference
 from inflight.sampling.drafts import weigh
 from inflight.sampling.rows import Rows, SlotParameters
-from tests.sampling.factories import Row, make_decoding, make_request, start_batch
+from tests.sampling.factories import Row, make_request, make_sampler, start_batch
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
@@ -56,12 +56,12 @@ def test_frequencies_are_the_probabilities(sampling: dict[str, float]) -> None:
     """Every row is another sequence and position of the same request."""
     request = make_request(random_seed=len(sampling), **sampling)
     logits = _logits(1)
-    decoding = make_decoding(SLOTS, VOCAB_SIZE)
+    sampler = make_sampler(SLOTS, VOCAB_SIZE)
     batch, _ = start_batch([Row(request, sequence_index=index) for index in range(SLOTS)])
-    decoding.apply(batch)
+    sampler.apply(batch)
     drawn: list[int] = []
     for position in range(1, 1 + DRAWS // SLOTS):
-        output = decoding.decode(batch, logits.repeat(SLOTS, 1), np.full(SLOTS, position))
+        output = sampler.decode(batch, logits.repeat(SLOTS, 1), np.full(SLOTS, position))
         drawn += [token for (token,) in output.token_ids]
     _check_frequencies(drawn, reference.filtered_probabilities(_divided(logits, request), request.sampling))
 
@@ -76,13 +76,13 @@ def test_frequencies_over_a_long_row(sampling: dict[str, float]) -> None:
     size, draws = 3000, 20_000
     request = make_request(**sampling)
     logits = _logits(2, size)
-    decoding = make_decoding(SLOTS, size)
+    sampler = make_sampler(SLOTS, size)
     batch, _ = start_batch([Row(request, sequence_index=index) for index in range(SLOTS)])
-    decoding.apply(batch)
+    sampler.apply(batch)
     rows = logits.repeat(SLOTS, 1)
     drawn: list[int] = []
     for position in range(1, 1 + draws // SLOTS):
-        output = decoding.decode(batch, rows, np.full(SLOTS, position))
+        output = sampler.decode(batch, rows, np.full(SLOTS, position))
         drawn += [token % 40 for (token,) in output.token_ids]
     expected: dict[int, float] = dict.fromkeys(range(40), 0.0)
     probabilities = reference.filtered_probabilities(_divided(logits, request), request.sampling)

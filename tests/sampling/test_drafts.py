@@ -15,7 +15,7 @@ from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch, SlotStart
 from inflight.sampling import reference
 from inflight.sampling.rng import Purpose
-from tests.sampling.factories import Row, decode_rows, make_decoding, make_request
+from tests.sampling.factories import Row, decode_rows, make_request, make_sampler
 from tests.sampling.margins import MARGIN, draw_is_clear, is_decided
 from tests.sampling.strategies import logits_rows, requests
 
@@ -134,11 +134,11 @@ def test_draft_logits_are_for_the_request_s_own_draft_alone() -> None:
     for chunk in cases:
         for seed in range(30):
             request = make_request([0, 0], drafts=[4], draft_logits=proposed, top_p=1.0, random_seed=seed)
-            decoding = make_decoding(1, 10)
+            sampler = make_sampler(1, 10)
             batch = ScheduledBatch(0, starts=(SlotStart(0, request),), context=(chunk,))
-            decoding.apply(batch)
+            sampler.apply(batch)
             positions = np.array([chunk.start + 1, chunk.start + 2])
-            (tokens,) = decoding.decode(batch, logits.clone(), positions).token_ids
+            (tokens,) = sampler.decode(batch, logits.clone(), positions).token_ids
             known = [0] * (chunk.start + 1)
             expected = reference.verify_drafts(logits.tolist(), request, known, chunk.token_ids[1:])
             assert list(tokens) == expected
@@ -147,16 +147,16 @@ def test_draft_logits_are_for_the_request_s_own_draft_alone() -> None:
 def test_a_refused_draft_is_forgotten() -> None:
     """The next row's penalties see what was accepted, and the token in the refused one's place."""
     request = make_request([1], presence_penalty=100.0)
-    decoding = make_decoding(1, 10)
+    sampler = make_sampler(1, 10)
     logits = _logits(4, 5, 6, 7)
     row = Row(request, drafts=(4, 9, 8))
-    assert decode_rows(logits, [row], decoding).token_ids == [(4, 5)]
+    assert decode_rows(logits, [row], sampler).token_ids == [(4, 5)]
     batch = ScheduledBatch(0, generation_slots=(0,))
-    decoding.apply(batch)
+    sampler.apply(batch)
     values = torch.zeros(1, 10)
     values[0, [1, 4, 5]] = 50.0
     values[0, [8, 9]] = torch.tensor([2.0, 1.0])
-    assert decoding.decode(batch, values, np.array([4 - 1])).token_ids == [(8,)]
+    assert sampler.decode(batch, values, np.array([4 - 1])).token_ids == [(8,)]
 
 
 @pytest.mark.parametrize("drafted", [True, False])
@@ -169,13 +169,13 @@ def test_a_token_that_resets_top_p_counts_at_once(drafted: bool) -> None:
         request = make_request(
             [0], top_p=1.0, top_p_decay=0.001, top_p_min=0.0, top_p_reset_id=2, random_seed=seed
         )
-        decoding = make_decoding(1, 100)
+        sampler = make_sampler(1, 100)
         row = Row(request, generated=(1,) * 10, drafts=(2,) if drafted else ())
-        new = list(decode_rows(rows[: 1 + drafted].clone(), [row], decoding).token_ids[0])
+        new = list(decode_rows(rows[: 1 + drafted].clone(), [row], sampler).token_ids[0])
         if not drafted:
             batch = ScheduledBatch(0, generation_slots=(0,))
-            decoding.apply(batch)
-            new += decoding.decode(batch, rows[1:].clone(), np.array([12])).token_ids[0]
+            sampler.apply(batch)
+            new += sampler.decode(batch, rows[1:].clone(), np.array([12])).token_ids[0]
         assert new[0] == 2
         tokens.add(new[1])
     assert len(tokens) > 10
@@ -188,10 +188,10 @@ def test_a_row_after_a_refused_draft_resets_no_top_p() -> None:
         request = make_request(
             [0], top_p=1.0, top_p_decay=0.001, top_p_min=0.0, top_p_reset_id=2, random_seed=seed
         )
-        decoding = make_decoding(1, 100)
+        sampler = make_sampler(1, 100)
         row = Row(request, generated=(1,) * 10, drafts=(3,))
-        assert decode_rows(_logits(4, 2, vocab_size=100), [row], decoding).token_ids == [(4,)]
+        assert decode_rows(_logits(4, 2, vocab_size=100), [row], sampler).token_ids == [(4,)]
         batch = ScheduledBatch(0, generation_slots=(0,))
-        decoding.apply(batch)
-        tokens.update(decoding.decode(batch, torch.zeros(1, 100), np.array([12])).token_ids[0])
+        sampler.apply(batch)
+        tokens.update(sampler.decode(batch, torch.zeros(1, 100), np.array([12])).token_ids[0])
     assert tokens == {0}

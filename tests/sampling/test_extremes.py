@@ -21,7 +21,7 @@ from inflight.sampling import reference
 from inflight.sampling.row_kernels import RowKernels
 from tests.engine.kernels import needs_native
 from tests.sampling import factories
-from tests.sampling.factories import Row, beams_of, decode_rows, make_decoding, make_request, start_batch
+from tests.sampling.factories import Row, beams_of, decode_rows, make_request, make_sampler, start_batch
 from tests.sampling.margins import is_apart, is_decided
 
 INF = math.inf
@@ -133,12 +133,12 @@ def test_a_device_that_runs_ahead_chooses_the_same() -> None:
         rows = [Row(request) for request in requests if not request.looks_back]
         logits = _logits(numbers, len(rows), 30)
         batch, positions = start_batch(rows)
-        decoding, other = make_decoding(len(rows), 30), make_decoding(len(rows), 30)
-        for each in (decoding, other):
+        sampler, other = make_sampler(len(rows), 30), make_sampler(len(rows), 30)
+        for each in (sampler, other):
             each.apply(batch)
         expected = other.decode(batch, logits.clone(), positions)
-        choice = decoding.begin(batch, logits.clone(), positions)
-        assert decoding.finish(batch, choice, positions).token_ids == expected.token_ids
+        choice = sampler.begin(batch, logits.clone(), positions)
+        assert sampler.finish(batch, choice, positions).token_ids == expected.token_ids
         assert choice.tokens.min() >= 0
         num_impossible += expected.token_ids.count(())
     assert num_impossible > 30

@@ -13,7 +13,7 @@ from inflight.errors import StepFailed
 from inflight.sampling import sampler
 from inflight.sampling.rows import Step
 
-from .factories import Row, decode_rows, make_decoding, make_request, start_batch
+from .factories import Row, decode_rows, make_request, make_sampler, start_batch
 
 VOCAB_SIZE = 6
 REFUSED = 5
@@ -85,7 +85,7 @@ def test_a_row_behind_drafts_counts_if_it_is_used(liked, expected):
 
 
 def test_a_row_of_a_search():
-    decoder = make_decoding(3, VOCAB_SIZE)
+    decoder = make_sampler(3, VOCAB_SIZE)
     search = refusable(beam_width=2)
     batch, positions = start_batch([Row(search), Row(search), Row()])
     batch = replace(batch, beam_groups=(BeamGroup((0, 1), (0.0, -1.0), 4),))

@@ -9,7 +9,7 @@ import torch
 
 from inflight.core.request.request import OutputConfig
 from inflight.core.schedule.batch import BeamGroup, ScheduledBatch
-from tests.sampling.factories import Row, decode_rows, make_decoding, make_request, start_batch
+from tests.sampling.factories import Row, decode_rows, make_request, make_sampler, start_batch
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
@@ -50,7 +50,7 @@ def test_a_greedy_batch_names_the_row(value: float, everywhere: bool) -> None:
     with pytest.raises(
         FloatingPointError, match=f"logit is {value} for position 4 of slot 7; expected a num"
     ):
-        decode_rows(logits, rows, make_decoding(9, 50), slots=[5, 3, 7, 1])
+        decode_rows(logits, rows, make_sampler(9, 50), slots=[5, 3, 7, 1])
 
 
 @pytest.mark.parametrize("size", [20, 5000])
@@ -122,13 +122,13 @@ def test_a_beam(value: float) -> None:
     groups = (BeamGroup((0, 1), (0.0, -1.0), 4), BeamGroup((2, 3), (0.0, -1.0), 4))
 
     def decode(values: torch.Tensor):
-        decoding = make_decoding(5, 5000)
+        sampler = make_sampler(5, 5000)
         batch, positions = start_batch(rows)
         batch = ScheduledBatch(
             0, starts=batch.starts, generation_slots=batch.generation_slots, beam_groups=groups
         )
-        decoding.apply(batch)
-        return decoding.decode(batch, values, positions)
+        sampler.apply(batch)
+        return sampler.decode(batch, values, positions)
 
     expected = decode(logits.clone())
     for faulty in range(4):
@@ -152,7 +152,7 @@ def test_nothing_is_remembered_of_a_refused_batch() -> None:
     rows = [Row(make_request(PROMPT, **sampling)) for sampling in samplings]
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
     expected = [decode_rows(logits[[index]].clone(), [row]).token_ids[0] for index, row in enumerate(rows)]
-    decoding = make_decoding(3, 50)
+    sampler = make_sampler(3, 50)
     with pytest.raises(FloatingPointError):
-        decode_rows(_poison(logits, 2, NAN, True), rows, decoding)
-    assert decode_rows(logits[:2].clone(), rows[:2], decoding, slots=[1, 0]).token_ids == expected[:2]
+        decode_rows(_poison(logits, 2, NAN, True), rows, sampler)
+    assert decode_rows(logits[:2].clone(), rows[:2], sampler, slots=[1, 0]).token_ids == expected[:2]

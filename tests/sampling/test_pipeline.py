@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from inflight.core.request.request import OutputConfig, Request
 from inflight.core.schedule.batch import ContextChunk, ModelOutput, ScheduledBatch, SlotStart
-from inflight.sampling import Decoding, reference
-from tests.sampling.factories import Row, choose_tokens, make_decoding, make_request, start_batch
+from inflight.sampling import Sampler, reference
+from tests.sampling.factories import Row, choose_tokens, make_request, make_sampler, start_batch
 from tests.sampling.margins import is_decided
 from tests.sampling.strategies import logits_rows, requests
 
@@ -45,7 +45,7 @@ class Sequence:
 def test_everything_is_as_the_reference_has_it(data: st.DataObject) -> None:
     """Slots are taken, advanced with and without drafts, left and taken again by other requests."""
     vocab_size, num_slots = data.draw(st.sampled_from([3, 5, 8, 40])), 5
-    decoding = make_decoding(num_slots, vocab_size, normalize_log_probs=True)
+    sampler = make_sampler(num_slots, vocab_size, normalize_log_probs=True)
     running: dict[int, Sequence] = {}
     for _ in range(data.draw(st.integers(2, 4))):
         released = data.draw(st.sets(st.sampled_from(sorted(running)))) if running else set()
@@ -60,7 +60,7 @@ def test_everything_is_as_the_reference_has_it(data: st.DataObject) -> None:
         rows = data.draw(st.permutations(sorted(running)))
         drafted = [running[slot] for slot in rows if _guess(data, running[slot], vocab_size)]
         plain = [running[slot] for slot in rows if not running[slot].drafts]
-        _iterate(decoding, vocab_size, released, started, drafted, plain)
+        _iterate(sampler, vocab_size, released, started, drafted, plain)
 
 
 def _start(data: st.DataObject, slot: int, vocab_size: int) -> Sequence:
@@ -86,7 +86,7 @@ def _guess(data: st.DataObject, sequence: Sequence, vocab_size: int) -> bool:
 
 
 def _iterate(
-    decoding: Decoding,
+    sampler: Sampler,
     vocab_size: int,
     released: set[int],
     started: list[Sequence],
@@ -109,8 +109,8 @@ def _iterate(
     rows = [*drafted, *plain]
     positions = [len(s.tokens) + index for s in rows for index in range(len(s.drafts) + 1)]
     logits = torch.tensor([row for s in rows for row in s.logits]).reshape(len(positions), vocab_size)
-    decoding.apply(batch)
-    output = decoding.decode(batch, logits, np.array(positions, dtype=np.int64))
+    sampler.apply(batch)
+    output = sampler.decode(batch, logits, np.array(positions, dtype=np.int64))
     assert output.iteration == 3 and len(output.token_ids) == len(rows) and not output.beams
     answered = {s.slot for s, tokens in zip(rows, output.token_ids, strict=True) if tokens}
     assert set(output.details) == {s.slot for s in rows if s.request.output.wants_details} & answered
@@ -175,9 +175,9 @@ def test_normalized_log_probs_are_of_what_is_kept() -> None:
         Row(make_request(output=wanted)),
     ]
     batch, positions = start_batch(rows)
-    decoding = make_decoding(2, 4, normalize_log_probs=True)
-    decoding.apply(batch)
-    output = decoding.decode(batch, logits, positions)
+    sampler = make_sampler(2, 4, normalize_log_probs=True)
+    sampler.apply(batch)
+    output = sampler.decode(batch, logits, positions)
     (sampled,) = output.token_ids[0]
     assert output.details[0].drawn_log_probs == pytest.approx([math.log([2 / 3, 1 / 3][sampled])])
     assert output.details[0].log_probs == pytest.approx([math.log([4 / 8, 2 / 8][sampled])])

@@ -26,7 +26,7 @@ from inflight.core.schedule.batch import (
 from inflight.errors import ConfigError, StepFailed
 from inflight.sampling import LogitsPostProcessors, reference
 from inflight.sampling.logits_post_processors import takes_client_id
-from tests.sampling.factories import Row, decode_rows, make_decoding, make_request, start_batch
+from tests.sampling.factories import Row, decode_rows, make_request, make_sampler, start_batch
 
 VOCAB_SIZE = 12
 INFINITY = float("inf")
@@ -46,7 +46,7 @@ def run(
     logits: Tensor, rows: Sequence[Row], batched: Callable | None = None, **functions: Callable
 ) -> ModelOutput:
     processors = LogitsPostProcessors(functions, batched)
-    return decode_rows(logits, rows, make_decoding(len(rows), VOCAB_SIZE, processors=processors))
+    return decode_rows(logits, rows, make_sampler(len(rows), VOCAB_SIZE, processors=processors))
 
 
 def only(*allowed: int) -> Callable:
@@ -164,14 +164,14 @@ def test_a_processor_of_transformers_does_what_the_control_of_that_name_does(ret
         logits.copy_(changed)
         return None
 
-    decoding = make_decoding(2, 4, processors=LogitsPostProcessors({"p": process}))
+    sampler = make_sampler(2, 4, processors=LogitsPostProcessors({"p": process}))
     requests = [named(prompt=[1, 2]), make_request([1, 2], no_repeat_ngram_size=2)]
     batch, positions = start_batch([Row(request) for request in requests])
     sequences: list[list[int]] = [[], []]
     for step in range(12):
-        decoding.apply(batch)
+        sampler.apply(batch)
         logits = torch.randn(1, 4, generator=torch.Generator().manual_seed(step)).repeat(2, 1)
-        output = decoding.decode(batch, logits, positions)
+        output = sampler.decode(batch, logits, positions)
         for sequence, tokens in zip(sequences, output.token_ids, strict=True):
             sequence += tokens
         batch = ScheduledBatch(step + 1, generation_slots=(0, 1))
@@ -432,7 +432,7 @@ def test_all_beams_of_a_search_in_one_call() -> None:
         for beam, tokens in enumerate(ids):
             logits[0, beam, tokens[-1]] = -INFINITY
 
-    decoding = make_decoding(4, VOCAB_SIZE, processors=LogitsPostProcessors({"p": process}))
+    sampler = make_sampler(4, VOCAB_SIZE, processors=LogitsPostProcessors({"p": process}))
     request, prompt = named(prompt=(1, 2), beam_width=3), (1, 2)
     start = SlotStart(0, request, 0, prompt)
     batch = ScheduledBatch(
@@ -441,8 +441,8 @@ def test_all_beams_of_a_search_in_one_call() -> None:
         context=(ContextChunk(0, 0, prompt, True),),
         beam_groups=(BeamGroup((0,), (0.0,), 6),),
     )
-    decoding.apply(batch)
-    output = decoding.decode(batch, some_logits(1), np.array([2]))
+    sampler.apply(batch)
+    output = sampler.decode(batch, some_logits(1), np.array([2]))
     assert calls.pop() == ([1, 1, VOCAB_SIZE], [[1, 2]]) and 2 not in output.beams[0].token_ids
     sequences = {0: list(prompt)}
     for step, moves in enumerate([[(0, 0, 5), (1, 0, 6), (2, 0, 7)], [(0, 1, 8), (1, 0, 9), (2, 0, 4)]]):
@@ -457,8 +457,8 @@ def test_all_beams_of_a_search_in_one_call() -> None:
             generation_slots=(3, 0, 1, 2),
             beam_groups=(group,),
         )
-        decoding.apply(batch)
-        output = decoding.decode(batch, some_logits(4, step), np.array([1 + step, *[3 + step] * 3]))
+        sampler.apply(batch)
+        output = sampler.decode(batch, some_logits(4, step), np.array([1 + step, *[3 + step] * 3]))
         beams = list(sequences.values())
         assert calls[-2:] == [([1, 1, VOCAB_SIZE], [list(other.token_ids)]), ([1, 3, VOCAB_SIZE], beams)]
         found = output.beams[0]
@@ -469,11 +469,11 @@ def test_all_beams_of_a_search_in_one_call() -> None:
 
 
 def test_a_search_whose_call_goes_wrong_fails_and_no_other() -> None:
-    decoding = make_decoding(3, VOCAB_SIZE, processors=LogitsPostProcessors({"p": raising(ValueError("no"))}))
+    sampler = make_sampler(3, VOCAB_SIZE, processors=LogitsPostProcessors({"p": raising(ValueError("no"))}))
     batch, positions = start_batch([Row(named(beam_width=2)), Row()])
     batch = replace(batch, beam_groups=(BeamGroup((0,), (0.0,), 4),))
-    decoding.apply(batch)
-    output = decoding.decode(batch, some_logits(2), positions)
+    sampler.apply(batch)
+    output = sampler.decode(batch, some_logits(2), positions)
     assert (
         error_of(output, 0).endswith("raised ValueError: no")
         and output.token_ids[1]

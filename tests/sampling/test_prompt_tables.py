@@ -15,8 +15,8 @@ from tests.sampling.factories import (
     beams_of,
     choose_tokens,
     decode_rows,
-    make_decoding,
     make_request,
+    make_sampler,
 )
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
@@ -102,6 +102,6 @@ def test_a_post_processor_sees_the_ids_as_they_were_sent() -> None:
     processors = LogitsPostProcessors({"look": lambda _, logits, ids, stream: seen.append(ids)})
     request = replace(make_request([40, 3, 48], num_table_rows=9), logits_post_processor_name="look")
     decode_rows(
-        torch.zeros(1, VOCAB_SIZE), [Row(request)], make_decoding(1, VOCAB_SIZE, processors=processors)
+        torch.zeros(1, VOCAB_SIZE), [Row(request)], make_sampler(1, VOCAB_SIZE, processors=processors)
     )
     assert seen == [[[40, 3, 48]]]

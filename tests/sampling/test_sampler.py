@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inflight.sampling import reference
-from tests.sampling.factories import Row, choose_tokens, make_decoding, make_request, start_batch
+from tests.sampling.factories import Row, choose_tokens, make_request, make_sampler, start_batch
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 only_torch = pytest.mark.parametrize("row_kernels", ["torch"], indirect=True)
@@ -31,11 +31,11 @@ def test_a_greedy_batch_costs_an_argmax_and_a_look_at_the_maxima() -> None:
 
     greedy = _rows({}, {"temperature": 0.0, "top_k": 5}, {"top_k": 1}, {"temperature": 0.5})
     batch, positions = start_batch(greedy)
-    decoding = make_decoding(4, 100)
-    decoding.apply(batch)
+    sampler = make_sampler(4, 100)
+    sampler.apply(batch)
     logits = torch.randn(4, 100)
     with Noted():
-        output = decoding.decode(batch, logits, positions)
+        output = sampler.decode(batch, logits, positions)
     to_host, views = ("resolve", "to", "detach"), ("lift_fresh", "slice", "unsqueeze", "squeeze")
     assert [call for call in calls if not call.startswith((*to_host, *views))] == ["gather"]  # numpy's argmax
     assert output.token_ids == [(token,) for token in logits.argmax(-1).tolist()]

@@ -1,4 +1,4 @@
-"""What a TorchRunner asks of whoever computes layers, and of a KV cache.
+"""What a ModelRunner asks of whoever computes layers, and of a KV cache.
 
 `layers/decoder.py`, `cpu/decoder.py` and `layers/transformers_decoder.py` compute layers over `kv_cache.py`;
 `tensorrt/` has a decoder and a cache of its own.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.schedule.batch import AdapterLoad
+from inflight.core.schedule.batch import AdapterLoad, ScheduledBatch
 from inflight.engine.adapter_pool import ActiveAdapters, AdapterPool
 from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.kv_cache import Numbers
@@ -21,7 +23,7 @@ from inflight.sampling.row_kernels import RowKernels
 
 
 class RunnerDecoder(Protocol):
-    """What a TorchRunner asks of a decoder; `Decoder` says what each is."""
+    """What a ModelRunner asks of a decoder; `Decoder` says what each is."""
 
     config: DecoderConfig
     dtype: torch.dtype
@@ -98,7 +100,7 @@ class RecordedDecoder(RunnerDecoder, Protocol):
 
 
 class BlockCache(Protocol):
-    """What a TorchRunner asks of a KV cache; `KvCache` says what each is."""
+    """What a ModelRunner asks of a KV cache."""
 
     null_block: int
 
@@ -113,6 +115,19 @@ class BlockCache(Protocol):
 
     def clear(self, block_ids: Tensor) -> None:
         """Zero blocks."""
+        ...
+
+    def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:
+        """Called before every forward pass, behind the batch's block copies: get ready what its rows read.
+
+        Args:
+            batch: What runs.
+            num_tokens: [slots]: how many tokens of each slot the cache has.
+        """
+        ...
+
+    def forget(self, batch: ScheduledBatch) -> None:
+        """The batch has failed: what its forward pass has written is not known."""
         ...
 
     def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.host_memory import zeros
 from inflight.engine.kv_rounding import KvRounding, head_bytes
 from inflight.models import DecoderConfig
@@ -136,6 +137,12 @@ class KvCache:
         """
         for memory in self._memories():
             memory.index_fill_(2, block_ids, 0)
+
+    def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:
+        """As `BlockCache.prepare`: nothing, as rows read blocks where they lie."""
+
+    def forget(self, batch: ScheduledBatch) -> None:
+        """As `BlockCache.forget`: nothing, as sequences that start again write their blocks anew."""
 
     def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:
         """As `BlockCache`: always, as rows of the null slot all go to the null block."""

@@ -5,6 +5,6 @@ fast code is tested against. Called by the engine, on the loop thread.
 """
 
 from inflight.sampling.logits_post_processors import LogitsPostProcessors
-from inflight.sampling.sampler import Choice, Decoding
+from inflight.sampling.sampler import Choice, Sampler
 
-__all__ = ["Choice", "Decoding", "LogitsPostProcessors"]
+__all__ = ["Choice", "Sampler", "LogitsPostProcessors"]

@@ -1,4 +1,4 @@
-"""Decoding: what the engine calls before and after its forward passes.
+"""The Sampler, which the engine calls before and after its forward passes.
 
 Owns what a slot remembers for choosing tokens, and puts the parts of a batch's answer together. Knows neither
 blocks nor the forward pass. Called on the loop thread.
@@ -109,7 +109,7 @@ class Choice:
     choosing: _Choosing | None = None
 
 
-class Decoding:
+class Sampler:
     """Turns logits into tokens, beam candidates and log probabilities."""
 
     @torch.inference_mode()

@@ -19,8 +19,8 @@ from inflight.engine.attention.find import find_attention
 from inflight.engine.attention.gathering import GATHERING
 from inflight.engine.attention.interface import Attention
 from inflight.engine.attention.paged import PagedAttention
+from inflight.engine.engine import ModelEngine
 from inflight.engine.packing import PackedBatch
-from inflight.engine.runner import TorchEngine
 from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from tests.engine.driver import alone, load_engine
@@ -259,6 +259,6 @@ class IgnoringSinks:
 
 
 def test_a_cpu_gathers(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
-    engine: TorchEngine = load_engine(zoo["llama"].folder, kernels="torch")
+    engine: ModelEngine = load_engine(zoo["llama"].folder, kernels="torch")
     assert not engine.runner.decoder.has_fixed_shapes
     assert not caplog.records

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine import load_decoder
+from inflight.engine import load, load_decoder
 from inflight.engine.cpu import packing
 from inflight.engine.cpu.library import load_library
 from inflight.engine.cpu.packing import Packer, quantize
-from inflight.engine.runner import TorchEngine
 from inflight.errors import ConfigError
 from inflight.models import Linear
 from inflight.sampling.nan_check import find_peaks
@@ -66,7 +65,7 @@ def test_windows_sinks_and_blocks_of_any_size(
 def test_beams_drafts_sampling_chunks_and_pauses_are_as_with_torch(zoo: Zoo, case: str) -> None:
     served = [
         serve(
-            TorchEngine.load(EngineConfig(str(zoo[case].folder), **ENGINE, kernels=kernels)),
+            load.load_engine(EngineConfig(str(zoo[case].folder), **ENGINE, kernels=kernels)),
             CONFIG,
             make_requests(),
         )
@@ -79,7 +78,7 @@ def test_beams_drafts_sampling_chunks_and_pauses_are_as_with_torch(zoo: Zoo, cas
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
 def test_ranks_answer_as_one(zoo: Zoo, tp_size: int, pp_size: int) -> None:
     config = EngineConfig(str(zoo["llama-gqa"].folder), **ENGINE, kernels="native")
-    one = serve(TorchEngine.load(config), CONFIG, make_requests())
+    one = serve(load.load_engine(config), CONFIG, make_requests())
     several = serve(ThreadRanks(config, tp_size, pp_size), CONFIG, make_requests())
     assert _tokens(several) == _tokens(one)
 

@@ -19,7 +19,7 @@ from inflight.core.schedule.batch import AdapterLoad, ScheduledBatch
 from inflight.engine.cpu.adapters import Adapters
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.structs import AdapterStruct
-from inflight.engine.runner import TorchEngine
+from inflight.engine.engine import ModelEngine
 from inflight.errors import StepFailed
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import needs_native
@@ -34,7 +34,7 @@ CASES = ["llama-gqa", "qwen2", "qwen3", "gpt2", "gpt2-inner", "llama-odd-sizes",
 pytestmark = needs_native
 
 
-def load_native(model: ZooModel, dtype: str = "float32", **changes: Any) -> TorchEngine:
+def load_native(model: ZooModel, dtype: str = "float32", **changes: Any) -> ModelEngine:
     return load_engine(
         model.folder, **{"dtype": dtype, "kernels": "native", "max_num_sequences": 20, **changes}
     )
@@ -275,7 +275,7 @@ def test_an_adapter_that_changes_nothing_here(zoo: Zoo) -> None:
     assert_equal(serve(engine, stored, model.prompt(20)), alone(engine, model.prompt(20), NUM_TOKENS))
 
 
-def _adapters_of(engine: TorchEngine) -> Adapters:
+def _adapters_of(engine: ModelEngine) -> Adapters:
     assert isinstance(engine.runner.decoder, NativeDecoder)
     return engine.runner.decoder._adapters
 

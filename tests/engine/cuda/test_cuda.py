@@ -17,7 +17,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from inflight.config import EngineConfig
 from inflight.engine.attention.check import CannotAttend
 from inflight.engine.attention.find import torch_paged_attention
-from inflight.engine.runner import find_capture
+from inflight.engine.cuda.graph_capture import find_capture
 from inflight.ranks.topology import Mapping
 
 CUDA = torch.device("cuda")
@@ -72,7 +72,7 @@ def test_one_pipeline_stage_records(
     mapping: Mapping, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = object()
-    monkeypatch.setattr("inflight.engine.runner.GraphCapture", lambda device: recorder)
+    monkeypatch.setattr("inflight.engine.cuda.graph_capture.GraphCapture", lambda device: recorder)
     assert find_capture(EngineConfig(""), True, mapping, CUDA, False) is recorder
     assert not caplog.records
 

@@ -18,6 +18,7 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.attention.check import CannotAttend, check_attention, pack_rows
 from inflight.engine.attention.find import torch_paged_attention, triton_attention
 from inflight.engine.attention.gathering import BY_PRODUCTS, GATHERING, GatheringAttention
+from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
 from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels
 from inflight.engine.layers.layer_check import check_peaks_of, find_operations
@@ -29,7 +30,6 @@ from inflight.engine.layers.quantized_linear import (
     float8_reference,
     quantize_float8,
 )
-from inflight.engine.runner import TorchEngine
 from inflight.engine.windows import AttentionWindow
 from inflight.models import Linear, read_model_description
 from inflight.sampling import LogitsPostProcessors
@@ -49,6 +49,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
+_CAPTURE = "inflight.engine.cuda.graph_capture.GraphCapture"
 _TRITON = "inflight.engine.attention.find.triton_attention"
 CUDA = torch.device("cuda")
 EDGES = (1, 63, 64, 65, 128, 129)
@@ -294,13 +295,13 @@ def test_half_precision_runs(zoo: Zoo, dtype: str) -> None:
 GRAPHED = {"dtype": "bfloat16", "device": "cuda", "max_num_sequences": 11, "max_sequence_length": 200}
 
 
-def _load_graphed(model: ZooModel, **changes: Any) -> TorchEngine:
+def _load_graphed(model: ZooModel, **changes: Any) -> ModelEngine:
     """With blocks that FlashAttention 2 takes too, for chunks that are launched: it takes no smaller ones."""
     values = {**GRAPHED, "tokens_per_block": 256, "max_tokens_in_paged_kv_cache": 256 * 40, **changes}
     return load_engine(model.folder, **values)
 
 
-def _grow_and_shrink(engine: TorchEngine, model: ZooModel) -> list[tuple[list[int], torch.Tensor]]:
+def _grow_and_shrink(engine: ModelEngine, model: ZooModel) -> list[tuple[list[int], torch.Tensor]]:
     """Batches of 1 to 11 rows, generation alone and with a context; tokens and logits of every sequence."""
     driver = Driver(engine)
     rows: list[Row] = []
@@ -354,7 +355,9 @@ def test_graphs_give_exactly_what_their_operations_give(zoo: Zoo, case: str) -> 
     """Filled up to the same numbers of rows, since matrix products of others may be rounded otherwise."""
     model = zoo[case]
     recorded = _grow_and_shrink(_load_graphed(model), model)
-    with mock.patch("inflight.engine.runner.GraphCapture", lambda device: lambda operations: operations):
+    with mock.patch(
+        "inflight.engine.cuda.graph_capture.GraphCapture", lambda device: lambda operations: operations
+    ):
         launched = _grow_and_shrink(_load_graphed(model), model)
     for (tokens, logits), (expected_tokens, expected) in zip(recorded, launched, strict=True):
         assert tokens == expected_tokens
@@ -367,7 +370,7 @@ def test_adapters_recorded_and_launched_one_by_one(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     adapters = [make_adapter(model, rank, r=rank, lora_alpha=4) for rank in (8, 20)]
 
-    def serve_all(engine: TorchEngine) -> list[Row]:
+    def serve_all(engine: ModelEngine) -> list[Row]:
         driver = Driver(engine)
         pages = [driver.put(stored(each.weights, number)) for number, each in enumerate(adapters)]
         rows = [driver.start(model.prompt(30, page), adapter=page) for page in (*pages, -1)]
@@ -381,7 +384,9 @@ def test_adapters_recorded_and_launched_one_by_one(zoo: Zoo, case: str) -> None:
     for row, oracle in zip(exact, oracles, strict=True):
         assert row.generated == oracle.greedy(tuple(row.tokens[:30]), len(row.generated))
     recorded = serve_all(_load_graphed(model))
-    with mock.patch("inflight.engine.runner.GraphCapture", lambda device: lambda operations: operations):
+    with mock.patch(
+        "inflight.engine.cuda.graph_capture.GraphCapture", lambda device: lambda operations: operations
+    ):
         launched = serve_all(_load_graphed(model))
     for row, other, oracle in zip(recorded, launched, oracles, strict=True):
         assert torch.equal(torch.stack(row.logits), torch.stack(other.logits))

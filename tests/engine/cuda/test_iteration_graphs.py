@@ -12,7 +12,7 @@ import torch
 
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.cuda.iteration_graphs import IterationGraphs, RecordedKinds, mixed_sizes, recorded_sizes
-from inflight.engine.runner import TorchEngine
+from inflight.engine.engine import ModelEngine
 from tests.engine.attention.test_paged_attention import requests_of
 from tests.engine.driver import Driver, load_engine
 from tests.engine.fixed_rows import FixedRowsAttention
@@ -62,7 +62,7 @@ def test_batches_with_chunks_are_recorded_up_to_where_launching_is_hidden(
     assert mixed_sizes(most) == sizes
 
 
-def replay_everything(engine: TorchEngine, model_prompt: Callable[[int, int], list[int]]) -> list[list[int]]:
+def replay_everything(engine: ModelEngine, model_prompt: Callable[[int, int], list[int]]) -> list[list[int]]:
     """Batches of 1 to 11 rows; sequences join and end in between, and slots go to others."""
     driver = Driver(engine)
     rows, ended = [], []
@@ -161,7 +161,7 @@ def test_everything_that_is_served_is_the_same_with_recorded_chunks(zoo: Zoo, wa
     assert tape.replayed
 
 
-def serve_adapters(engine: TorchEngine, model: ZooModel, ranks: list[int], **options: Any) -> list[list[int]]:
+def serve_adapters(engine: ModelEngine, model: ZooModel, ranks: list[int], **options: Any) -> list[list[int]]:
     """Rows of adapters of these ranks, two of each, and of none; adapters come and go while others run."""
     driver = Driver(engine)
     rows, ended = [], []

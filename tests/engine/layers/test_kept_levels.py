@@ -17,9 +17,9 @@ from torch import Tensor
 from inflight.core.request.request import OutputConfig, Request
 from inflight.engine.cpu import library
 from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.engine import ModelEngine
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels, pack, unpack
-from inflight.engine.runner import TorchEngine
 from inflight.models import Linear
 from inflight.models.levels import GroupedMatrix
 from inflight.models.loader import load_finished_weights, num_weight_bytes, quantized_kinds
@@ -52,7 +52,7 @@ def error_of(row: Any, model: ZooModel) -> float:
     return ((torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()).item()
 
 
-def kinds_of(engine: TorchEngine) -> set[int]:
+def kinds_of(engine: ModelEngine) -> set[int]:
     decoder = engine.runner.decoder
     assert isinstance(decoder, NativeDecoder) and decoder.dtype is torch.bfloat16
     names = ("qkv", "output", "up", "down")

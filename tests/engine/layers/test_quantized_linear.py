@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inflight.engine import load_decoder
+from inflight.engine.engine import ModelEngine
 from inflight.engine.layers import quantized_linear
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.quantized_linear import (
@@ -20,7 +21,6 @@ from inflight.engine.layers.quantized_linear import (
     find_int8_product,
     quantize_float8,
 )
-from inflight.engine.runner import TorchEngine
 from inflight.errors import ConfigError
 from inflight.models import Linear, PlainWeights
 from tests.engine.driver import Driver, alone, load_engine
@@ -61,13 +61,13 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_decoder, "computed_dtype", lambda config, model: torch.float32)
 
 
-def weights_of(engine: TorchEngine) -> PlainWeights:
+def weights_of(engine: ModelEngine) -> PlainWeights:
     decoder = engine.runner.decoder
     assert isinstance(decoder, Decoder)
     return decoder._weights
 
 
-def load_quantized(model: ZooModel, kind: str, **changes: Any) -> TorchEngine:
+def load_quantized(model: ZooModel, kind: str, **changes: Any) -> ModelEngine:
     engine = load_engine(model.folder, dtype=kind, kernels="torch", **changes)
     assert isinstance(weights_of(engine).layers[0].qkv, QuantizedLinear)
     return engine

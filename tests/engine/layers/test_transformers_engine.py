@@ -19,8 +19,8 @@ import inflight.executor as trtllm
 from inflight.additional_outputs import parse_outputs
 from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
+from inflight.engine.engine import ModelEngine
 from inflight.engine.layers.transformers_decoder import TransformersDecoder
-from inflight.engine.runner import TorchEngine
 from inflight.errors import ConfigError
 from tests.engine.driver import alone, load_engine
 from tests.engine.everything import assert_as_transformers, some_of_everything
@@ -37,7 +37,7 @@ BOUND = 0.08
 
 def loaded(
     zoo: Zoo, case: str, num_blocks: int = 80, max_num_sequences: int = 8, **changes: Any
-) -> TorchEngine:
+) -> ModelEngine:
     """By itself for families without a map, asked for otherwise."""
     implementation = None if case in WITHOUT_MAP else "transformers"
     return load(

@@ -10,7 +10,6 @@ import torch
 
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.engine.cuda.iteration_graphs import Capture, IterationGraphs
-from inflight.engine.tensorrt.load import load_runner
 from inflight.errors import InflightError
 from tests.engine import test_additional_outputs as additional
 from tests.engine import test_after_failure as failures
@@ -291,8 +290,7 @@ def test_two_ranks_give_the_same(zoo: Zoo, plans: Plans, case: str) -> None:
         replace(each, output=OutputConfig(return_context_logits=True)) if each.request_id == 0 else each
         for each in some_of_everything(model)
     ]
-    options = {"load_runner": load_runner, "implementation": "tensorrt"}
-    with standing_in(), ranks(folder, (2, 1), 40, **options) as engine:
+    with standing_in(), ranks(folder, (2, 1), 40, implementation="tensorrt") as engine:
         served = serve(engine, config_of("chunked", max_beam_width=3), requests)
         calls = [each.num_calls for each in engine.collectives]
     assert_as_transformers(model, served, requests)

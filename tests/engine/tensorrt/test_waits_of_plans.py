@@ -12,10 +12,11 @@ from torch import Tensor
 
 from inflight.core.request.request import OutputConfig
 from inflight.core.schedule.batch import EngineLimits
-from inflight.engine.runner import TorchEngine
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import make_engine
+from inflight.engine.runner import ModelRunner
 from inflight.engine.tensorrt.decoder import TensorRtDecoder
 from inflight.engine.tensorrt.row_cache import RowCache
-from inflight.engine.tensorrt.runner import TensorRtRunner
 from inflight.engine.tensorrt.sidecar import Plan, Sidecar
 from inflight.models import read_model_description
 from inflight.models.sharding import Part
@@ -50,7 +51,7 @@ class PlanOnDevice:
 
 
 @torch.inference_mode()
-def load(folder: Path, num_blocks: int = 80) -> TorchEngine:
+def load(folder: Path, num_blocks: int = 80) -> ModelEngine:
     decoder = read_model_description(folder).decoder
     sidecar, part = Sidecar.read(folder / "rank0.json"), Part.whole(decoder)
     settings = sidecar.settings
@@ -74,7 +75,7 @@ def load(folder: Path, num_blocks: int = 80) -> TorchEngine:
         8,
         overlaps_iterations=True,
     )
-    return TorchEngine(TensorRtRunner(made, cache, limits, 512))
+    return make_engine(ModelRunner(made, cache, limits, 512))
 
 
 def test_batches_wait_once(zoo: Zoo, plans: Plans) -> None:

@@ -1,10 +1,17 @@
-"""Records operations on a GPU as CUDA graphs. Loop thread."""
+"""Records operations on a GPU as CUDA graphs, where iterations are to be recorded."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
+
+from inflight.config import EngineConfig
+from inflight.engine.cuda.iteration_graphs import Capture
+from inflight.ranks.topology import Mapping
+
+_log = logging.getLogger(__name__)
 
 
 class GraphCapture:
@@ -37,3 +44,28 @@ class GraphCapture:
         with torch.cuda.stream(self._stream):
             operations()
         torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def find_capture(
+    config: EngineConfig,
+    has_fixed_shapes: bool,
+    mapping: Mapping,
+    device: torch.device,
+    has_debug_tensors: bool,
+) -> Capture | None:
+    """Records iterations; None if they are not to be recorded, and the log says why."""
+    if device.type != "cuda" or not has_fixed_shapes:  # it was said when the attention was chosen
+        return None
+    if config.cuda_graph_mode and mapping.pp_size == 1 and not has_debug_tensors:
+        if any(output.name.startswith("hidden_states_") for output in config.additional_model_outputs):
+            _log.info("iterations with a request that wants hidden_states_<i> run without CUDA graphs")
+        return GraphCapture(device)
+    _log.info(
+        "iterations run without CUDA graphs: %s",
+        "they are turned off"
+        if not config.cuda_graph_mode
+        else "debug tensors are written down"
+        if has_debug_tensors
+        else "what pipeline stages hand on is not recorded",
+    )
+    return None

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from inflight.config import EngineConfig
 from inflight.engine.adapter_pool import page_bytes
 from inflight.engine.collectives import Collectives
+from inflight.engine.cuda.graph_capture import find_capture
 from inflight.engine.cuda.iteration_graphs import RecordedKinds
 from inflight.engine.debug_tensors import DebugTensors
 from inflight.engine.layers.layer_check import find_row_kernels
@@ -28,7 +29,7 @@ from inflight.engine.room import (
     make_limits,
     offer_outputs,
 )
-from inflight.engine.runner import find_capture
+from inflight.engine.runner import ModelRunner
 from inflight.engine.tensorrt.checks import (
     check_digest,
     check_model,
@@ -44,7 +45,6 @@ from inflight.engine.tensorrt.checks import (
 )
 from inflight.engine.tensorrt.decoder import TensorRtDecoder
 from inflight.engine.tensorrt.row_cache import RowCache, row_bytes
-from inflight.engine.tensorrt.runner import TensorRtRunner
 from inflight.engine.tensorrt.runtime import LoadedPlan, Runtime
 from inflight.engine.tensorrt.sidecar import Sidecar
 from inflight.models import DecoderConfig
@@ -62,8 +62,8 @@ def load_runner(
     collectives: Collectives,
     agree: Callable[[int], int],
     post_processor_names: tuple[str, ...],
-) -> TensorRtRunner:
-    """Read one rank's plans and allocate its KV cache; a `LoadRunner`.
+) -> ModelRunner:
+    """Read one rank's plans and allocate its KV cache; arguments are as for `load_stage`.
 
     Raises:
         ConfigError: The plans, or a GPU or TensorRT to run them, are not there; or they are not for what is asked.
@@ -109,7 +109,7 @@ def load_runner(
         additional_outputs=offered,
         shares_blocks=config.shares_blocks,
     )
-    runner = TensorRtRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
+    runner = ModelRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
     if device.type == "cuda":
         runner.agree_on_recordings(agree)
     _warn(sidecar)
