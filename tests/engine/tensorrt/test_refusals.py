@@ -15,8 +15,8 @@ import torch
 
 from inflight.additional_outputs import parse_outputs
 from inflight.config import EngineConfig, Parameters
-from inflight.engine.collectives import ALONE
 from inflight.engine.load import load_engine
+from inflight.engine.load_options import LoadOptions
 from inflight.engine.tensorrt.checks import check_processor, longest_of_plans
 from inflight.engine.tensorrt.load import load_runner
 from inflight.engine.tensorrt.sidecar import Sidecar, file_digest
@@ -129,7 +129,7 @@ def test_more_than_was_built(model: ZooModel, plans: Plans, changes: dict[str, A
 def test_other_ranks(model: ZooModel, plans: Plans, mapping: Mapping, message: str) -> None:
     config = EngineConfig(str(plans(model)), device="cpu", max_num_sequences=4, implementation="tensorrt")
     with standing_in(), pytest.raises(ConfigError, match=message):
-        load_runner(config, mapping, ALONE, int, ())
+        load_runner(LoadOptions(config, mapping))
 
 
 def test_another_checkpoint(zoo: Zoo, model: ZooModel, plans: Plans, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_descriptions_of_ranks_that_do_not_belong_together(
         path.write_text(json.dumps(json.loads(path.read_text()) | {source: "0" * 32}))
     config = EngineConfig(str(folder), device="cpu", max_num_sequences=4, implementation="tensorrt")
     with standing_in(), pytest.raises(ConfigError, match=message):
-        load_runner(config, Mapping(tp_size=2, rank=1), ALONE, int, ())
+        load_runner(LoadOptions(config, Mapping(tp_size=2, rank=1)))
 
 
 def test_the_other_rotary_factors_than_were_built(zoo: Zoo, model: ZooModel, plans: Plans) -> None:

@@ -69,3 +69,12 @@ def find_capture(
         else "what pipeline stages hand on is not recorded",
     )
     return None
+
+
+def agree_on_capture(
+    capture: Capture | None, device: torch.device, agree: Callable[[int], int]
+) -> Capture | None:
+    """None where some rank records nothing; `agree` returns the least of all ranks' numbers."""
+    if device.type == "cuda" and not agree(int(capture is not None)):
+        return None
+    return capture
