@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -177,6 +178,15 @@ def _store(address: str, port: int, listening: int | None) -> _Store:
         timeout=_STORE_TIMEOUT,
         master_listen_fd=listening,
     )
+
+
+def join_logits(logits: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:
+    """[rows, vocab_size] from every rank's [rows, its part]; the last ranks may have fewer ids, or none."""
+    if collectives.size == 1:
+        return logits
+    widest = -(-vocab_size // collectives.size)
+    padded = F.pad(logits, (0, widest - logits.shape[-1]))
+    return collectives.all_gather(padded)[..., :vocab_size].contiguous()
 
 
 def make_stage_link(mapping: Mapping, link: MpiStageLink, example: Tensor) -> StageLink:

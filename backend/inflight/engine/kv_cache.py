@@ -19,6 +19,7 @@ from torch import Tensor
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.host_memory import zeros
 from inflight.engine.kv_rounding import KvRounding, head_bytes
+from inflight.engine.packing import PackedBatch
 from inflight.models import DecoderConfig
 
 Numbers = NDArray[np.int64] | list[int]
@@ -40,6 +41,12 @@ def describe_rounding(decoder: DecoderConfig, rounding: KvRounding) -> str:
         f"keys and values in {rounding.name} with a scale for each token and head, {whole / stored:.2f} times the "
         "tokens of bfloat16"
     )
+
+
+def cache_places(packed: PackedBatch, tokens_per_block: int) -> Tensor:
+    """[rows], where each token's keys and values go: block * tokens_per_block + offset."""
+    blocks = packed.block_tables[packed.slots, packed.positions // tokens_per_block]
+    return blocks * tokens_per_block + packed.positions % tokens_per_block
 
 
 class KvCache:

@@ -23,11 +23,12 @@ from inflight.engine.cpu import packing
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.library import CannotBuild, load_library
 from inflight.engine.cpu.packing import PackedLayer, PackedLinear, Packer
+from inflight.engine.cuda.row_kernels import find_row_kernels
 from inflight.engine.host_memory import zeros
 from inflight.engine.kv_rounding import find_rounding
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.grouped_linear import KeepingLevels
-from inflight.engine.layers.layer_check import find_operations, find_row_kernels
+from inflight.engine.layers.layer_check import find_operations
 from inflight.engine.layers.quantized_linear import Quantizing
 from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import AttentionWindow

@@ -14,7 +14,8 @@ from inflight.config import EngineConfig
 from inflight.engine import load, load_decoder
 from inflight.engine.cpu import packing
 from inflight.engine.cpu.library import load_library
-from inflight.engine.cpu.packing import Packer, quantize
+from inflight.engine.cpu.packing import Packer
+from inflight.engine.quantize import quantize_int8
 from inflight.errors import ConfigError
 from inflight.models import Linear
 from inflight.sampling.nan_check import find_peaks
@@ -183,7 +184,7 @@ def test_int8_weights_are_what_torch_makes_of_them(shape: tuple[int, int]) -> No
     weight[1] = 0
     found = torch.empty_like(weight, dtype=torch.int8)
     scales, sums = packer._quantize(weight, found)
-    expected, expected_scales = quantize(weight)
+    expected, expected_scales = quantize_int8(weight)
     assert torch.equal(found, expected) and torch.equal(scales, expected_scales)
     assert torch.equal(sums, expected.sum(1, dtype=torch.int32))
 

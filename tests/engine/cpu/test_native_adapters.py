@@ -16,7 +16,7 @@ import torch
 from inflight.adapters.lora_modules import Module
 from inflight.core.request.request import OutputConfig
 from inflight.core.schedule.batch import AdapterLoad, ScheduledBatch
-from inflight.engine.cpu.adapters import Adapters
+from inflight.engine.cpu.adapters import PackedAdapters
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.structs import AdapterStruct
 from inflight.engine.engine import ModelEngine
@@ -275,7 +275,7 @@ def test_an_adapter_that_changes_nothing_here(zoo: Zoo) -> None:
     assert_equal(serve(engine, stored, model.prompt(20)), alone(engine, model.prompt(20), NUM_TOKENS))
 
 
-def _adapters_of(engine: ModelEngine) -> Adapters:
+def _adapters_of(engine: ModelEngine) -> PackedAdapters:
     assert isinstance(engine.runner.decoder, NativeDecoder)
     return engine.runner.decoder._adapters
 

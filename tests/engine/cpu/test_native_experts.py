@@ -12,9 +12,10 @@ from torch import Tensor
 
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.library import load_library
-from inflight.engine.cpu.packing import Packer, quantize
+from inflight.engine.cpu.packing import Packer
 from inflight.engine.cpu.structs import BatchStruct
 from inflight.engine.layers.decoder import apply_norm, mix_experts
+from inflight.engine.quantize import quantize_int8
 from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, Norm, decoder_weights
 from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, NormPlacement
 from inflight.models.decoder_weights import ExpertWeights
@@ -220,7 +221,7 @@ class Layer:
     def _as_packed(self, weight: Tensor) -> Tensor:
         if not self.is_int8:
             return weight.float()
-        levels, scales = quantize(weight)
+        levels, scales = quantize_int8(weight)
         return levels * scales[:, None]
 
 

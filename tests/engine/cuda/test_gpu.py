@@ -18,10 +18,11 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.attention.check import CannotAttend, check_attention, pack_rows
 from inflight.engine.attention.find import torch_paged_attention, triton_attention
 from inflight.engine.attention.gathering import BY_PRODUCTS, GATHERING, GatheringAttention
+from inflight.engine.cuda.row_kernels import check_peaks_of
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
 from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels
-from inflight.engine.layers.layer_check import check_peaks_of, find_operations
+from inflight.engine.layers.layer_check import find_operations
 from inflight.engine.layers.quantized_linear import (
     QuantizedLinear,
     Quantizing,

@@ -133,7 +133,7 @@ class PackedAdapter:
         return ctypes.addressof(self.struct)
 
 
-class Adapters:
+class PackedAdapters:
     """The adapters in a decoder's pages.
 
     Args:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.engine.additional_outputs import HiddenStates
-from inflight.engine.collectives import ALONE, Collectives
-from inflight.engine.cpu.adapters import Adapters
+from inflight.engine.collectives import ALONE, Collectives, join_logits
+from inflight.engine.cpu.adapters import PackedAdapters
 from inflight.engine.cpu.packing import Contribution, PackedLayer, PackedLinear, Packer
 from inflight.engine.cpu.row_kernels import NativeRowKernels
 from inflight.engine.cpu.structs import (
@@ -29,7 +29,7 @@ from inflight.engine.cpu.structs import (
 from inflight.engine.host_memory import Recycled
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
-from inflight.engine.layers.decoder import embed, join_logits
+from inflight.engine.layers.decoder import embed
 from inflight.engine.layers.layer_operations import apply_norm
 from inflight.engine.packing import PackedBatch
 from inflight.engine.windows import AttentionWindow
@@ -115,7 +115,7 @@ class NativeDecoder:
         for layer, rope in zip(self._layers, ropes, strict=True):
             if rope is not None:
                 layer.cos, layer.sin = (table.data_ptr() for table in self._rope_tables[rope])
-        self._adapters = Adapters(packer.library, config, part, self.dtype)
+        self._adapters = PackedAdapters(packer.library, config, part, self.dtype)
         self._logits_memory = Recycled()
         self._cache: KvCache | None = None
         self._rounding = rounding

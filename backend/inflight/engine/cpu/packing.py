@@ -18,6 +18,7 @@ from torch import Tensor
 
 from inflight.engine.cpu.structs import LayerStruct, LinearStruct, NormStruct
 from inflight.engine.host_memory import Arena
+from inflight.engine.quantize import INT8_LEVELS
 from inflight.models import Layer, Linear, Norm
 from inflight.models.decoder_weights import ExpertWeights
 from inflight.models.levels import GroupedMatrix, Kind
@@ -25,7 +26,6 @@ from inflight.models.levels import GroupedMatrix, Kind
 PANEL = 32
 HALF = PANEL // 2
 _INT8, _INT4, _FLOAT4 = 1, 2, 3  # kinds of LinearStruct
-_INT8_LEVELS = 127
 # kAtOnce, kOfGroup, kZeroBits and kWord of source/int4.h
 _INT4_TOGETHER, _OF_GROUP, _ZERO_BITS, _WORD, _FLOAT_WORD = 8, 8, 31, 4, 2
 _NUMBERS_AT_ONCE = 1 << 21  # of a matrix that is quantized, as few whole panels as have so many
@@ -246,7 +246,7 @@ class Packer:
         corrections = torch.zeros((count, width), dtype=torch.int32)
         for index, (matrix, target) in enumerate(zip(matrices, packed, strict=True)):
             values = matrix.values.contiguous()
-            sums = values.sum(1, dtype=torch.int32) * (_INT8_LEVELS + 1)
+            sums = values.sum(1, dtype=torch.int32) * (INT8_LEVELS + 1)
             scales[index] = in_order(matrix.scales[:, 0], order, width)
             corrections[index] = in_order(sums, order, width)
             sizes = (inner, order.data_ptr(), len(order), inner)
@@ -317,7 +317,7 @@ class Packer:
             torch.index_select(weight, 0, sources, out=rows[: len(sources)])
             of_rows, sums = self._quantize(rows[: len(sources)], levels)
             scales[begin:end][is_there] = of_rows
-            corrections[begin:end][is_there] = sums * (_INT8_LEVELS + 1)
+            corrections[begin:end][is_there] = sums * (INT8_LEVELS + 1)
             places = torch.where(is_there, is_there.cumsum(0) - 1, -1)
             target = packed[begin].data_ptr()
             self.library.pack_int8(
@@ -376,13 +376,6 @@ def _packed_bias(bias: Tensor, order: Tensor, width: int) -> Tensor:
     """[count * width] float32, of one matrix [rows] or of those of a stack [count, rows]."""
     each = bias.float().view(-1, bias.shape[-1])
     return torch.cat([in_order(own, order, width) for own in each])
-
-
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [rows, inner] and a float32 scale for each row; the largest of a row is 127 scales."""
-    wide = weight.float()
-    scales = wide.abs().amax(1) / _INT8_LEVELS
-    return (wide / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8), scales
 
 
 def gated_order(rows: int) -> Tensor:

@@ -22,8 +22,8 @@ from inflight.engine.adapter_pool import ActiveAdapters, AdapterPool
 from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.attention.gathering import GATHERING
 from inflight.engine.attention.interface import Attention
-from inflight.engine.collectives import ALONE, Collectives
-from inflight.engine.kv_cache import KvCache
+from inflight.engine.collectives import ALONE, Collectives, join_logits
+from inflight.engine.kv_cache import KvCache, cache_places
 from inflight.engine.layers.layer_operations import LayerOperations, apply_norm, rotate
 from inflight.engine.packing import PackedBatch, TileLimits, tile_limits
 from inflight.engine.windows import AttentionWindow
@@ -390,12 +390,6 @@ def finish_logits(logits: Tensor, config: DecoderConfig) -> Tensor:
     return logits
 
 
-def cache_places(packed: PackedBatch, tokens_per_block: int) -> Tensor:
-    """[rows], where each token's keys and values go: block * tokens_per_block + offset."""
-    blocks = packed.block_tables[packed.slots, packed.positions // tokens_per_block]
-    return blocks * tokens_per_block + packed.positions % tokens_per_block
-
-
 def embed(
     packed: PackedBatch,
     config: DecoderConfig,
@@ -436,12 +430,3 @@ def embed(
     if position_embedding is None:
         return x
     return x + F.embedding(packed.positions + config.position_offset, position_embedding)
-
-
-def join_logits(logits: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:
-    """[rows, vocab_size] from every rank's [rows, its part]; the last ranks may have fewer ids, or none."""
-    if collectives.size == 1:
-        return logits
-    widest = -(-vocab_size // collectives.size)
-    padded = F.pad(logits, (0, widest - logits.shape[-1]))
-    return collectives.all_gather(padded)[..., :vocab_size].contiguous()

@@ -1,4 +1,4 @@
-"""Which operations of a layer, and of the choice of tokens, kernels in Triton's language do on a device.
+"""Which operations of a layer kernels in Triton's language do on a device.
 
 As for attention nothing is known beforehand: each is tried with the model's own sizes, for numbers of rows at the
 edges of tiles, and compared with torch's operators. One that raises, or gives something else, is left to those.
@@ -7,30 +7,22 @@ Used by the loading thread only.
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from inflight.engine.cuda.trial import IsOff, has_triton, say_left_out
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.kv_rounding import KvRounding
 from inflight.engine.layers.layer_operations import LayerOperations
 from inflight.models import DecoderConfig, Norm
-from inflight.sampling.nan_check import find_peaks
-from inflight.sampling.row_kernels import RowKernels
 
-_log = logging.getLogger(__name__)
 _ROWS = (1, 63, 64, 65, 128, 129)
 _TOLERANCE = 0.05  # values are around 1, and half precision is off by some hundredths of the largest
 _POSITIONS = 50
 _TOKENS_PER_BLOCK = 16
-
-
-class IsOff(Exception):
-    """Why a kernel cannot be used."""
 
 
 def find_operations(
@@ -45,7 +37,7 @@ def find_operations(
         rounding: How keys and values are stored.
     """
     torchs = LayerOperations(decoder)
-    if device.type != "cuda" or not _has_triton():
+    if device.type != "cuda" or not has_triton():
         return torchs
     from inflight.engine.layers.kernel_operations import KernelLayerOperations  # imports triton
 
@@ -56,24 +48,6 @@ def find_operations(
         if _is_right(part, lambda part=part: KernelLayerOperations(decoder, {part}), torchs, *given)
     ]
     return KernelLayerOperations(decoder, frozenset(right)) if right else torchs
-
-
-def find_row_kernels(vocab_size: int, device: torch.device) -> RowKernels:
-    """What computes over rows of so many logits on a device."""
-    if device.type != "cuda" or not _has_triton():
-        return RowKernels()
-    from inflight.engine.cuda.kernels.peaks import KernelRowKernels  # imports triton
-
-    try:
-        check_peaks_of(KernelRowKernels(), vocab_size, device)
-    except IsOff as reason:
-        _say("the highest logit", reason)
-        return RowKernels()
-    return KernelRowKernels()
-
-
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _is_right(
@@ -87,13 +61,9 @@ def _is_right(
     try:
         check_operations(make(), torchs, dtype, device, rounding)
     except IsOff as reason:
-        _say(part, reason)
+        say_left_out(part, reason)
         return False
     return True
-
-
-def _say(what: str, reason: IsOff) -> None:
-    _log.warning("the kernel for %s is left out, torch's operators do it: %s", what, str(reason))
 
 
 def check_operations(
@@ -180,23 +150,3 @@ def _heads(
             ):  # a key that is right but for its last bit may have come to another level
                 stored[places] -= rounding.restore(*rounding.round(rows), dtype)
             yield f"{what} in the cache, {kind},", stored
-
-
-def check_peaks_of(tried: RowKernels, vocab_size: int, device: torch.device) -> None:
-    """Compare the highest logits with torch's. IsOff where they are others, or finding them raises."""
-    draw = torch.Generator(device).manual_seed(0)
-    for num_rows in (1, 3):
-        logits = torch.randn((num_rows, vocab_size), generator=draw, device=device)
-        logits[0, ::7] = 9.0  # of equal ones, the first
-        if num_rows > 1:
-            logits[1] = -torch.inf
-            logits[2, vocab_size // 2] = torch.nan
-        expected = find_peaks(logits)
-        try:
-            found = tried.find_peaks(logits)
-        except Exception as error:  # as above
-            raise IsOff(str(error).split("\n")[0]) from error
-        if not torch.equal(found.highest.nan_to_num(), expected.highest.nan_to_num()):
-            raise IsOff(f"the highest logits of {num_rows} rows are {found.highest.tolist()}")
-        if found.tokens[0] != 0 or (num_rows > 1 and found.tokens[2] != vocab_size // 2):
-            raise IsOff(f"the tokens with the highest logits of {num_rows} rows are {found.tokens.tolist()}")

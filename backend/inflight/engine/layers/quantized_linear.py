@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.config import FP8
-from inflight.engine.cpu.packing import quantize
+from inflight.engine.quantize import FLOAT8, LEAST_SCALE, quantize_float8, quantize_int8
 from inflight.errors import ConfigError
 from inflight.models import LayerWeights, Linear
 from inflight.models.finisher import Finisher
@@ -34,9 +34,6 @@ Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Of rows [rows, inner]: levels of their shape, and a float32 scale for each row."""
 
 _log = logging.getLogger(__name__)
-_FLOAT8 = torch.float8_e4m3fn
-_OF_LARGEST = 1 / torch.finfo(_FLOAT8).max
-_LEAST_SCALE = 1e-30
 _NUMBERS_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}  # of a matrix, in float32 while it is quantized
 _TRIED_ROWS = (1, 17, 33, 65, 129)
 _TRIED_OUTPUTS = 64
@@ -219,14 +216,6 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         return ""
 
 
-def quantize_float8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """float8_e4m3fn [rows, inner] and a float32 scale for each row; the largest of a row is 448 scales."""
-    wide = values.float()
-    # By a product: torch divides by a number so on a GPU, and kernels have to get the same scales.
-    scales = wide.abs().amax(1).mul_(_OF_LARGEST).clamp_min_(_LEAST_SCALE)
-    return (wide / scales[:, None]).to(_FLOAT8), scales
-
-
 def dequantizing_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
     """A `Product` by a matrix product of x's dtype, which holds every int8 level exactly."""
     return (F.linear(x, levels.to(x.dtype)).float() * scales).to(x.dtype)
@@ -259,7 +248,7 @@ def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:
         x[-1, 0] = 1000
         expected = quantize_float8(x)
         try:
-            found = kernels.quantize_float8(x, _LEAST_SCALE)
+            found = kernels.quantize_float8(x, LEAST_SCALE)
             is_right = all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
             reason = "" if is_right else f"its results of {shape[0]} rows are others"
         except Exception as error:  # a kernel that cannot do it may raise anything
@@ -267,12 +256,12 @@ def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:
         if reason:
             _log.warning("the kernel that rounds to float8 is left out, torch's operators do it: %s", reason)
             return quantize_float8
-    return partial(kernels.quantize_float8, least_scale=_LEAST_SCALE)
+    return partial(kernels.quantize_float8, least_scale=LEAST_SCALE)
 
 
 def _rounding(kind: str) -> Rounding:
-    return quantize_float8 if kind == FP8 else quantize
+    return quantize_float8 if kind == FP8 else quantize_int8
 
 
 def _level_dtype(kind: str) -> torch.dtype:
-    return _FLOAT8 if kind == FP8 else torch.int8
+    return FLOAT8 if kind == FP8 else torch.int8

@@ -22,8 +22,7 @@ from inflight.core.schedule.batch import AdapterLoad
 from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.attention.check import pack_rows
 from inflight.engine.attention.interface import Attention
-from inflight.engine.kv_cache import KvCache
-from inflight.engine.layers.decoder import cache_places
+from inflight.engine.kv_cache import KvCache, cache_places
 from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig

@@ -16,8 +16,8 @@ from inflight.adapters.lora_modules import Module
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.engine.adapter_pool import ActiveAdapters, AdapterPool, LinearPages
 from inflight.engine.additional_outputs import HiddenStates
-from inflight.engine.collectives import ALONE, Collectives
-from inflight.engine.layers.decoder import cache_places, join_logits
+from inflight.engine.collectives import ALONE, Collectives, join_logits
+from inflight.engine.kv_cache import cache_places
 from inflight.engine.packing import PackedBatch, TileLimits
 from inflight.engine.tensorrt.plan_rows import (
     BatchPart,

@@ -19,8 +19,8 @@ from inflight.engine.adapter_pool import page_bytes
 from inflight.engine.collectives import Collectives
 from inflight.engine.cuda.graph_capture import agree_on_capture, find_capture
 from inflight.engine.cuda.iteration_graphs import RecordedKinds
+from inflight.engine.cuda.row_kernels import find_row_kernels
 from inflight.engine.debug_tensors import DebugTensors
-from inflight.engine.layers.layer_check import find_row_kernels
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.memory import allocating
 from inflight.engine.room import (

@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inflight.engine import load_decoder
 from inflight.engine.attention.by_kernels import KernelAttention
 from inflight.engine.attention.gathering import by_plain_products
-from inflight.engine.cpu.packing import quantize
+from inflight.engine.cuda import row_kernels
 from inflight.engine.cuda.kernels import attention, layers, peaks, product
 from inflight.engine.cuda.kernels import quantize as float8_kernel
 from inflight.engine.cuda.kernels.launching import launch
 from inflight.engine.cuda.kernels.peaks import KernelRowKernels
+from inflight.engine.cuda.row_kernels import check_peaks_of, find_row_kernels
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
 from inflight.engine.layers import kernel_operations, layer_check, quantized_linear
@@ -29,13 +30,12 @@ from inflight.engine.layers.kernel_operations import ACTIVATION, ADD_NORM, HEADS
 from inflight.engine.layers.layer_check import (
     IsOff,
     check_operations,
-    check_peaks_of,
     find_operations,
-    find_row_kernels,
 )
 from inflight.engine.layers.layer_operations import LayerOperations
 from inflight.engine.layers.quantized_linear import find_float8_rounding, float8_reference, quantize_float8
 from inflight.engine.packing import pack
+from inflight.engine.quantize import quantize_int8
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import RopeConfig
 from inflight.models.sharding import Part
@@ -161,12 +161,12 @@ def test_one_that_is_off_is_left_out_alone_and_the_log_says_why(
     """What is found for a GPU, which the CPU stands in for."""
     decoder, gpu = decoder_of(zoo), torch.device("cuda")
     monkeypatch.setattr(layer_check, "_ROWS", (3,))
-    for name in ("check_operations", "check_peaks_of"):
+    for module, name in ((layer_check, "check_operations"), (row_kernels, "check_peaks_of")):
         on_the_cpu = partial(
             lambda check, *given: check(*(CPU if each == gpu else each for each in given)),
-            getattr(layer_check, name),
+            getattr(module, name),
         )
-        monkeypatch.setattr(layer_check, name, on_the_cpu)
+        monkeypatch.setattr(module, name, on_the_cpu)
     found = find_operations(decoder, torch.float32, gpu)
     assert isinstance(found, KernelLayerOperations) and found.parts == {ADD_NORM, HEADS, ACTIVATION}
     assert isinstance(find_row_kernels(300, gpu), KernelRowKernels) and not caplog.records
@@ -322,7 +322,7 @@ def test_a_rounding_to_the_same_levels_is_taken(monkeypatch: pytest.MonkeyPatch)
 def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     """At edges of tiles; what lies behind a row of activations is not read."""
     draw = torch.Generator().manual_seed(num_rows)
-    levels, scales = quantize(torch.randn((outputs, inputs), generator=draw))
+    levels, scales = quantize_int8(torch.randn((outputs, inputs), generator=draw))
     wide = torch.full((num_rows, inputs + 9), torch.nan, dtype=dtype)
     x = wide[:, :inputs]
     x[:] = torch.randn((num_rows, inputs), generator=draw).to(dtype)
@@ -336,7 +336,7 @@ def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dt
 def test_how_often_an_int8_product_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are few outputs and rows, several programs share a sum, and another launch adds up."""
     for num_rows, outputs, added in ((3, 40, ["_add_parts"]), (33, 40, []), (3, 8200, [])):
-        x, (levels, scales) = torch.randn(num_rows, 64), quantize(torch.randn(outputs, 64))
+        x, (levels, scales) = torch.randn(num_rows, 64), quantize_int8(torch.randn(outputs, 64))
         with Launches(monkeypatch) as launches:
             product.int8_product(x, levels, scales)
         assert launches.names == ["_multiply_levels", *added]
@@ -359,7 +359,7 @@ def test_float8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.
 
 def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
     """To the last bit, where tiles have as many inputs; a row without numbers spoils no other."""
-    levels, scales = quantize(torch.randn(40, 300))
+    levels, scales = quantize_int8(torch.randn(40, 300))
     x = torch.randn(16, 300)
     together = product.int8_product(x, levels, scales)
     for row in (0, 7, 15):
