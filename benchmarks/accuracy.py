@@ -31,7 +31,7 @@ from benchmarks.long_context import Loop
 from benchmarks.measuring.options import new_parser
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import OutputConfig, Request
-from inflight.engine.torch import TorchEngine
+from inflight.engine.load import load_engine
 from inflight.errors import ConfigError
 from inflight.testing.quantize import FORMATS, quantize_checkpoint
 from inflight.text.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ def compute_logits(
     way: Way, windows: Sequence[Sequence[int]], folder: Path | None = None, device: str = "cpu"
 ) -> list[Tensor]:
     """[tokens, vocab_size] float32 of each window, by the demo model or that in `folder`."""
-    engine = TorchEngine.load(
+    engine = load_engine(
         EngineConfig(
             str(folder or _DEMO_MODEL),
             way.dtype,

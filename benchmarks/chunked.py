@@ -18,7 +18,7 @@ from benchmarks.long_context import Loop, add_engine_options, load_engine, rando
 from benchmarks.measuring.options import new_parser
 from inflight.config import ContextChunkingPolicy, SchedulerConfig
 from inflight.core.request.request import Request
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
 
 _STREAM_PROMPT = 64
 _PLAIN_ITERATIONS = 8  # before every arrival
@@ -92,7 +92,7 @@ class Streams:
         return ended
 
 
-def measure(engine: TorchEngine, case: Case, num_streams: int, prompt_length: int, rounds: int) -> dict:
+def measure(engine: ModelEngine, case: Case, num_streams: int, prompt_length: int, rounds: int) -> dict:
     """Gaps over all rounds and medians of the prompts' times to the first token, in milliseconds."""
     vocab_size = engine.limits.vocab_size
     streams = Streams(

@@ -14,7 +14,8 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import load_engine
 
 _SAMPLINGS = {
     "greedy": SamplingConfig(),
@@ -25,7 +26,7 @@ _SAMPLINGS = {
 
 
 def measure(
-    engine: TorchEngine, sampling: SamplingConfig, prompt_length: int, num_iterations: int
+    engine: ModelEngine, sampling: SamplingConfig, prompt_length: int, num_iterations: int
 ) -> dict[str, float]:
     """Medians over generation iterations with every slot taken, in milliseconds."""
     limits = engine.limits
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--iterations", type=int, default=30)
     options = parser.parse_args()
-    engine = TorchEngine.load(
+    engine = load_engine(
         EngineConfig(
             gpt_model_path=options.model,
             dtype=options.dtype,

@@ -26,8 +26,9 @@ from benchmarks.measuring.options import new_parser
 from inflight.config import EngineConfig
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch, SlotStart
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.kv_cache import block_bytes
+from inflight.engine.engine import ModelEngine
+from inflight.engine.kv_cache import block_bytes
+from inflight.engine.load import load_engine
 from inflight.models import DecoderConfig
 from inflight.testing.make_model import SHAPES, Shape, make_model
 
@@ -81,7 +82,7 @@ def copy_bytes_per_s(device: torch.device, size: int) -> float:
     return 2 * size / min(time_of(lambda: target.copy_(source), device) for _ in range(_COPIES))
 
 
-def iteration_seconds(engine: TorchEngine, workload: Workload, num_rows: int) -> list[float]:
+def iteration_seconds(engine: ModelEngine, workload: Workload, num_rows: int) -> list[float]:
     """What each iteration of `num_rows` sequences took, until its tokens, or those before, are on the host."""
     seconds = []
     limits = engine.limits
@@ -119,7 +120,7 @@ def batches(workload: Workload, num_rows: int, vocab_size: int) -> Iterator[Sche
 
 def measure_engine(config: EngineConfig, workload: Workload) -> list[dict[str, object]]:
     """Figures by number of sequences."""
-    engine = TorchEngine.load(config)
+    engine = load_engine(config)
     decoder, dtype = engine.decoder_config, getattr(torch, engine.dtype)
     bandwidth = copy_bytes_per_s(torch.device(config.device or "cpu"), workload.copy_bytes)
     figures: list[dict[str, object]] = []

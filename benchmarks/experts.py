@@ -27,8 +27,9 @@ from benchmarks.measuring.setup import ModelShape
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.native.decoder import NativeDecoder
+from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import load_engine
 from inflight.models import DecoderConfig
 from inflight.testing.make_model import Shape, make_model, num_weights
 
@@ -109,7 +110,7 @@ def summarize(
     )
 
 
-def generate(engine: TorchEngine, decoder: NativeDecoder, rows: int, prompt: int, count: int) -> Iterations:
+def generate(engine: ModelEngine, decoder: NativeDecoder, rows: int, prompt: int, count: int) -> Iterations:
     """`count` iterations of so many rows, behind prompts of `prompt` tokens at random that fit into one batch."""
     numbers = random.Random(_SEED)
     scheduler = Scheduler(SchedulerConfig(enable_kv_cache_reuse=False), engine.limits)
@@ -130,10 +131,10 @@ def generate(engine: TorchEngine, decoder: NativeDecoder, rows: int, prompt: int
 
 
 @contextmanager
-def _load(options: argparse.Namespace, rows: int) -> Iterator[tuple[TorchEngine, NativeDecoder]]:
+def _load(options: argparse.Namespace, rows: int) -> Iterator[tuple[ModelEngine, NativeDecoder]]:
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
         model = options.model or str(make_model(Path(folder), FAMILY, SHAPE))
-        engine = TorchEngine.load(
+        engine = load_engine(
             EngineConfig(
                 model,
                 options.dtype,

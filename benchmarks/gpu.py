@@ -42,10 +42,10 @@ from benchmarks.measuring.workload import BenchRequest
 from benchmarks.offline import InProcess
 from benchmarks.serve import ServedEngine
 from inflight.config import EngineConfig
+from inflight.engine.engine import ModelEngine
+from inflight.engine.kv_cache import block_bytes
+from inflight.engine.load import load_engine
 from inflight.engine.tensorrt.build import BuildOptions, Serialize, build_engine, serialize
-from inflight.engine.tensorrt.load import load_runner
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.kv_cache import block_bytes
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import InflightError
 from inflight.models import DecoderConfig, read_model_description
@@ -182,6 +182,7 @@ def measure_iterations(model: Model) -> Iterator[Line]:
     config = EngineConfig(
         str(model.folder),
         plan.dtype,
+        implementation="tensorrt" if is_engine_folder(model.folder) else None,
         device=str(plan.device),
         max_num_sequences=max(plan.rows),
         max_num_tokens=max(CONTEXT_TOKENS, longest, *plan.rows),
@@ -189,7 +190,7 @@ def measure_iterations(model: Model) -> Iterator[Line]:
         tokens_per_block=size,
         max_tokens_in_paged_kv_cache=(needed // size + max(plan.rows) + 1) * size,
     )
-    engine = TorchEngine.load(config, load_runner=load_runner if is_engine_folder(model.folder) else None)
+    engine = load_engine(config)
     try:
         for rows in plan.rows:
             yield _generation(engine, model, rows, plan.context, f"iteration, {rows} rows of {plan.context}")
@@ -222,14 +223,14 @@ def with_plans(model: Model, folder: Path, limits: Limits, serialize: Serialize 
     return Model(folder, plan, limits, f"{model.name}, tensorrt")
 
 
-def _generation(engine: TorchEngine, model: Model, rows: int, context: int, what: str) -> Line:
+def _generation(engine: ModelEngine, model: Model, rows: int, context: int, what: str) -> Line:
     plan = model.plan
     seconds = sorted(iteration_seconds(engine, _workload(plan, context), rows))
     limit, bound = model.limit(rows, rows * (context + plan.iterations / 2))
     return Line(model.name, what, "ms", 1e3 * seconds[len(seconds) // 2], 1e3 * limit, bound)
 
 
-def _first_token(engine: TorchEngine, plan: Plan, length: int) -> float:
+def _first_token(engine: ModelEngine, plan: Plan, length: int) -> float:
     batch = next(batches(_workload(plan, length), 1, engine.limits.vocab_size))
     return time_of(lambda: engine.decode(batch, engine.forward(batch)), plan.device)
 

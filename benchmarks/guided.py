@@ -33,13 +33,14 @@ from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
 from inflight.core.schedule.batch import ScheduledBatch, SlotStart
 from inflight.core.scheduler import Scheduler
-from inflight.decoding import Decoding
-from inflight.decoding.row_kernels import RowKernels
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import load_engine
 from inflight.guided.backend import BACKENDS, make_backend
 from inflight.guided.compiler import ChildCompiler, GuideBounds
 from inflight.guided.grammars import Grammars
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.sampling import Sampler
+from inflight.sampling.row_kernels import RowKernels
 from inflight.testing.make_model import SHAPES, make_model
 
 _LETTERS = b'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 {}[]":,.-_'
@@ -70,7 +71,7 @@ def made_up_vocabulary(vocab_size: int) -> GuideVocabulary:
 def mask_milliseconds(
     name: str, kernels: RowKernels, num_rows: int, vocab_size: int, num_steps: int, num_rounds: int
 ) -> dict[str, float]:
-    """Milliseconds that `Decoding.decode` takes with guides and without, in turn.
+    """Milliseconds that `Sampler.decode` takes with guides and without, in turn.
 
     Returns:
         What reading the vocabulary and compiling the guide took; the medians of the rounds, of which each is the
@@ -114,7 +115,7 @@ def _decode_seconds(
 ) -> list[float]:
     """Greedy rows whose logits are drawn anew in every step, so that texts go everywhere a guide lets them."""
     cpu = torch.device("cpu")
-    decoding = Decoding(num_rows, num_steps + 2, vocab_size, cpu, kernels, grammars=grammars)
+    sampler = Sampler(num_rows, num_steps + 2, vocab_size, cpu, kernels, grammars=grammars)
     slots = tuple(range(num_rows))
     starts = tuple(
         SlotStart(slot, Request(slot, (0,), num_steps + 1, guide=guide), 0, (0,)) for slot in slots
@@ -125,9 +126,9 @@ def _decode_seconds(
     seconds: list[float] = []
     for step in range(num_steps):
         logits = noise.roll(977 * step, dims=-1).contiguous()
-        decoding.apply(batch)
+        sampler.apply(batch)
         begun = time.perf_counter()
-        decoding.decode(batch, logits, np.full(num_rows, step + 1))
+        sampler.decode(batch, logits, np.full(num_rows, step + 1))
         seconds.append(time.perf_counter() - begun)
         batch = replace(batch, iteration=step + 1, starts=())
     return seconds[1:]
@@ -136,7 +137,7 @@ def _decode_seconds(
 @contextlib.contextmanager
 def loaded_engine(
     shape: str, workload: Workload, dtype: str, device: str | None, kernels: str | None
-) -> Iterator[TorchEngine]:
+) -> Iterator[ModelEngine]:
     """An engine of random weights with room for the workload."""
     (num_rows,) = workload.rows
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +152,7 @@ def loaded_engine(
             tokens_per_block=workload.tokens_per_block,
             max_tokens_in_paged_kv_cache=num_rows * workload.blocks_per_row * workload.tokens_per_block,
         )
-        engine = TorchEngine.load(config)
+        engine = load_engine(config)
         try:
             yield engine
         finally:
@@ -167,7 +168,7 @@ def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[floa
         found.append(Grammars(make_backend("llguidance", vocabulary), vocabulary))
         return found[0]
 
-    engine = TorchEngine.load(
+    engine = load_engine(
         EngineConfig(str(folder), max_tokens_in_paged_kv_cache=4096), make_grammars=make_grammars
     )
     times: queue.SimpleQueue[tuple[float, Response]] = queue.SimpleQueue()

@@ -14,7 +14,8 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine
+from inflight.engine import load
+from inflight.engine.engine import ModelEngine
 from inflight.testing.make_model import Shape, make_model
 
 _DEMO_WITH_ROOM = Shape(4, 256, 4, 2, 512, 3072, 8192, 10_000.0)
@@ -35,11 +36,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def load_engine(
     options: argparse.Namespace, max_num_sequences: int, max_num_tokens: int, max_tokens_in_kv_cache: int
-) -> Iterator[TorchEngine]:
+) -> Iterator[ModelEngine]:
     """An engine, for the length of a `with`."""
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
         model = options.model or str(make_model(Path(folder), shape=_DEMO_WITH_ROOM))
-        engine = TorchEngine.load(
+        engine = load.load_engine(
             EngineConfig(
                 model,
                 options.dtype,
@@ -60,7 +61,7 @@ def load_engine(
 class Loop:
     """A scheduler and an engine, one iteration at a time."""
 
-    def __init__(self, engine: TorchEngine, config: SchedulerConfig) -> None:
+    def __init__(self, engine: ModelEngine, config: SchedulerConfig) -> None:
         self._engine = engine
         self._scheduler = Scheduler(config, engine.limits)
         self._iteration = 0

@@ -25,7 +25,8 @@ from inflight.config import EngineConfig
 from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer, StoredAdapter
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import AdapterLoad, ContextChunk, ScheduledBatch, SlotStart
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import load_engine
 from inflight.models import DecoderConfig
 from inflight.testing.make_model import SHAPES, make_model
 
@@ -57,7 +58,7 @@ class Bench:
     """
 
     def __init__(
-        self, engine: TorchEngine, num_rows: int, num_adapters: int, rank: int, num_tokens: int
+        self, engine: ModelEngine, num_rows: int, num_adapters: int, rank: int, num_tokens: int
     ) -> None:
         self._engine = engine
         self._num_rows = num_rows
@@ -107,11 +108,11 @@ class Bench:
 
 
 @contextmanager
-def _load(options: argparse.Namespace, num_tokens: int) -> Iterator[TorchEngine]:
+def _load(options: argparse.Namespace, num_tokens: int) -> Iterator[ModelEngine]:
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
         model = options.model or str(make_model(Path(folder), shape=options.shape))
         tokens = -(-num_tokens // _TOKENS_PER_BLOCK) * _TOKENS_PER_BLOCK
-        engine = TorchEngine.load(
+        engine = load_engine(
             EngineConfig(
                 model,
                 options.dtype,

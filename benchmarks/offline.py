@@ -31,9 +31,9 @@ from inflight.core.ports import Engine
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.load_decoder import kept_by_compiled_layers, kept_kinds
-from inflight.engine.torch.native.library import instruction_sets
+from inflight.engine.cpu.library import instruction_sets
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load_decoder import kept_by_compiled_layers, kept_kinds
 from inflight.errors import InflightError
 from inflight.load_model import LoadModel, load_model
 from inflight.models import read_model_description
@@ -165,7 +165,7 @@ def _kernels(parameters: Parameters, engine: Engine) -> Kernels:
     """What the engine has come to, whatever was asked for."""
     config = parameters.engine
     asked, is_int8 = config.kernels or "default", config.dtype == INT8
-    if not isinstance(engine, TorchEngine):
+    if not isinstance(engine, ModelEngine):
         return Kernels(asked)
     if engine.kernels == "native" and not is_int8:
         model = read_model_description(str(config.gpt_model_path))

@@ -20,7 +20,8 @@ from inflight.core.request.request import IterationInput, OutputConfig, Request
 from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import load_engine
 from inflight.text.tokenizer import Tokenizer
 
 _DEMO_MODEL = Path(__file__).resolve().parents[1] / "model_repository/tensorrt_llm/1/demo_model"
@@ -53,7 +54,7 @@ class Run:
     num_iterations: int
 
 
-def run(engine: TorchEngine, request: Request) -> Run:
+def run(engine: ModelEngine, request: Request) -> Run:
     """Generate alone on the engine, nothing reused."""
     scheduler = Scheduler(SchedulerConfig(enable_kv_cache_reuse=False), engine.limits)
     responses = scheduler.accept(IterationInput(0, 0, (request,)))
@@ -71,7 +72,7 @@ def run(engine: TorchEngine, request: Request) -> Run:
     return Run(last.result, (last.result.num_output_tokens[0] - 1) / seconds, num_iterations)
 
 
-def measure(engine: TorchEngine, plain: Request, num_draft: int, rounds: int) -> dict:
+def measure(engine: ModelEngine, plain: Request, num_draft: int, rounds: int) -> dict:
     """Medians of `rounds`, plain and looking up in turns."""
     looking = replace(plain, prompt_lookup_num_tokens=num_draft)
     run(engine, looking)  # warms up
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--draft", type=int, nargs="+", default=[4, 8], help="prompt_lookup_num_tokens")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    engine = TorchEngine.load(
+    engine = load_engine(
         EngineConfig(
             arguments.model,
             arguments.dtype,

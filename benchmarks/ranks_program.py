@@ -23,8 +23,9 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.core.ports import Engine
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import TorchEngine, load_stage
-from inflight.engine.torch.collectives import MpiCollectives, make_stage_link
+from inflight.engine.collectives import MpiCollectives, make_stage_link
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import load_stage
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink, MpiWorld
@@ -62,7 +63,7 @@ class _Rank:
         hidden_link, outcomes = make_stage_link(mapping, link, hidden), MpiOutcomes(mapping.sampler)
         self._engine: Engine = RankEngine(stage, mapping, hidden_link, outcomes, stage_ranks)
         if self._is_alone:
-            assert isinstance(stage, TorchEngine), "the only rank chooses tokens"
+            assert isinstance(stage, ModelEngine), "the only rank chooses tokens"
             self._engine = stage
         peers = meet(self.world, gather_hosts(self.world))
         self._heartbeat = Heartbeat(peers, self.world.size, _TIMEOUT_S, lambda error: os._exit(1))

@@ -14,13 +14,13 @@ from benchmarks.long_context import Loop, add_engine_options, load_engine, rando
 from benchmarks.measuring.options import new_parser
 from inflight.config import SchedulerConfig
 from inflight.core.request.request import OutputConfig, Request
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
 
 
 class Asker:
     """Asks for one token at a time."""
 
-    def __init__(self, engine: TorchEngine, is_reuse_on: bool, prefix: int, suffix: int) -> None:
+    def __init__(self, engine: ModelEngine, is_reuse_on: bool, prefix: int, suffix: int) -> None:
         self._loop = Loop(engine, SchedulerConfig(enable_kv_cache_reuse=is_reuse_on))
         self._vocab_size = engine.limits.vocab_size
         self._lengths = prefix, suffix

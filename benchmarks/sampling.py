@@ -20,7 +20,7 @@ from benchmarks.measuring.options import new_parser
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ScheduledBatch, SlotStart
-from inflight.decoding import Decoding
+from inflight.sampling import Sampler
 
 _USUAL = SamplingConfig(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1)
 _BEAMS = 4
@@ -86,13 +86,13 @@ def make_logits(shape: Shape, flat: bool) -> Tensor:
 
 
 def measure(feature: Feature, shape: Shape, logits: Tensor, repeats: int) -> float:
-    """Median milliseconds of `Decoding.decode`."""
-    decoding = Decoding(shape.rows, shape.history + _DRAFTS + 1, shape.vocab_size, logits.device)
+    """Median milliseconds of `Sampler.decode`."""
+    sampler = Sampler(shape.rows, shape.history + _DRAFTS + 1, shape.vocab_size, logits.device)
     batch, positions = _batch(feature, shape)
-    decoding.apply(batch)
+    sampler.apply(batch)
     work = torch.empty_like(logits)
     return _median(
-        lambda: decoding.decode(batch, work, positions), repeats, prepare=lambda: work.copy_(logits)
+        lambda: sampler.decode(batch, work, positions), repeats, prepare=lambda: work.copy_(logits)
     )
 
 

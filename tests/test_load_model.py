@@ -11,11 +11,10 @@ import pytest
 
 from inflight.build import build_engine
 from inflight.config import EngineConfig
-from inflight.decoding import LogitsPostProcessors
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.native import library
+from inflight.engine.cpu import library
 from inflight.errors import ConfigError
 from inflight.load_model import _begin_compiling, _check_same_names, load_model
+from inflight.sampling import LogitsPostProcessors
 from tests.triton.factories import make_parameters
 
 NOTHING: list[tuple[str, bool]] = []
@@ -68,9 +67,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
     loaded: list[LogitsPostProcessors] = []
 
     def load(
-        config: EngineConfig, processors: LogitsPostProcessors, make_grammars: object, load_runner: object
+        config: EngineConfig, processors: LogitsPostProcessors, make_grammars: object
     ) -> SimpleNamespace:
-        assert load_runner is None
         loaded.append(processors)
         return SimpleNamespace(
             dtype="float32",
@@ -79,7 +77,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
             runner=SimpleNamespace(debug_tensors=None),
         )
 
-    monkeypatch.setattr(TorchEngine, "load", load)
+    monkeypatch.setattr("inflight.engine.load.load_engine", load)
     return loaded
 
 

@@ -208,7 +208,7 @@ class EngineConfig:
         dtype: float32, bfloat16 or float16, of weights, activations and KV cache. int8, fp8: weights of
             linear layers are quantized, and by native kernels and fp8 activations as they are multiplied; the rest
             is bfloat16.
-        implementation: Whose layers run the model: those of `inflight.engine.torch`, transformers' own code, or
+        implementation: Whose layers run the model: those of `inflight.engine`, transformers' own code, or
             plans of TensorRT.
         engine_dir: With it, `gpt_model_path` is the checkpoint that the plans were built from.
         kv_cache_dtype: int8, fp8: keys and values are stored in 8 bits, by a scale for each token and head, and

@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
     from inflight.config import EngineConfig, Parameters
     from inflight.core.ports import Engine
-    from inflight.decoding import LogitsPostProcessors
+    from inflight.engine.collectives import Collectives
     from inflight.engine.debug_tensors import DebugTensors
-    from inflight.engine.torch.collectives import Collectives
-    from inflight.engine.torch.engine import LoadRunner
     from inflight.guided.grammars import Grammars
     from inflight.guided.vocabulary import GuideVocabulary
     from inflight.ranks.mpi import MpiStage
     from inflight.ranks.rank_context import Agreement, RankContext
+    from inflight.sampling import LogitsPostProcessors
 
 __all__ = ["LoadModel", "LoadedModel", "MakeGrammars", "guide_vocabulary", "load_model"]
 
@@ -129,17 +128,8 @@ def _settle_engine(parameters: Parameters, path: str) -> EngineConfig:
     return config
 
 
-def _runner_loader(config: EngineConfig) -> LoadRunner | None:
-    """What loads the runner; None: torch's."""
-    if config.implementation != "tensorrt":
-        return None
-    from inflight.engine.tensorrt.load import load_runner
-
-    return load_runner
-
-
 def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> LogitsPostProcessors:
-    from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, load_post_processors
+    from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, load_post_processors
 
     if module is None:
         return given or NO_POST_PROCESSORS
@@ -182,7 +172,7 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
         or Path("/dev/nvidiactl").exists()
     ):
         return
-    from inflight.engine.torch.native.library import begin_loading
+    from inflight.engine.cpu.library import begin_loading
 
     dtype = config.dtype
     if dtype is None:
@@ -210,7 +200,7 @@ def _load_whole(
     processors: LogitsPostProcessors,
     make_grammars: MakeGrammars,
 ) -> LoadedModel:
-    from inflight.engine.torch import TorchEngine
+    from inflight.engine.load import load_engine
 
     if gpu_device_ids:
         import torch
@@ -219,7 +209,7 @@ def _load_whole(
 
         device = Placement.of(0, [this_host()]).device(torch.cuda.device_count(), gpu_device_ids)
         config = replace(config, device=device)
-    engine = TorchEngine.load(config, processors, make_grammars, _runner_loader(config))
+    engine = load_engine(config, processors, make_grammars)
     return LoadedModel(
         engine,
         path,
@@ -240,8 +230,9 @@ def _load_part(
 ) -> LoadedModel:
     import torch
 
-    from inflight.engine.torch import TorchEngine, load_stage
-    from inflight.engine.torch.collectives import make_stage_link
+    from inflight.engine.collectives import make_stage_link
+    from inflight.engine.engine import ModelEngine
+    from inflight.engine.load import load_stage
     from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink
     from inflight.ranks.rank_engine import RankEngine
     from inflight.ranks.topology import Placement
@@ -263,9 +254,7 @@ def _load_part(
             engine_threads=placement.num_threads or config.engine_threads,
             ranks_on_host=placement.ranks_on_host,
         )
-        stage = load_stage(
-            config, mapping, collectives, agreement.least, processors, make_grammars, _runner_loader(config)
-        )
+        stage = load_stage(config, mapping, collectives, agreement.least, processors, make_grammars)
         grammars = make_grammars(stage.limits.vocab_size) if mapping.rank == 0 else None
     dtype: torch.dtype = getattr(torch, stage.dtype)
     hidden = torch.empty(stage.decoder_config.hidden_size, dtype=dtype, device=device)
@@ -273,7 +262,7 @@ def _load_part(
     engine = RankEngine(
         stage, mapping, link, MpiOutcomes(mapping.sampler), stage_ranks, rank_context.report_failure
     )
-    runner = stage.runner if isinstance(stage, TorchEngine) else stage
+    runner = stage.runner if isinstance(stage, ModelEngine) else stage
     return LoadedModel(
         engine,
         path,
@@ -298,7 +287,7 @@ def _connect(
     rank_context: RankContext, stage_ranks: MpiStage, device: torch.device
 ) -> tuple[Collectives, Callable[[], None]]:
     """The collectives of this rank's stage, and what ends them. Every rank calls this at the same time."""
-    from inflight.engine.torch.collectives import MpiCollectives, TorchCollectives
+    from inflight.engine.collectives import MpiCollectives, TorchCollectives
 
     if device.type == "cpu":
         return MpiCollectives(stage_ranks), lambda: None

@@ -11,9 +11,9 @@ from inflight.batch_manager import GptManager
 from inflight.config import INT8
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.native.library import CannotBuild, load_library
+from inflight.engine.cpu.library import CannotBuild, load_library
+from inflight.engine.engine import ModelEngine
+from inflight.engine.layers.decoder import Decoder
 
 _PLACES = (
     Place(LocalEngineClient, "get_inference_requests", Stage.GET),
@@ -22,7 +22,7 @@ _PLACES = (
     Place(Scheduler, "schedule", Stage.SCHEDULE),
     Place(Decoder, "forward", Stage.FORWARD),
     Place(Decoder, "logits", Stage.FORWARD),
-    Place(TorchEngine, "decode", Stage.CHOOSE),
+    Place(ModelEngine, "decode", Stage.CHOOSE),
     Place(Scheduler, "update", Stage.UPDATE),
     Place(LocalEngineClient, "send_response", Stage.SEND),
 )
@@ -32,7 +32,7 @@ def watch_loop(dtype: str) -> Stopwatch:
     """For engines of this dtype, as the parameter has it, that are made while it is entered."""
     return Stopwatch(
         Place(GptManager, "step", Stage.OTHER),
-        Place(TorchEngine, "forward", Stage.PACK),
+        Place(ModelEngine, "forward", Stage.PACK),
         (*_PLACES, *_compiled(dtype)),
     )
 

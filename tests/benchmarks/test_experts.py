@@ -7,7 +7,7 @@ import pytest
 from benchmarks.experts import FAMILY, SHAPE, Iterations, bytes_read, generate, summarize
 from benchmarks.measuring.report import Bandwidth
 from benchmarks.measuring.setup import ModelShape
-from inflight.engine.torch.native.decoder import NativeDecoder
+from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.models import read_model_description
 from inflight.testing.make_model import Shape, make_model, num_weights
 from tests.engine.driver import load_engine

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from inflight.doctor.checkpoint import check_checkpoint
 from inflight.doctor.finding import Finding
-from inflight.engine import memory
-from inflight.engine.torch import load_decoder
-from inflight.engine.torch.native import library
+from inflight.engine import load_decoder, memory
+from inflight.engine.cpu import library
 from inflight.models import checkpoint as stored
 from inflight.server.repository import default_repository
 from inflight.testing.make_model import make_model as make_random_model

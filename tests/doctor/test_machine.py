@@ -13,7 +13,7 @@ import pytest
 
 from inflight.doctor import machine
 from inflight.doctor.finding import Finding, Level, examine, worst
-from inflight.engine.torch.native import library
+from inflight.engine.cpu import library
 
 GREEN, YELLOW, RED = Level
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"})

@@ -17,9 +17,9 @@ import torch
 
 from inflight.doctor import programs
 from inflight.doctor.finding import Level
-from inflight.engine.torch import load_decoder, room
-from inflight.engine.torch.attention import BY_PRODUCTS, GATHERING
-from inflight.engine.torch.paged_attention import PagedAttention
+from inflight.engine import room
+from inflight.engine.attention.gathering import BY_PRODUCTS, GATHERING
+from inflight.engine.attention.paged import PagedAttention
 from inflight.errors import ConfigError
 from inflight.ranks import launch
 
@@ -93,7 +93,7 @@ def test_attention_on_a_gpu(
         return found
 
     monkeypatch.setattr(room, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(load_decoder, "find_attention", find)
+    monkeypatch.setattr("inflight.engine.attention.find.find_attention", find)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     finding = only(programs.check_attention(None))
     assert finding.level is level and says in finding.says

@@ -22,16 +22,17 @@ from inflight.core.schedule.batch import (
     SlotStart,
     TokenDetails,
 )
-from inflight.engine.torch import TorchEngine
+from inflight.engine import load
+from inflight.engine.engine import ModelEngine
 from tests.engine.search import Search
 
 TOKENS_PER_BLOCK = 8
 
 
-def load_engine(folder: Path, **changes: Any) -> TorchEngine:
+def load_engine(folder: Path, **changes: Any) -> ModelEngine:
     """An engine on the CPU with small blocks."""
     values = {"device": "cpu", "tokens_per_block": TOKENS_PER_BLOCK, "max_num_sequences": 6, **changes}
-    return TorchEngine.load(EngineConfig(str(folder), **values))
+    return load.load_engine(EngineConfig(str(folder), **values))
 
 
 @dataclass(eq=False)
@@ -70,7 +71,7 @@ class Row:
 class Driver:
     """One engine, its free slots and its free blocks."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: ModelEngine) -> None:
         self.engine = engine
         self.free_slots = list(range(engine.limits.max_num_sequences))
         self.free_blocks = list(range(engine.limits.num_blocks))
@@ -231,7 +232,7 @@ class Driver:
             sequence.blocks.append(self.free_blocks.pop(0))
 
 
-def alone(engine: TorchEngine, prompt: Sequence[int], num_tokens: int, **options: Any) -> Row:
+def alone(engine: ModelEngine, prompt: Sequence[int], num_tokens: int, **options: Any) -> Row:
     """`prompt` and `num_tokens` generated tokens, with the engine to itself."""
     driver = Driver(engine)
     sequence = driver.start(prompt, **options)

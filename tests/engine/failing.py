@@ -17,8 +17,7 @@ from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.engine.engine import RowOutputs
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine, RowOutputs
 from inflight.errors import StepFailed
 from tests.core.integrity import check_integrity
 
@@ -84,7 +83,7 @@ class Saboteur:
         raise Fault("on command")
 
 
-def spoil(engine: TorchEngine, faulty_id: int, num_tokens: int) -> None:
+def spoil(engine: ModelEngine, faulty_id: int, num_tokens: int) -> None:
     """Let a request's logits be nan once it has more than so many tokens, whatever batch it is in."""
     original, slots = engine.runner.run, engine.sampler._slots
 

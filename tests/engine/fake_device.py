@@ -57,7 +57,7 @@ class FakeDevice(TorchDispatchMode):
         self._sent: list[tuple[Tensor, Tensor]] = []  # what is to be where on the host
 
     def mark(self, device: torch.device) -> _Mark:
-        """In the place of `inflight.decoding.transfer.mark`."""
+        """In the place of `inflight.sampling.transfer.mark`."""
         return _Mark(self, len(self._sent))
 
     def arrive(self, count: int) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inflight.engine.kv_cache import KvCache
 from inflight.engine.packing import FixedRows, PackedBatch, cut_into_tiles
-from inflight.engine.torch.kv_cache import KvCache
 from inflight.engine.windows import AttentionWindow
 
 Plan = tuple[Tensor, Tensor, Tensor, Tensor, AttentionWindow | None]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inflight.engine.torch.native.library import CannotBuild, load_library
+from inflight.engine.cpu.library import CannotBuild, load_library
 
 DEFAULT = pytest.param(None, id="default")
 TORCH = pytest.param("torch", id="torch")

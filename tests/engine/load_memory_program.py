@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine.torch.collectives import ALONE
-from inflight.engine.torch.load_decoder import load_decoder
+from inflight.engine.collectives import ALONE
+from inflight.engine.load_decoder import load_decoder
 from inflight.models import read_model_description
 from inflight.models.sharding import Part
 from inflight.ranks.topology import Mapping

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inflight.engine.attention.check import fixed_rows, pack_rows
+from inflight.engine.attention.gathering import by_plain_products
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.kv_rounding import KvRounding
 from inflight.engine.packing import PackedBatch, PackedChunk
-from inflight.engine.torch.attention import by_plain_products
-from inflight.engine.torch.attention_check import fixed_rows, pack_rows
-from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.kv_rounding import KvRounding
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
 

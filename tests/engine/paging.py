@@ -10,20 +10,21 @@ import torch
 from torch.nn.attention.varlen import AuxRequest
 
 from inflight.core.schedule.batch import EngineLimits
-from inflight.decoding.row_kernels import RowKernels
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.attention import Attention
-from inflight.engine.torch.collectives import ALONE, Collectives
-from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.engine import TorchRunner
-from inflight.engine.torch.iteration_graphs import Capture
-from inflight.engine.torch.kv_cache import KvCache
-from inflight.engine.torch.kv_rounding import KvRounding
-from inflight.engine.torch.layer_operations import LayerOperations
-from inflight.engine.torch.paged_attention import PagedAttention
+from inflight.engine.attention.interface import Attention
+from inflight.engine.attention.paged import PagedAttention
+from inflight.engine.collectives import ALONE, Collectives
+from inflight.engine.cuda.iteration_graphs import Capture
+from inflight.engine.engine import ModelEngine
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.kv_rounding import KvRounding
+from inflight.engine.layers.decoder import Decoder
+from inflight.engine.layers.layer_operations import LayerOperations
+from inflight.engine.load import make_engine
+from inflight.engine.runner import ModelRunner
 from inflight.engine.windows import layer_windows
 from inflight.models import load_weights, read_model_description
 from inflight.models.sharding import Part
+from inflight.sampling.row_kernels import RowKernels
 from tests.engine.varlen import ReferenceVarlen
 
 TOKENS_PER_BLOCK = 8
@@ -47,7 +48,7 @@ def load_paged(
     rounding: KvRounding | None = None,
     dtype: torch.dtype = torch.float32,
     **windows: Any,
-) -> TorchEngine:
+) -> ModelEngine:
     """An engine; `windows` are max_attention_window_size and sink_token_length."""
     model, on = read_model_description(folder), torch.device(device)
     part = part or Part.whole(model.decoder)
@@ -78,4 +79,4 @@ def load_paged(
     )
     if num_adapter_pages:
         decoder.reserve_adapters(num_adapter_pages, limits.adapter_page_rank)
-    return TorchEngine(TorchRunner(decoder, cache, limits, max_num_tokens, capture=capture))
+    return make_engine(ModelRunner(decoder, cache, limits, max_num_tokens, capture=capture))

@@ -12,8 +12,8 @@ import torch
 
 from inflight.config import EngineConfig
 from inflight.core.request.response import Result
-from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
-from inflight.engine.torch.engine import LoadRunner, MakeGrammars, no_grammars
+from inflight.engine.load import MakeGrammars, no_grammars
+from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from tests.engine.serving import Served, to_torch
 from tests.engine.thread_ranks import ThreadRanks
 
@@ -30,7 +30,6 @@ def ranks(
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     make_grammars: MakeGrammars = no_grammars,
     moe_ep_size: int = 1,
-    load_runner: LoadRunner | None = None,
     **changes: Any,
 ) -> Iterator[ThreadRanks]:
     """As `tests.engine.serving.load` makes one."""
@@ -39,7 +38,7 @@ def ranks(
         "max_num_sequences": max_num_sequences, "max_tokens_in_paged_kv_cache": 8 * num_blocks, **changes,
     }  # fmt: skip
     engine = ThreadRanks(
-        EngineConfig(str(folder), **values), *topology, processors, make_grammars, moe_ep_size, load_runner
+        EngineConfig(str(folder), **values), *topology, processors, make_grammars, moe_ep_size
     )
     try:
         yield engine

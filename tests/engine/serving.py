@@ -20,8 +20,9 @@ from inflight.core.request.response import Response, Result, merge_responses
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import load_engine
+from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from tests.core.integrity import check_integrity
 
 CHUNK_TOKENS = 32
@@ -51,7 +52,7 @@ def load(
     max_num_sequences: int = 4,
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     **changes: Any,
-) -> TorchEngine:
+) -> ModelEngine:
     """A float32 engine on the CPU with blocks of 8 tokens."""
     values = {"dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8, **changes}
     config = EngineConfig(
@@ -60,7 +61,7 @@ def load(
         max_tokens_in_paged_kv_cache=values["tokens_per_block"] * num_blocks,
         **values,
     )
-    return TorchEngine.load(config, processors)
+    return load_engine(config, processors)
 
 
 @dataclass

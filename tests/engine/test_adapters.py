@@ -11,9 +11,9 @@ import torch
 
 from inflight.adapters.lora_modules import Module, module_sizes, rank_bytes
 from inflight.engine import low_rank
+from inflight.engine.adapter_pool import AdapterPool, page_bytes
+from inflight.engine.engine import ModelEngine
 from inflight.engine.low_rank import low_rank_layers
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.adapters import AdapterPool, page_bytes
 from inflight.models import read_model_description
 from inflight.models.sharding import Part
 from inflight.ranks.topology import Mapping
@@ -254,7 +254,7 @@ def test_numbers_that_are_not_finite_reach_no_other_row(zoo: Zoo, where: str, ke
     assert_contained(load_engine(zoo["llama-gqa"].folder, kernels=kernels), zoo["llama-gqa"], where)
 
 
-def assert_contained(engine: TorchEngine, model: ZooModel, where: str) -> None:
+def assert_contained(engine: ModelEngine, model: ZooModel, where: str) -> None:
     """An adapter with a number that is not finite spoils its own row alone."""
     good = adapter_of(model, 1)
     size = module_sizes(read_model_description(model.folder).decoder)[Module.MLP_4H_TO_H]

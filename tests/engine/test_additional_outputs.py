@@ -15,9 +15,9 @@ from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.additional_outputs import HiddenStates, offer
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.collectives import ALONE
-from inflight.engine.torch.native.decoder import NativeDecoder
+from inflight.engine.collectives import ALONE
+from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.engine import ModelEngine
 from inflight.errors import ConfigError, InvalidArgument
 from tests.engine.kernels import by_default_and
 from tests.engine.paging import load_paged
@@ -36,7 +36,7 @@ NUM_TOKENS = 9
 
 def load_offering(
     model: ZooModel, kernels: str | None = None, outputs: str = OFFERED, num_blocks: int = 64
-) -> TorchEngine:
+) -> ModelEngine:
     return load(model.folder, num_blocks, kernels=kernels, additional_model_outputs=parse_outputs(outputs))
 
 

@@ -14,9 +14,9 @@ from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamMove, ContextChunk, ScheduledBatch
-from inflight.decoding import decoding as decoding_module
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch import engine as engine_module
+from inflight.engine import runner as engine_module
+from inflight.engine.engine import ModelEngine
+from inflight.sampling import sampler as sampler_module
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.failing import Fault, Saboteur, serve_through_faults, spoil
 from tests.engine.kernels import needs_native
@@ -38,7 +38,7 @@ DETAILS = OutputConfig(
     return_log_probs=True, num_top_log_probs=2, return_context_logits=True, return_generation_logits=True
 )
 
-Part = Callable[[TorchEngine], Any]
+Part = Callable[[ModelEngine], Any]
 # name: whose function, which, whether it has done its work by then, how many calls go well before
 STAGES: dict[str, tuple[Part, str, bool, int]] = {
     "before anything": (lambda engine: engine.sampler, "apply", False, 0),
@@ -66,7 +66,7 @@ STAGES: dict[str, tuple[Part, str, bool, int]] = {
     "after logits": (lambda engine: engine.runner.decoder, "logits", True, 0),
     "after the forward pass": (lambda engine: engine.runner, "run", True, 0),
     "before decoding": (lambda engine: engine.sampler, "decode", False, 0),
-    "after penalties": (lambda engine: decoding_module, "process", True, 0),
+    "after penalties": (lambda engine: sampler_module, "process", True, 0),
     "in the sampler": (lambda engine: engine.sampler, "_choose_on_host", True, 0),
     "amid drafts": (lambda engine: engine.sampler, "_accept", True, 0),
     "amid candidates": (lambda engine: engine.sampler, "_candidates", True, 0),
@@ -182,7 +182,7 @@ class Company:
         return Company(rows, driver.search(self.search.row.tokens, SEARCHED))
 
 
-def assert_undisturbed(company: Company, engine: TorchEngine, model: ZooModel, seed: int) -> None:
+def assert_undisturbed(company: Company, engine: ModelEngine, model: ZooModel, seed: int) -> None:
     """Everybody has what they get in `engine` without any failure."""
     driver = Driver(engine)
     alone = Company.start(driver, model, seed)

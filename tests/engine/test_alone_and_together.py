@@ -14,7 +14,7 @@ import torch
 
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
 from inflight.testing.make_model import Shape, make_model
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import needs_native
@@ -29,7 +29,7 @@ SAMPLED = SamplingConfig(temperature=1.1, top_k=30, repetition_penalty=1.2, rand
 pytestmark = [needs_native, pytest.mark.parametrize("dtype", DTYPES)]
 
 
-def load_native(folder: Path, dtype: str, **changes: Any) -> TorchEngine:
+def load_native(folder: Path, dtype: str, **changes: Any) -> ModelEngine:
     return load_engine(folder, **{"dtype": dtype, "kernels": "native", "max_num_sequences": 20, **changes})
 
 

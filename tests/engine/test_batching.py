@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.attention import GatheringAttention
+from inflight.engine.attention.gathering import GatheringAttention
+from inflight.engine.engine import ModelEngine
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.models.zoo import Zoo
@@ -22,7 +22,7 @@ SAMPLING = SamplingConfig(temperature=1.3, top_k=20, top_p=0.9, random_seed=7)
 
 
 @pytest.fixture
-def engine(zoo: Zoo, case: str, kernels: str | None) -> TorchEngine:
+def engine(zoo: Zoo, case: str, kernels: str | None) -> ModelEngine:
     return load_engine(zoo[case].folder, kernels=kernels)
 
 
@@ -40,7 +40,7 @@ def _assert_same(row: Row, other: Row) -> None:
 
 
 @every_case
-def test_rows_that_join_at_different_iterations_get_what_they_get_alone(engine: TorchEngine) -> None:
+def test_rows_that_join_at_different_iterations_get_what_they_get_alone(engine: ModelEngine) -> None:
     options = [{}, {"sampling": SAMPLING}, {"sampling": SAMPLING, "sequence_index": 1}, {}, {}]
     prompts = [_prompt(length, seed) for seed, length in enumerate((30, 3, 3, 61, 17))]
     driver = Driver(engine)
@@ -62,7 +62,7 @@ def test_rows_that_join_at_different_iterations_get_what_they_get_alone(engine: 
 
 @every_case
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS_PER_BLOCK, 33])
-def test_chunked_context_is_whole_context(engine: TorchEngine, chunk: int) -> None:
+def test_chunked_context_is_whole_context(engine: ModelEngine, chunk: int) -> None:
     prompt = _prompt(50, seed=3)
     driver = Driver(engine)
     row = driver.start(prompt, SAMPLING)
@@ -71,7 +71,7 @@ def test_chunked_context_is_whole_context(engine: TorchEngine, chunk: int) -> No
 
 
 @every_case
-def test_shared_prefix_blocks_are_own_blocks(engine: TorchEngine) -> None:
+def test_shared_prefix_blocks_are_own_blocks(engine: ModelEngine) -> None:
     prefix, tails = _prompt(4 * TOKENS_PER_BLOCK, seed=1), (_prompt(5, seed=2), _prompt(9, seed=3))
     driver = Driver(engine)
     owner = driver.start((*prefix, *tails[0]))
@@ -86,7 +86,7 @@ def test_shared_prefix_blocks_are_own_blocks(engine: TorchEngine) -> None:
 
 
 @every_case
-def test_shared_blocks_may_come_iterations_before_the_first_chunk(engine: TorchEngine) -> None:
+def test_shared_blocks_may_come_iterations_before_the_first_chunk(engine: ModelEngine) -> None:
     """A started request whose context has to wait is told its shared blocks at once."""
     prefix = _prompt(2 * TOKENS_PER_BLOCK, seed=1)
     driver = Driver(engine)
@@ -107,7 +107,7 @@ def test_shared_blocks_may_come_iterations_before_the_first_chunk(engine: TorchE
 
 
 @every_case
-def test_released_slots_and_blocks_are_used_again(engine: TorchEngine) -> None:
+def test_released_slots_and_blocks_are_used_again(engine: ModelEngine) -> None:
     driver = Driver(engine)
     driver.free_blocks = driver.free_blocks[:8]
     driver.free_slots = [0]
@@ -120,7 +120,7 @@ def test_released_slots_and_blocks_are_used_again(engine: TorchEngine) -> None:
 
 
 @every_case
-def test_a_paused_sequence_goes_on_as_if_it_had_not_been(engine: TorchEngine) -> None:
+def test_a_paused_sequence_goes_on_as_if_it_had_not_been(engine: ModelEngine) -> None:
     prompt = _prompt(12, seed=5)
     driver = Driver(engine)
     row = driver.start(prompt, SAMPLING)
@@ -132,7 +132,7 @@ def test_a_paused_sequence_goes_on_as_if_it_had_not_been(engine: TorchEngine) ->
 
 
 @every_case
-def test_what_an_overflow_left_in_a_block_reaches_nobody(engine: TorchEngine) -> None:
+def test_what_an_overflow_left_in_a_block_reaches_nobody(engine: ModelEngine) -> None:
     """A masked key has weight 0, and 0 times NaN is NaN."""
     prompt = _prompt(11, seed=6)
     clean = alone(engine, prompt, 12)
@@ -144,7 +144,7 @@ def test_what_an_overflow_left_in_a_block_reaches_nobody(engine: TorchEngine) ->
 
 @every_case
 def test_a_failed_batch_takes_no_other_sequence_with_it(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(engine)
     survivor = driver.start(_prompt(10, seed=8))
@@ -169,7 +169,7 @@ def test_a_failed_batch_takes_no_other_sequence_with_it(
 
 
 @every_case
-def test_a_row_without_a_block_is_refused(engine: TorchEngine) -> None:
+def test_a_row_without_a_block_is_refused(engine: ModelEngine) -> None:
     driver = Driver(engine)
     row = driver.start(_prompt(TOKENS_PER_BLOCK, seed=0))
     driver.step({row: TOKENS_PER_BLOCK})

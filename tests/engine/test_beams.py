@@ -7,7 +7,7 @@ import torch
 
 from inflight.core.request.request import OutputConfig
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, load_engine
 from tests.engine.kernels import by_default_and
 from tests.engine.search import Search
@@ -23,7 +23,7 @@ def beams(width: int) -> SamplingConfig:
     return SamplingConfig(beam_width=width)
 
 
-def load(zoo: Zoo, case: str, **changes: object) -> TorchEngine:
+def load(zoo: Zoo, case: str, **changes: object) -> ModelEngine:
     return load_engine(zoo[case].folder, **{"max_num_sequences": 24, **changes})
 
 

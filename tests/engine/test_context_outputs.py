@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inflight.core.request.request import OutputConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parametrize(("case", "kernels"), by_default_and(["llama
 BOTH = OutputConfig(return_context_logits=True, return_prompt_log_probs=True)
 
 
-def small_slices(engine: TorchEngine) -> TorchEngine:
+def small_slices(engine: ModelEngine) -> ModelEngine:
     engine.runner.context_outputs._slice_rows = 7
     return engine
 
@@ -30,7 +30,7 @@ def model(zoo: Zoo, case: str) -> ZooModel:
 
 
 @pytest.fixture
-def engine(model: ZooModel, kernels: str | None) -> TorchEngine:
+def engine(model: ZooModel, kernels: str | None) -> ModelEngine:
     return small_slices(load_engine(model.folder, kernels=kernels))
 
 
@@ -52,7 +52,7 @@ def assert_context(row: Row, model: ZooModel) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 13, 30])
-def test_every_chunk_brings_its_rows(model: ZooModel, engine: TorchEngine, chunk: int) -> None:
+def test_every_chunk_brings_its_rows(model: ZooModel, engine: ModelEngine, chunk: int) -> None:
     driver = Driver(engine)
     row = driver.start(model.prompt(30), output=BOTH)
     driver.generate(row, 3, chunk)
@@ -61,7 +61,7 @@ def test_every_chunk_brings_its_rows(model: ZooModel, engine: TorchEngine, chunk
     assert row.generated == model.greedy(model.prompt(30), 3)
 
 
-def test_only_what_was_asked_for(model: ZooModel, engine: TorchEngine) -> None:
+def test_only_what_was_asked_for(model: ZooModel, engine: ModelEngine) -> None:
     driver = Driver(engine)
     logits = driver.start(model.prompt(12), output=OutputConfig(return_context_logits=True))
     log_probs = driver.start(model.prompt(13), output=OutputConfig(return_prompt_log_probs=True))
@@ -72,7 +72,7 @@ def test_only_what_was_asked_for(model: ZooModel, engine: TorchEngine) -> None:
     assert (log_probs.context[0].logits, len(log_probs_of(log_probs))) == (b"", 12)
 
 
-def test_rows_behind_the_prompt_are_left_out(model: ZooModel, engine: TorchEngine) -> None:
+def test_rows_behind_the_prompt_are_left_out(model: ZooModel, engine: ModelEngine) -> None:
     """Drafts, and after a pause what had been generated."""
     prompt = model.prompt(20)
     generated = alone(engine, prompt, 8).generated
@@ -88,7 +88,7 @@ def test_rows_behind_the_prompt_are_left_out(model: ZooModel, engine: TorchEngin
     assert_context(resumed, model)
 
 
-def test_others_pay_nothing(model: ZooModel, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_pay_nothing(model: ZooModel, engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits are made of the rows that are sampled or asked for, a slice at a time, and of no others."""
     driver = Driver(engine)
     asking = driver.start(model.prompt(20), output=OutputConfig(return_prompt_log_probs=True))
@@ -117,7 +117,7 @@ def test_others_pay_nothing(model: ZooModel, engine: TorchEngine, monkeypatch: p
 
 
 def test_a_failed_batch_leaves_no_context_behind(
-    model: ZooModel, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+    model: ZooModel, engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(engine)
     victim = driver.start(model.prompt(20), output=BOTH)

@@ -15,7 +15,8 @@ from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, EngineConfig, Parameter
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.debug_tensors import DebugTensors
-from inflight.engine.torch.engine import TorchEngine, TorchRunner
+from inflight.engine.load import make_engine
+from inflight.engine.runner import ModelRunner
 from inflight.errors import ConfigError
 from tests.engine.driver import Driver, load_engine
 from tests.engine.paging import load_paged
@@ -181,8 +182,8 @@ def test_nothing_is_recorded_that_is_to_be_written_down(zoo: Zoo, tmp_path: Path
     model, tape = zoo["llama-gqa"], Tape()
     plain = load_paged(model.folder, 60).runner
     kept = DebugTensors(frozenset(ALL), 9, tmp_path)
-    runner = TorchRunner(plain.decoder, plain.cache, plain.limits, 512, capture=tape, debug_tensors=kept)
-    serve(TorchEngine(runner), config_of("no-evict"), [Request(1, model.prompt(6), 4)])
+    runner = ModelRunner(plain.decoder, plain.cache, plain.limits, 512, capture=tape, debug_tensors=kept)
+    serve(make_engine(runner), config_of("no-evict"), [Request(1, model.prompt(6), 4)])
     assert not tape.replayed
     assert len(kept.latest()) == 4
 

@@ -14,8 +14,8 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from inflight.core.request.request import OutputConfig, Request
-from inflight.engine.torch.decoder import route
-from inflight.engine.torch.kv_cache import KvCache, block_bytes
+from inflight.engine.kv_cache import KvCache, block_bytes
+from inflight.engine.layers.decoder import route
 from inflight.errors import ConfigError
 from inflight.models import Linear, read_model_description
 from inflight.models.decoder_config import ExpertsConfig

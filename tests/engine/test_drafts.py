@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.models.zoo import Zoo
@@ -23,7 +23,7 @@ NUM_TOKENS = 40
 
 
 @pytest.fixture
-def engine(zoo: Zoo, case: str, kernels: str | None) -> TorchEngine:
+def engine(zoo: Zoo, case: str, kernels: str | None) -> ModelEngine:
     return load_engine(zoo[case].folder, kernels=kernels)
 
 
@@ -51,7 +51,7 @@ def assert_same(row: Row, expected: Row) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize(("num_right", "num_wrong"), [(0, 3), (2, 4), (5, 0), (1, 1)])
 def test_drafts_after_the_context(
-    engine: TorchEngine, prompt: tuple[int, ...], sampling: SamplingConfig, num_right: int, num_wrong: int
+    engine: ModelEngine, prompt: tuple[int, ...], sampling: SamplingConfig, num_right: int, num_wrong: int
 ) -> None:
     expected = alone(engine, prompt, NUM_TOKENS, sampling=sampling)
     driver = Driver(engine)
@@ -68,7 +68,7 @@ def test_drafts_after_the_context(
 
 @every_case
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_drafts_in_generation(engine: TorchEngine, prompt: tuple[int, ...], sampling: SamplingConfig) -> None:
+def test_drafts_in_generation(engine: ModelEngine, prompt: tuple[int, ...], sampling: SamplingConfig) -> None:
     """Right, wrong and partly right ones across block and window borders, iterations without any between them."""
     expected = alone(engine, prompt, NUM_TOKENS, sampling=sampling)
     driver = Driver(engine)
@@ -85,7 +85,7 @@ def test_drafts_in_generation(engine: TorchEngine, prompt: tuple[int, ...], samp
 
 
 @every_case
-def test_rows_with_and_without_drafts_share_batches(engine: TorchEngine, zoo: Zoo) -> None:
+def test_rows_with_and_without_drafts_share_batches(engine: ModelEngine, zoo: Zoo) -> None:
     prompts = [zoo["llama"].prompt(length, length) for length in (30, 3, 17, 26)]
     samplings = [*SAMPLINGS.values()] * 2
     expected = [
@@ -112,7 +112,7 @@ def test_rows_with_and_without_drafts_share_batches(engine: TorchEngine, zoo: Zo
 
 
 @every_case
-def test_batches_may_be_made_before_the_last_ones_answer(engine: TorchEngine, zoo: Zoo) -> None:
+def test_batches_may_be_made_before_the_last_ones_answer(engine: ModelEngine, zoo: Zoo) -> None:
     """Two in flight: a row without drafts is fed what it got on the device."""
     prompts = [zoo["llama"].prompt(length, length) for length in (9, 14)]
     driver = Driver(engine)

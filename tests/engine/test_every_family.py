@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.quantize import quantize_int8
 from inflight.engine.tensorrt.network import lacking
-from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.native.packing import quantize
 from inflight.errors import ConfigError
 from inflight.models import FAMILIES, read_model_description
 from tests.engine.driver import alone, load_engine
@@ -109,7 +109,7 @@ def _in_type(oracle: Any, dtype: str) -> Any:
     copied = copy.deepcopy(oracle)
     for name, matrix in copied.model.layers.named_parameters() if dtype == "int8" else ():
         if matrix.dim() > 1 and not name.endswith("gate.weight"):
-            levels, scales = quantize(matrix.flatten(0, -2))
+            levels, scales = quantize_int8(matrix.flatten(0, -2))
             matrix.copy_((levels * scales[:, None]).view_as(matrix))
     return copied.bfloat16()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inflight.engine.torch.host_memory import Arena, Recycled, zeros
+from inflight.engine.host_memory import Arena, Recycled, zeros
 
 
 def test_zeros_are_zero_and_ones_own():

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from inflight.core.request.request import OutputConfig, Request
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.native.packing import quantize
-from inflight.engine.torch.quantized_linear import QuantizedLinear
+from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.engine import ModelEngine
+from inflight.engine.layers.decoder import Decoder
+from inflight.engine.layers.quantized_linear import QuantizedLinear
+from inflight.engine.quantize import quantize_int8
 from inflight.load_model import load_model
 from inflight.models import Linear, load_weights, read_model_description
 from tests.engine.driver import alone, load_engine
@@ -27,13 +27,13 @@ from tests.triton.factories import make_parameters
 def test_quantized_weights_are_within_half_a_step() -> None:
     weight = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     weight[3] = 0
-    levels, scales = quantize(weight)
+    levels, scales = quantize_int8(weight)
     assert levels.dtype == torch.int8 and levels.abs().max() == 127
     assert torch.all((levels * scales[:, None] - weight).abs() <= scales[:, None] / 2 + 1e-7)
 
 
 def _assert_rounded(is_: Linear, was: Linear) -> None:
-    levels, scales = quantize(was.weight)
+    levels, scales = quantize_int8(was.weight)
     assert isinstance(is_, QuantizedLinear)
     assert torch.equal(is_.weight, levels) and torch.equal(is_.scales, scales)
 
@@ -92,7 +92,7 @@ def test_ranks_serve_quantized_weights(
         assert_same(many, one)
 
 
-def _load(zoo: Zoo, **parameters: Any) -> tuple[TorchEngine, str]:
+def _load(zoo: Zoo, **parameters: Any) -> tuple[ModelEngine, str]:
     model = load_model(make_parameters(gpt_model_path=str(zoo["llama"].folder), **parameters), "", None)
     return model.engine, model.dtype
 

@@ -19,12 +19,13 @@ import transformers
 from torch import Tensor
 
 from inflight.config import EngineConfig
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.attention import by_plain_products, gathering
-from inflight.engine.torch.attention_check import CannotAttend, check_attention
-from inflight.engine.torch.cuda import torch_paged_attention
-from inflight.engine.torch.kv_cache import KvCache, block_bytes
-from inflight.engine.torch.kv_rounding import FP8_LEVELS, INT8_LEVELS
+from inflight.engine.attention.check import CannotAttend, check_attention
+from inflight.engine.attention.find import torch_paged_attention
+from inflight.engine.attention.gathering import by_plain_products, gathering
+from inflight.engine.engine import ModelEngine
+from inflight.engine.kv_cache import KvCache, block_bytes
+from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS
+from inflight.engine.load import load_engine as load_model_engine
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
@@ -221,7 +222,7 @@ def test_logits_of_compiled_layers_are_the_same_to_the_bit(zoo: Zoo, kind: str, 
 WINDOWS = {"max_attention_window_size": (12, 40), "sink_token_length": 3}
 
 
-def assert_same_in_all_ways(engine: TorchEngine, model: ZooModel) -> None:
+def assert_same_in_all_ways(engine: ModelEngine, model: ZooModel) -> None:
     """With reuse, partly too, chunks, pauses, beams, drafts and prompt lookup, against each by itself."""
     requests = some_of_everything(model)[:6]
     alone = config_of("no-evict", enable_kv_cache_reuse=False)
@@ -274,7 +275,7 @@ def test_ranks_answer_as_one(zoo: Zoo, kernels: str, kind: str, tp_size: int, pp
     """Of a layer that is shared sums are made in another order, which may turn a level, and with it a token."""
     requests = some_of_everything(zoo["llama-gqa"])[:6]
     config = EngineConfig(str(zoo["llama-gqa"].folder), **ENGINE, kernels=kernels, kv_cache_dtype=kind)
-    one = serve(TorchEngine.load(config), CONFIG, requests)
+    one = serve(load_model_engine(config), CONFIG, requests)
     several = serve(ThreadRanks(config, tp_size, pp_size), CONFIG, requests)
     num_same = sum(several.beams(request) == one.beams(request) for request in requests)
     assert num_same == 6 if pp_size > 1 else num_same >= 4

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
+from inflight.engine import room
+from inflight.engine.kv_cache import KvCache, block_bytes
+from inflight.engine.load import load_stage
 from inflight.engine.memory import (
     KvCachePlan,
     available_cpu_memory,
@@ -17,8 +20,6 @@ from inflight.engine.memory import (
     plan_adapter_pages,
     plan_kv_cache,
 )
-from inflight.engine.torch import load_stage, room
-from inflight.engine.torch.kv_cache import KvCache, block_bytes
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from inflight.ranks.topology import Mapping

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from inflight.core.request.request import OutputConfig, Request
-from inflight.engine.torch.grouped_linear import GroupedLinear, KeepingLevels
+from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels
 from inflight.models import Linear
 from inflight.models.decoder_weights import ExpertWeights
 from inflight.models.levels import FLOAT4, GroupedMatrix, Kind

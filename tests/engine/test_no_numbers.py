@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
 from tests.engine.driver import Driver, load_engine
 from tests.engine.failing import serve_through_faults
 from tests.engine.kernels import needs_native
@@ -89,7 +89,7 @@ def test_requests_beside_it_are_answered_as_without_it(
             assert result.output_token_ids == expected[key].output_token_ids
 
 
-def leave_behind(engine: TorchEngine, value: float) -> None:
+def leave_behind(engine: ModelEngine, value: float) -> None:
     """Fill every block that can be handed out."""
     cache, count = engine.runner.cache, engine.limits.num_blocks
     with torch.inference_mode():

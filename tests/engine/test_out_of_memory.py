@@ -12,10 +12,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from inflight.core.schedule.batch import ScheduledBatch
-from inflight.engine import memory
-from inflight.engine.torch import TorchEngine, load_decoder
-from inflight.engine.torch.decoder import Decoder
-from inflight.engine.torch.kv_cache import KvCache
+from inflight.engine import load_decoder, memory
+from inflight.engine.engine import ModelEngine
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.layers.decoder import Decoder
 from inflight.errors import ConfigError, StepFailed
 from inflight.models import read_model_description
 from inflight.models.loader import num_weight_bytes
@@ -103,7 +103,7 @@ def test_another_error_of_a_load_stays_what_it_is(zoo: Zoo, monkeypatch: pytest.
         load_engine(zoo["llama"].folder, kernels="torch")
 
 
-def limit(engine: TorchEngine, is_too_much: Callable[[ScheduledBatch], bool]) -> list[str]:
+def limit(engine: ModelEngine, is_too_much: Callable[[ScheduledBatch], bool]) -> list[str]:
     """Let the forward pass of some batches find no memory; what is said of them is added to the result."""
     run, forward, said = engine.runner.run, engine.forward, []
 

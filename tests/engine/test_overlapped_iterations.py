@@ -16,9 +16,8 @@ from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConf
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
-from inflight.decoding import transfer
-from inflight.engine.engine import Pending
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine, Pending
+from inflight.sampling import transfer
 from tests.engine.driver import Driver, Row, load_engine
 from tests.engine.failing import Saboteur, serve_through_faults, spoil
 from tests.engine.fake_device import DEVICE, FakeDevice
@@ -38,7 +37,7 @@ SAMPLINGS = (
 )
 
 
-def ahead(engine: TorchEngine) -> TorchEngine:
+def ahead(engine: ModelEngine) -> ModelEngine:
     """On a CPU what is the rule on a GPU."""
     engine.limits = replace(engine.limits, overlaps_iterations=True)
     return engine

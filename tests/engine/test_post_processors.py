@@ -13,8 +13,8 @@ from transformers import NoRepeatNGramLogitsProcessor
 from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.decoding import LogitsPostProcessors
 from inflight.errors import StepFailed
+from inflight.sampling import LogitsPostProcessors
 from tests.engine.ranks import TOPOLOGIES, assert_same, ranks
 from tests.engine.serving import WAYS, Served, config_of, load, serve
 from tests.models.zoo import Zoo, ZooModel

@@ -10,8 +10,8 @@ import torch
 
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
+from inflight.engine.engine import ModelEngine
 from inflight.engine.prompt_tables import PromptTables
-from inflight.engine.torch.engine import TorchEngine
 from tests.engine.driver import Driver
 from tests.engine.kernels import by_default_and
 from tests.engine.ranks import TOPOLOGIES, ranks
@@ -269,6 +269,6 @@ def test_other_types_of_models_take_tables(zoo: Zoo, dtype: str) -> None:
 
 def test_a_batch_without_virtual_tokens_has_nothing_to_do(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo["llama-gqa"]
-    engine: TorchEngine = load(model.folder, 200)
+    engine: ModelEngine = load(model.folder, 200)
     monkeypatch.setattr(PromptTables, "_find", None)
     serve(engine, config_of("no-evict"), [Request(1, model.prompt(20), 12)])

@@ -14,7 +14,8 @@ from inflight.core.request.response import Result
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextDetails
-from inflight.engine.torch.engine import TorchEngine, TorchRunner
+from inflight.engine.engine import ModelEngine
+from inflight.engine.runner import ModelRunner
 from inflight.errors import StepFailed, Unavailable
 from inflight.ranks.failure_detector import NEVER
 from tests.engine import test_served_beams as beams
@@ -32,8 +33,8 @@ NUM_TOKENS = 20
 LOGITS = OutputConfig(return_generation_logits=True, return_context_logits=True)
 
 
-def _runner(stage: TorchRunner | TorchEngine) -> TorchRunner:
-    return stage.runner if isinstance(stage, TorchEngine) else stage
+def _runner(stage: ModelRunner | ModelEngine) -> ModelRunner:
+    return stage.runner if isinstance(stage, ModelEngine) else stage
 
 
 every_topology = pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
@@ -263,7 +264,7 @@ def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, topology:
     requests = _some_of_everything(model)
     expected = _by_one_rank_through_faults(model)
     with ranks(model.folder, topology, 64, 8) as engine:
-        sampler = next(stage for stage in engine.stages if isinstance(stage, TorchEngine))
+        sampler = next(stage for stage in engine.stages if isinstance(stage, ModelEngine))
         spoil(sampler, requests[1].request_id, num_tokens=38)
         served = serve_through_faults(
             engine, config_of("chunked"), requests, faulty_id=requests[1].request_id
@@ -283,7 +284,7 @@ def test_a_chunk_behind_a_batch_without_numbers_is_computed_by_all_ranks(
     with ranks(model.folder, topology) as engine:
         driver = Driver(engine)
         row, faulty = driver.start(model.prompt(20)), driver.start(model.prompt(9, 1))
-        sampler = next(stage for stage in engine.stages if isinstance(stage, TorchEngine))
+        sampler = next(stage for stage in engine.stages if isinstance(stage, ModelEngine))
         spoil(sampler, faulty.start.request.request_id, num_tokens=0)
         batches = [driver.batch({row: 8, faulty: 9})]
         row.num_computed = 8

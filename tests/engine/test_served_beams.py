@@ -13,7 +13,7 @@ from inflight.core.request.beam_search import BeamCandidates, BeamSearch
 from inflight.core.request.request import FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
-from inflight.decoding import reference
+from inflight.sampling import reference
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 
@@ -161,7 +161,7 @@ def test_bad_words_with_beams(zoo: Zoo, case: str) -> None:
 
 
 def searched(model: ZooModel, request: Request) -> list[list[int]]:
-    """The search step by step: transformers' logits, ranked by `decoding.reference`."""
+    """The search step by step: transformers' logits, ranked by `sampling.reference`."""
     search = BeamSearch(request)
     beams = [list(request.input_token_ids)]
     while not search.done:

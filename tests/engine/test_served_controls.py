@@ -12,7 +12,7 @@ import torch
 
 from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.decoding import reference
+from inflight.sampling import reference
 from tests.engine.kernels import DEFAULT, TORCH
 from tests.engine.serving import config_of, load, serve
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
@@ -168,7 +168,7 @@ CONTROLLED: list[dict[str, Any]] = [
 
 
 def referenced(model: ZooModel, request: Request) -> list[int]:
-    """What `decoding.reference` chooses, one token at a time from transformers' logits, without an end id."""
+    """What `sampling.reference` chooses, one token at a time from transformers' logits, without an end id."""
     tokens = list(request.input_token_ids)
     while len(tokens) < request.max_sequence_length:
         token = reference.next_token(model.logits(tokens)[-1].tolist(), request, tokens)
@@ -191,7 +191,7 @@ def controlled(model: ZooModel) -> dict[Request, list[int]]:
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
 @pytest.mark.parametrize("case", CASES)
 def test_allowed_tokens_and_logit_biases(zoo: Zoo, case: str, kernels: str | None) -> None:
-    """`decoding.reference`, one token at a time; the same with drafts from the sequence itself."""
+    """`sampling.reference`, one token at a time; the same with drafts from the sequence itself."""
     model = zoo[case]
     expected = controlled(model)
     requests = list(expected)
@@ -236,7 +236,7 @@ def sampling_requests(model: ZooModel) -> list[Request]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_sampled_tokens_are_those_of_the_reference(zoo: Zoo, case: str) -> None:
-    """Every parameter at once: `decoding.reference`, one token at a time from transformers' logits."""
+    """Every parameter at once: `sampling.reference`, one token at a time from transformers' logits."""
     model = zoo[case]
     requests = sampling_requests(model)[1:4]
     served = serve(load(model.folder, 34, 5), config_of("utilization-chunked-no-reuse"), requests)

@@ -11,7 +11,7 @@ import torch
 
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.decoding import reference
+from inflight.sampling import reference
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 
@@ -79,7 +79,7 @@ def test_drafts_from_outside(zoo: Zoo, case: str, way: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("threshold", [None, 0.5])
 def test_drafts_with_logits(zoo: Zoo, case: str, threshold: float | None) -> None:
-    """Tokens are those that `decoding.reference` takes, from transformers' logits."""
+    """Tokens are those that `sampling.reference` takes, from transformers' logits."""
     model = zoo[case]
     requests = []
     for plain in make_requests(model):

@@ -11,12 +11,12 @@ import pytest
 from inflight.core.request.request import ExternalDraft, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.errors import InvalidArgument
-from tests.decoding.factories import floats
-from tests.decoding.test_extremes import extreme_request
 from tests.engine.kernels import DEFAULT, TORCH
 from tests.engine.paging import MAX_SEQUENCE_LENGTH, load_paged
 from tests.engine.serving import Served, config_of, load, serve
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.sampling.factories import floats
+from tests.sampling.test_extremes import extreme_request
 
 NEVER = float("-inf")
 EVERY_TOKEN = tuple(range(VOCAB_SIZE))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.decoding.transfer import to_host, upload
-from inflight.engine.torch.attention import GATHERING
+from inflight.engine.attention.gathering import GATHERING
+from inflight.sampling.transfer import to_host, upload
 from tests.engine.driver import Driver, load_engine
 from tests.engine.fake_device import DEVICE, FakeDevice
 from tests.engine.paging import load_paged

@@ -11,7 +11,7 @@ import torch
 
 from inflight.core.request.request import ExternalDraft, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import attention
+from inflight.engine.attention import gathering as attention
 from inflight.engine.windows import AttentionWindow, layer_windows
 from inflight.errors import ConfigError
 from tests.engine.driver import Driver, alone, load_engine

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from inflight.config import EngineConfig
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
-from inflight.engine.torch import load_stage
-from inflight.engine.torch.engine import LoadRunner, MakeGrammars, no_grammars
+from inflight.engine.load import MakeGrammars, load_stage, no_grammars
 from inflight.ranks.rank_engine import RankEngine
 from inflight.ranks.topology import Mapping
+from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 
 
 class _Meeting:
@@ -46,7 +45,7 @@ class _Meeting:
 
 
 class ThreadCollectives:
-    """Implements `inflight.engine.torch.collectives.Collectives` for one rank of a stage.
+    """Implements `inflight.engine.collectives.Collectives` for one rank of a stage.
 
     Attributes:
         size: Ranks of the stage.
@@ -161,7 +160,6 @@ class ThreadRanks:
         processors: LogitsPostProcessors = NO_POST_PROCESSORS,
         make_grammars: MakeGrammars = no_grammars,
         moe_ep_size: int = 1,
-        load_runner: LoadRunner | None = None,
     ) -> None:
         mappings = [Mapping(tp_size, pp_size, rank, moe_ep_size) for rank in range(tp_size * pp_size)]
         meetings = [_Meeting(tp_size) for _ in range(pp_size)]
@@ -173,7 +171,6 @@ class ThreadRanks:
                 collectives,
                 processors=processors,
                 make_grammars=make_grammars,
-                load_runner=load_runner,
             )
             for mapping, collectives in zip(mappings, self.collectives)
         ]

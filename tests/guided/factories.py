@@ -13,7 +13,8 @@ from inflight.config import EngineConfig
 from inflight.core.request.guide import Guide
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import load_engine
 from inflight.guided.backend import GuideBackend, MaskJob, make_backend
 from inflight.guided.grammars import Grammars
 from inflight.guided.vocabulary import GuideVocabulary
@@ -63,7 +64,7 @@ def load(
     max_num_sequences: int = 32,
     make_grammars: Callable[[int], Grammars | None] = tiny_grammars,
     **changes: Any,
-) -> TorchEngine:
+) -> ModelEngine:
     """A float32 engine on the CPU with blocks of 8 tokens that follows guides."""
     values = {"dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8, **changes}
     config = EngineConfig(
@@ -72,7 +73,7 @@ def load(
         max_tokens_in_paged_kv_cache=values["tokens_per_block"] * num_blocks,
         **values,
     )
-    return TorchEngine.load(config, make_grammars=make_grammars)
+    return load_engine(config, make_grammars=make_grammars)
 
 
 def make_request(

@@ -9,11 +9,11 @@ from inflight.batch_manager.recording import Begin, decode, encode
 from inflight.core.request.guide import Guide, GuideEvent, GuideType
 from inflight.core.request.request import IterationInput
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.decoding.row_kernels import banned_by
 from inflight.guided.backend import MaskJob
 from inflight.guided.vocabulary import GuideVocabulary
 from inflight.load_model import guide_vocabulary
 from inflight.raw_buffers import BufferedDecoder, BufferedEncoder
+from inflight.sampling.row_kernels import banned_by
 from inflight.text.tokenizer import Tokenizer
 from tests.guided.factories import has_bit, make_request, tiny_backend, tiny_vocabulary
 from tests.guided.test_at_random import DEMO_MODEL

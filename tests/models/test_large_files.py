@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from inflight.config import EngineConfig
-from inflight.engine.torch import TorchEngine, load_decoder
+from inflight.engine import load_decoder
+from inflight.engine.load import load_engine
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from inflight.models.loader import check_weights, tensor_shapes
@@ -115,7 +116,7 @@ def test_headers_say_what_does_not_fit(
 
     monkeypatch.setattr(load_decoder, "load_library", compile_layers)
     with pytest.raises(ConfigError) as error:
-        TorchEngine.load(EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu"))
+        load_engine(EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu"))
     assert message in str(error.value)
     assert all(_bytes_in_memory(path) < _MOST_READ for path in paths)
 

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from inflight.engine.torch.collectives import CpuStageLink, MpiCollectives
+from inflight.engine.collectives import CpuStageLink, MpiCollectives
 from inflight.errors import ConfigError
 from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink, MpiWorld
 from inflight.ranks.topology import Mapping

@@ -18,8 +18,8 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
-from inflight.engine.torch import load_stage
-from inflight.engine.torch.collectives import MpiCollectives, make_stage_link
+from inflight.engine.collectives import MpiCollectives, make_stage_link
+from inflight.engine.load import load_stage
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink, MpiWorld

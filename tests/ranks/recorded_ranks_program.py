@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from inflight.engine.torch.collectives import TorchCollectives
-from inflight.engine.torch.cuda import GraphCapture, triton_attention
+from inflight.engine.attention.find import triton_attention
+from inflight.engine.collectives import TorchCollectives
+from inflight.engine.cuda.graph_capture import GraphCapture
 from inflight.models import read_model_description
 from inflight.models.sharding import Part
 from inflight.ranks.mpi import MpiWorld

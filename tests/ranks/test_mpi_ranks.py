@@ -10,7 +10,7 @@ import json
 import pytest
 
 from inflight.config import EngineConfig
-from inflight.engine.torch import TorchEngine
+from inflight.engine.load import load_engine
 from tests.engine.serving import serve
 from tests.models.zoo import Zoo
 from tests.ranks import requests
@@ -31,7 +31,7 @@ def test_ranks_in_step_answer_as_one(
 ) -> None:
     folder = str(zoo[case].folder)
     config = EngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * 100)
-    alone = TorchEngine.load(config)
+    alone = load_engine(config)
     expected = requests.answers(serve(alone, requests.CONFIG, requests.make_requests()))
     stopped, faulty = requests.make_doomed()
     whole = serve(alone, requests.CONFIG, [stopped]).tokens(requests.STOPPED)

@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-from inflight.engine.torch.collectives import TorchCollectives, TorchStageLink
+from inflight.engine.collectives import TorchCollectives, TorchStageLink
 from inflight.ranks.mpi import MpiStageLink, MpiWorld
 from inflight.ranks.rendezvous import meet
 from inflight.ranks.topology import Mapping, Placement, gather_hosts

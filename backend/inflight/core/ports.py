@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from inflight.core.report.metrics import MetricsSnapshot
@@ -63,6 +63,42 @@ class Engine(Protocol):
         """Choose the next token of every sampled row and remember it as the slot's last token.
 
         For a batch that samples on the device `forward` has begun that, and this waits for the tokens.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the device's memory. Idempotent."""
+        ...
+
+
+class Runner(Protocol):
+    """One rank's part of a model on a device: an `Engine` without the choice of tokens. Loop thread."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Fixed once it is loaded, and the same on all ranks."""
+        ...
+
+    def forward(self, batch: ScheduledBatch, hidden: Any = None) -> Any:
+        """Compute this rank's layers.
+
+        Args:
+            batch: As for `Engine.forward`.
+            hidden: Behind the first stage, the hidden states that the stage before has made.
+
+        Returns:
+            At the last stage what tokens are chosen from, before it the hidden states for the next stage.
+        """
+        ...
+
+    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        """Take over what another rank has chosen; batches without rows of these slots may have begun since."""
+        ...
+
+    def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
+        """Refuse to carry on in the slots of a batch that failed on some rank until sequences start there again.
+
+        Batches that have begun `since` may have started some of those slots anew.
         """
         ...
 

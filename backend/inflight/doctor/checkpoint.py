@@ -93,8 +93,8 @@ def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) ->
 
 
 def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
-    from inflight.engine.torch.load_decoder import computed_dtype
-    from inflight.engine.torch.room import find_device, longest_sequence
+    from inflight.engine.load_decoder import computed_dtype
+    from inflight.engine.room import find_device, longest_sequence
     from inflight.errors import ConfigError
     from inflight.models import read_model_description
     from inflight.models.loader import num_parameters, num_weight_bytes
@@ -132,6 +132,7 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
 
 def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:
     """Whether plans of TensorRT would run here, by what a load looks at before it reads them."""
+    from inflight.engine.room import find_device
     from inflight.engine.tensorrt.checks import (
         check_model,
         check_processor,
@@ -140,7 +141,6 @@ def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:
         longest_of_plans,
     )
     from inflight.engine.tensorrt.sidecar import Sidecar, sidecar_name
-    from inflight.engine.torch.room import find_device
     from inflight.errors import ConfigError
     from inflight.models import read_model_description
     from inflight.ranks.topology import Mapping
@@ -179,7 +179,7 @@ def _check_transformers(folder: Path) -> Iterator[Finding]:
         says = f"transformers, whose own code would run {_family(folder)}, is not installed"
         yield red("checkpoint", says, f"pip install -e '.[transformers]' in the checkout, or {mend}")
         return
-    from inflight.engine.torch.transformers_model import find_class
+    from inflight.engine.layers.transformers_model import find_class
 
     try:
         name = find_class(read_config_file(folder)).__name__
@@ -236,9 +236,9 @@ def _check_path(
     import torch
 
     from inflight.config import INT8, QUANTIZED
-    from inflight.engine.torch.kv_rounding import find_rounding
-    from inflight.engine.torch.load_decoder import check_native, keeps_levels, kept_by_compiled_layers
-    from inflight.engine.torch.native.library import CannotBuild, foresee
+    from inflight.engine.cpu.library import CannotBuild, foresee
+    from inflight.engine.kv_rounding import find_rounding
+    from inflight.engine.load_decoder import check_native, keeps_levels, kept_by_compiled_layers
     from inflight.models.loader import quantized_kinds
 
     kept = torch.int8 if config.dtype in QUANTIZED else dtype
@@ -284,9 +284,9 @@ def _check_room(
 
     `dtypes`: of activations and KV cache, and of the layers' matrices.
     """
+    from inflight.engine.kv_cache import block_bytes
+    from inflight.engine.kv_rounding import find_rounding
     from inflight.engine.memory import free_memory, plan_kv_cache
-    from inflight.engine.torch.kv_cache import block_bytes
-    from inflight.engine.torch.kv_rounding import find_rounding
     from inflight.errors import ConfigError
 
     rounding = find_rounding(config.kv_cache_dtype)

@@ -97,7 +97,7 @@ def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
 
 def check_layers(has_gpu: bool) -> Iterator[Finding]:
     """Where the compiled layers come from for each kind of weights, or why torch's operators have to do."""
-    from inflight.engine.torch.native.library import CannotBuild, foresee
+    from inflight.engine.cpu.library import CannotBuild, foresee
 
     if has_gpu:
         yield green("CPU layers", "not used: there is a GPU")
@@ -111,7 +111,7 @@ def check_layers(has_gpu: bool) -> Iterator[Finding]:
 
 
 def _instruction_sets(dtype: str, int8: bool) -> str:
-    from inflight.engine.torch.native.library import instruction_sets
+    from inflight.engine.cpu.library import instruction_sets
 
     return ", ".join(sorted(instruction_sets(dtype, int8)))
 

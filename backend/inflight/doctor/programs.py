@@ -68,8 +68,9 @@ def check_attention(
     import torch
 
     from inflight.config import EngineConfig
-    from inflight.engine.torch.load_decoder import computed_dtype, find_attention
-    from inflight.engine.torch.room import find_device
+    from inflight.engine.attention.find import find_attention
+    from inflight.engine.load_decoder import computed_dtype
+    from inflight.engine.room import find_device
     from inflight.models import read_model_description
     from inflight.models.registry import UnknownFamily
     from inflight.server.repository import default_repository

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from inflight.additional_outputs import AdditionalModelOutput, Meaning, OfferedOutput, OutputKind, meaning_of
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch, TokenDetails
-from inflight.decoding.argmax import top_indices
 from inflight.errors import ConfigError
+from inflight.sampling.argmax import top_indices
 
 TokenRows = Mapping[int, Sequence[Tensor]]
 """By slot: for each of its request's outputs [rows that choose tokens, width] float32."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from inflight.core.request.adapter import Matrix
-from inflight.decoding.transfer import upload
+from inflight.sampling.transfer import upload
 
 _HOST = torch.device("cpu")
 

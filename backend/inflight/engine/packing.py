@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.schedule.batch import ScheduledBatch
-from inflight.decoding.transfer import upload
 from inflight.engine.prompt_tables import VirtualRows
 from inflight.engine.slots import SlotTable
+from inflight.sampling.transfer import upload
 
 TILE_ROWS = 64
 """Rows of a chunk that attention for fixed shapes computes together."""

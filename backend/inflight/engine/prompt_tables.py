@@ -15,8 +15,8 @@ from torch import Tensor
 
 from inflight.core.request.adapter import PromptTable
 from inflight.core.schedule.batch import ScheduledBatch
-from inflight.decoding.transfer import upload
 from inflight.engine.matrices import to_tensor
+from inflight.sampling.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)

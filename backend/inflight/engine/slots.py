@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.decoding.transfer import upload
+from inflight.sampling.transfer import upload
 
 
 class SlotTable:

@@ -57,7 +57,7 @@ class OwnPostProcessors:
 
 def has_client_id_argument(process: Callable[..., Any]) -> bool:
     """Whether a request's callable takes five arguments; raises ExecutorError unless that or four."""
-    from inflight.decoding.logits_post_processors import takes_client_id
+    from inflight.sampling.logits_post_processors import takes_client_id
 
     try:
         return takes_client_id("Request.logits_post_processor", process)
@@ -85,7 +85,7 @@ def loader(config: ExecutorConfig, own: OwnPostProcessors, module: str | None = 
     vocabulary = None if guides is None else _vocabulary(guides)
     if module is not None and not _has_callables(processors):
         return functools.partial(load_model, vocabulary=vocabulary)
-    from inflight.decoding import LogitsPostProcessors
+    from inflight.sampling import LogitsPostProcessors
 
     found = processors or LogitsPostProcessorConfig()
     by_name = {name: each for name, each in (found.processor_map or {}).items() if each is not None}

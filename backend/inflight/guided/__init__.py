@@ -11,5 +11,5 @@
 
 A guide comes from anybody, and some take for ever, or all memory. So a process beside the engine compiles it
 first, within bounds, and is killed where they are exceeded; only what it has proved goes into the engine. How
-masks change logits is the business of `inflight.decoding.guides`. Knows neither Triton nor the loop.
+masks change logits is the business of `inflight.sampling.guides`. Knows neither Triton nor the loop.
 """

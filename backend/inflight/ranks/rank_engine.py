@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
+from inflight.core.ports import Runner
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.errors import (
     InflightError,
@@ -45,44 +46,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class StageRunner(Protocol):
-    """One rank's part of a model on a device: `inflight.core.ports.Engine`, but for the choice of tokens."""
-
-    @property
-    def limits(self) -> EngineLimits:
-        """Fixed once it is loaded, and the same on all ranks."""
-        ...
-
-    def forward(self, batch: ScheduledBatch, hidden: Any = None) -> Any:
-        """Compute this rank's layers.
-
-        Args:
-            batch: As for `Engine.forward`.
-            hidden: Behind the first stage, the hidden states that the stage before has made.
-
-        Returns:
-            At the last stage what `StageEngine.choose` takes, before it the hidden states for the next stage.
-        """
-        ...
-
-    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """Take over what another rank has chosen; batches without rows of these slots may have begun since."""
-        ...
-
-    def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
-        """Refuse to carry on in the slots of a batch that failed on some rank until sequences start there again.
-
-        Batches that have begun `since` may have started some of those slots anew.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free the device's memory. Idempotent."""
-        ...
-
-
 @runtime_checkable
-class StageEngine(StageRunner, Protocol):
+class StageEngine(Runner, Protocol):
     """The part of the rank that chooses tokens, which has the sampler."""
 
     def choose(self, batch: ScheduledBatch, logits: Any, /) -> ModelOutput:
@@ -159,7 +124,7 @@ class RankEngine:
 
     def __init__(
         self,
-        engine: StageRunner,
+        engine: Runner,
         mapping: Mapping,
         link: StageLink,
         outcomes: MpiOutcomes,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from inflight.config import EngineConfig
-from inflight.decoding.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import load_engine
 from inflight.engine.tensorrt.build import BuildOptions, build_engine
-from inflight.engine.tensorrt.load import load_runner
-from inflight.engine.torch import TorchEngine
+from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from tests.engine.tensorrt import runtime_stand_in
 
 SIZES = {"max_batch_size": 6, "max_seq_len": 128, "max_num_tokens": 512, "dtype": "float32"}
@@ -42,11 +42,11 @@ def load(
     num_blocks: int | None = 80,
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     **changes: Any,
-) -> TorchEngine:
+) -> ModelEngine:
     """An engine on the CPU with blocks of 8 tokens; None: as many blocks as it takes."""
     values = {"device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8, "max_num_sequences": 4} | changes
     if num_blocks is not None:
         values["max_tokens_in_paged_kv_cache"] = values["tokens_per_block"] * num_blocks
     config = EngineConfig(str(folder), implementation="tensorrt", **values)
     with standing_in():
-        return TorchEngine.load(config, processors, load_runner=load_runner)
+        return load_engine(config, processors)

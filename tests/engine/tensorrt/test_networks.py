@@ -19,9 +19,8 @@ from torch import Tensor
 
 from inflight.adapters.lora_modules import SPLIT_MODULES
 from inflight.engine.low_rank import low_rank_layers
+from inflight.engine.quantize import quantize_float8, quantize_int8
 from inflight.engine.tensorrt.network import lacking
-from inflight.engine.torch.native.packing import quantize
-from inflight.engine.torch.quantized_linear import quantize_float8
 from inflight.models import read_model_description
 from inflight.models.sharding import Part, Shard
 from tests.engine.lora import Adapter, make_adapter
@@ -76,7 +75,7 @@ def test_error_of_other_types_is_bounded(zoo: Zoo, tmp_path: Path, case: str, dt
     assert 0 < relative_error(model, texts) < BOUND[dtype]
 
 
-@pytest.mark.parametrize(("dtype", "rounded"), [("int8", quantize), ("fp8", quantize_float8)])
+@pytest.mark.parametrize(("dtype", "rounded"), [("int8", quantize_int8), ("fp8", quantize_float8)])
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen3"])
 def test_quantized_weights_are_what_they_stand_for(
     zoo: Zoo, tmp_path: Path, case: str, dtype: str, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -10,15 +10,15 @@ import torch
 
 from inflight.config import EngineConfig
 from inflight.core.request.request import OutputConfig, Request
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import load_engine
 from inflight.engine.tensorrt.build import BuildOptions, build_engine
-from inflight.engine.tensorrt.load import load_runner
 from inflight.engine.tensorrt.module import find_module, module_name
-from inflight.engine.torch import TorchEngine
 from inflight.errors import ConfigError
 from tests.engine import test_served_adapters as adapters
+from tests.engine.cuda.test_iteration_graphs import replay_everything
 from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.serving import WAYS, config_of, serve, to_torch
-from tests.engine.test_iteration_graphs import replay_everything
 from tests.models.zoo import Zoo, ZooModel
 
 
@@ -39,12 +39,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not()), reason=why_no
 SIZES = {"max_batch_size": 6, "max_seq_len": 128, "max_num_tokens": 512, "dtype": "float32"}
 
 
-def load(model: ZooModel, folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> TorchEngine:
+def load(model: ZooModel, folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> ModelEngine:
     """Plans of this machine, and an engine on them; `options` are the build's."""
     build_engine(model.folder, folder, BuildOptions(**(SIZES | options)))
     values = {"max_num_sequences": 4, "tokens_per_block": 8, "max_num_tokens": 512} | (changes or {})
     values.setdefault("max_tokens_in_paged_kv_cache", 8 * 40)
-    return TorchEngine.load(EngineConfig(str(folder), device="cuda", **values), load_runner=load_runner)
+    return load_engine(EngineConfig(str(folder), device="cuda", implementation="tensorrt", **values))
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "qwen3", "gpt2", "gemma3", "mixtral"])

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
-from inflight.engine.tensorrt.load import load_runner
-from inflight.engine.torch.iteration_graphs import Capture, IterationGraphs
+from inflight.engine.cuda.iteration_graphs import Capture, IterationGraphs
 from inflight.errors import InflightError
 from tests.engine import test_additional_outputs as additional
 from tests.engine import test_after_failure as failures
 from tests.engine import test_prompt_tables as tables
 from tests.engine import test_served_adapters as adapters
+from tests.engine.cuda.test_iteration_graphs import replay_everything
 from tests.engine.driver import Driver, load_engine
 from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.failing import Saboteur, serve_through_faults
@@ -26,7 +26,6 @@ from tests.engine.tape import Tape
 from tests.engine.tensorrt.conftest import Plans
 from tests.engine.tensorrt.engines import load, standing_in
 from tests.engine.test_adapters import assert_contained
-from tests.engine.test_iteration_graphs import replay_everything
 from tests.models.zoo import Zoo
 
 LORA_RANKS = 24
@@ -291,8 +290,7 @@ def test_two_ranks_give_the_same(zoo: Zoo, plans: Plans, case: str) -> None:
         replace(each, output=OutputConfig(return_context_logits=True)) if each.request_id == 0 else each
         for each in some_of_everything(model)
     ]
-    options = {"load_runner": load_runner, "implementation": "tensorrt"}
-    with standing_in(), ranks(folder, (2, 1), 40, **options) as engine:
+    with standing_in(), ranks(folder, (2, 1), 40, implementation="tensorrt") as engine:
         served = serve(engine, config_of("chunked", max_beam_width=3), requests)
         calls = [each.num_calls for each in engine.collectives]
     assert_as_transformers(model, served, requests)

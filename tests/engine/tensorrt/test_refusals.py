@@ -15,11 +15,11 @@ import torch
 
 from inflight.additional_outputs import parse_outputs
 from inflight.config import EngineConfig, Parameters
+from inflight.engine.load import load_engine
+from inflight.engine.load_options import LoadOptions
 from inflight.engine.tensorrt.checks import check_processor, longest_of_plans
 from inflight.engine.tensorrt.load import load_runner
 from inflight.engine.tensorrt.sidecar import Sidecar, file_digest
-from inflight.engine.torch import TorchEngine
-from inflight.engine.torch.collectives import ALONE
 from inflight.errors import ConfigError
 from inflight.load_model import load_model
 from inflight.models import read_model_description
@@ -127,28 +127,38 @@ def test_more_than_was_built(model: ZooModel, plans: Plans, changes: dict[str, A
     ],
 )
 def test_other_ranks(model: ZooModel, plans: Plans, mapping: Mapping, message: str) -> None:
-    config = EngineConfig(str(plans(model)), device="cpu", max_num_sequences=4)
+    config = EngineConfig(str(plans(model)), device="cpu", max_num_sequences=4, implementation="tensorrt")
     with standing_in(), pytest.raises(ConfigError, match=message):
-        load_runner(config, mapping, ALONE, int, ())
+        load_runner(LoadOptions(config, mapping))
 
 
 def test_another_checkpoint(zoo: Zoo, model: ZooModel, plans: Plans, tmp_path: Path) -> None:
-    config = EngineConfig(str(model.folder), engine_dir=str(plans(model)), device="cpu", max_num_sequences=4)
+    config = EngineConfig(
+        str(model.folder),
+        engine_dir=str(plans(model)),
+        device="cpu",
+        max_num_sequences=4,
+        implementation="tensorrt",
+    )
     with standing_in():
-        TorchEngine.load(config, load_runner=load_runner)
+        load_engine(config)
         other = replace(config, gpt_model_path=str(zoo["llama"].folder))
         with pytest.raises(ConfigError, match="were built from another checkpoint than"):
-            TorchEngine.load(other, load_runner=load_runner)
+            load_engine(other)
 
 
 def test_plans_of_another_checkpoint_than_the_engine_folder_that_is_named(
     zoo: Zoo, model: ZooModel, plans: Plans
 ) -> None:
     config = EngineConfig(
-        str(plans(zoo["llama-gqa-tied"])), engine_dir=str(plans(model)), device="cpu", max_num_sequences=4
+        str(plans(zoo["llama-gqa-tied"])),
+        engine_dir=str(plans(model)),
+        device="cpu",
+        max_num_sequences=4,
+        implementation="tensorrt",
     )
     with standing_in(), pytest.raises(ConfigError, match="were built from another checkpoint than"):
-        TorchEngine.load(config, load_runner=load_runner)
+        load_engine(config)
 
 
 @pytest.mark.parametrize(
@@ -171,9 +181,9 @@ def test_descriptions_of_ranks_that_do_not_belong_together(
         path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": settings}))
     else:
         path.write_text(json.dumps(json.loads(path.read_text()) | {source: "0" * 32}))
-    config = EngineConfig(str(folder), device="cpu", max_num_sequences=4)
+    config = EngineConfig(str(folder), device="cpu", max_num_sequences=4, implementation="tensorrt")
     with standing_in(), pytest.raises(ConfigError, match=message):
-        load_runner(config, Mapping(tp_size=2, rank=1), ALONE, int, ())
+        load_runner(LoadOptions(config, Mapping(tp_size=2, rank=1)))
 
 
 def test_the_other_rotary_factors_than_were_built(zoo: Zoo, model: ZooModel, plans: Plans) -> None:
@@ -192,9 +202,9 @@ def test_the_other_rotary_factors_than_were_built(zoo: Zoo, model: ZooModel, pla
 def test_without_tensorrt(model: ZooModel, plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
         monkeypatch.setitem(sys.modules, name, None)
-    config = EngineConfig(str(plans(model)), device="cpu", max_num_sequences=4)
+    config = EngineConfig(str(plans(model)), device="cpu", max_num_sequences=4, implementation="tensorrt")
     with pytest.raises(ConfigError, match=r"needs an NVIDIA GPU and TensorRT; tensorrt_rtx is not"):
-        TorchEngine.load(config, load_runner=load_runner)
+        load_engine(config)
 
 
 @pytest.mark.parametrize(
@@ -221,11 +231,11 @@ def test_tensorrts_own_runtime_says_no_without_a_gpu(
     from inflight.engine.tensorrt.build import BuildOptions, build_engine
 
     build_engine(model.folder, tmp_path, BuildOptions(dtype="float32", max_seq_len=32, max_num_tokens=32))
-    config = EngineConfig(str(tmp_path), device="cpu", max_num_sequences=4)
+    config = EngineConfig(str(tmp_path), device="cpu", max_num_sequences=4, implementation="tensorrt")
     with pytest.raises(
         ConfigError, match=r"rank0\.plan needs an NVIDIA GPU and TensorRT; this machine has no"
     ):
-        TorchEngine.load(config, load_runner=load_runner)
+        load_engine(config)
 
 
 # ---------------------------------------------------------------------- how an engine is named

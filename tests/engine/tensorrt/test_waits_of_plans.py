@@ -12,11 +12,12 @@ from torch import Tensor
 
 from inflight.core.request.request import OutputConfig
 from inflight.core.schedule.batch import EngineLimits
+from inflight.engine.engine import ModelEngine
+from inflight.engine.load import make_engine
+from inflight.engine.runner import ModelRunner
 from inflight.engine.tensorrt.decoder import TensorRtDecoder
 from inflight.engine.tensorrt.row_cache import RowCache
-from inflight.engine.tensorrt.runner import TensorRtRunner
 from inflight.engine.tensorrt.sidecar import Plan, Sidecar
-from inflight.engine.torch import TorchEngine
 from inflight.models import read_model_description
 from inflight.models.sharding import Part
 from tests.engine.driver import Driver, Row
@@ -50,7 +51,7 @@ class PlanOnDevice:
 
 
 @torch.inference_mode()
-def load(folder: Path, num_blocks: int = 80) -> TorchEngine:
+def load(folder: Path, num_blocks: int = 80) -> ModelEngine:
     decoder = read_model_description(folder).decoder
     sidecar, part = Sidecar.read(folder / "rank0.json"), Part.whole(decoder)
     settings = sidecar.settings
@@ -74,7 +75,7 @@ def load(folder: Path, num_blocks: int = 80) -> TorchEngine:
         8,
         overlaps_iterations=True,
     )
-    return TorchEngine(TensorRtRunner(made, cache, limits, 512))
+    return make_engine(ModelRunner(made, cache, limits, 512))
 
 
 def test_batches_wait_once(zoo: Zoo, plans: Plans) -> None:
@@ -114,7 +115,7 @@ def test_overlapped_iterations_give_the_same(zoo: Zoo, plans: Plans, monkeypatch
     requests = [replace(each, output=OutputConfig()) for each in undemanding(model)]
     expected = serve(engines.load(plans(model), 40, max_num_sequences=6), config_of("chunked"), requests)
     with FakeDevice() as device:
-        monkeypatch.setattr("inflight.decoding.transfer.mark", device.mark)
+        monkeypatch.setattr("inflight.sampling.transfer.mark", device.mark)
         served = serve(load(plans(model), 40), config_of("chunked"), requests)
     assert served.most_in_flight == 2
     for request_id, index in expected.responses:

@@ -1,7 +1,7 @@
 """How the next token is chosen from the logits: one frozen value per request.
 
 Every sampling control is declared here, once: its field has the type and the neutral value, and beside it stand
-its tensor, its range and what it needs. How it changes logits is a step of `inflight.decoding.pipeline`, and not
+its tensor, its range and what it needs. How it changes logits is a step of `inflight.sampling.pipeline`, and not
 part of the field, because front ends read and check controls without torch. Temperature, top_k, top_p and min_p
 have no step: together they decide which tokens are drawn from.
 """
@@ -84,7 +84,7 @@ def _declare(
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """TensorRT-LLM's `SamplingConfig`. The order in which it is applied is in `inflight.decoding.pipeline`.
+    """TensorRT-LLM's `SamplingConfig`. The order in which it is applied is in `inflight.sampling.pipeline`.
 
     Attributes:
         beam_width: Beams of a beam search; 1 samples, or is greedy.

@@ -22,7 +22,7 @@ from inflight.errors import ConfigError
 from inflight.models import DecoderConfig
 
 
-class Attention(Protocol):
+class NetworkAttention(Protocol):
     """One for all layers of a network."""
 
     def attend(self, index: int, queries: Any, keys: Any, values: Any, window: AttentionWindow | None) -> Any:
@@ -101,7 +101,7 @@ class SplitAttention:
         }
 
     def attend(self, index: int, queries: Any, keys: Any, values: Any, window: AttentionWindow | None) -> Any:
-        """As `Attention.attend`."""
+        """As `NetworkAttention.attend`."""
         graph, heads, dim = self._graph, self._held.num_heads, self._held.head_dim
         all_keys, all_values = self._caches.write(index, keys, values)
         chunk_mask, generation_mask = self._masks[window]
@@ -155,7 +155,7 @@ class PackedAttention:
         self._lengths = graph.input("kv_lengths", "int32", (settings.max_batch_size,))
 
     def attend(self, index: int, queries: Any, keys: Any, values: Any, window: AttentionWindow | None) -> Any:
-        """As `Attention.attend`."""
+        """As `NetworkAttention.attend`."""
         graph = self._graph
         all_keys, all_values = self._caches.write(index, keys, values)
         lengths = self._caches.update_lengths, self._lengths

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from inflight.config import EngineConfig
+from inflight.engine.room import longest_sequence
 from inflight.engine.tensorrt.module import find_module, module_version
 from inflight.engine.tensorrt.sidecar import File, Sidecar, checkpoint_digest, file_digest, sidecar_name
-from inflight.engine.torch.room import longest_sequence
 from inflight.engine.windows import layer_windows
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError

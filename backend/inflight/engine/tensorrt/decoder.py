@@ -1,4 +1,4 @@
-"""A decoder whose layers and logits are plans of TensorRT; it stands where `engine.torch.decoder.Decoder` does.
+"""A decoder whose layers and logits are plans of TensorRT; it stands where `engine.layers.decoder.Decoder` does.
 
 The layers read and write the rows of a `RowCache`; what they have written goes from there to the blocks. Around
 the plans are tensors only, so a batch can be recorded with all of it. Called by the loop thread.
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from inflight.adapters.lora_modules import Module
 from inflight.core.schedule.batch import AdapterLoad
-from inflight.decoding.row_kernels import RowKernels
+from inflight.engine.adapter_pool import ActiveAdapters, AdapterPool, LinearPages
 from inflight.engine.additional_outputs import HiddenStates
+from inflight.engine.collectives import ALONE, Collectives, join_logits
+from inflight.engine.kv_cache import cache_places
 from inflight.engine.packing import PackedBatch, TileLimits
 from inflight.engine.tensorrt.plan_rows import (
     BatchPart,
@@ -31,12 +33,10 @@ from inflight.engine.tensorrt.plan_rows import (
 from inflight.engine.tensorrt.row_cache import RowCache
 from inflight.engine.tensorrt.runtime import LoadedPlan
 from inflight.engine.tensorrt.sidecar import Settings
-from inflight.engine.torch.adapters import ActiveAdapters, AdapterPool, LinearPages
-from inflight.engine.torch.collectives import ALONE, Collectives
-from inflight.engine.torch.decoder import cache_places, join_logits
 from inflight.errors import StepFailed
 from inflight.models import DecoderConfig
 from inflight.models.sharding import Part
+from inflight.sampling.row_kernels import RowKernels
 
 _BY_TORCH = RowKernels()
 

@@ -15,8 +15,22 @@ import torch
 from safetensors.torch import load_file
 
 from inflight.config import EngineConfig
+from inflight.engine.adapter_pool import page_bytes
+from inflight.engine.collectives import Collectives
+from inflight.engine.cuda.graph_capture import agree_on_capture, find_capture
+from inflight.engine.cuda.iteration_graphs import RecordedKinds
+from inflight.engine.cuda.row_kernels import find_row_kernels
 from inflight.engine.debug_tensors import DebugTensors
+from inflight.engine.load_options import LoadOptions
 from inflight.engine.memory import allocating
+from inflight.engine.room import (
+    count_adapter_pages,
+    count_blocks,
+    find_device,
+    make_limits,
+    offer_outputs,
+)
+from inflight.engine.runner import ModelRunner
 from inflight.engine.tensorrt.checks import (
     check_digest,
     check_model,
@@ -32,42 +46,23 @@ from inflight.engine.tensorrt.checks import (
 )
 from inflight.engine.tensorrt.decoder import TensorRtDecoder
 from inflight.engine.tensorrt.row_cache import RowCache, row_bytes
-from inflight.engine.tensorrt.runner import TensorRtRunner
 from inflight.engine.tensorrt.runtime import LoadedPlan, Runtime
 from inflight.engine.tensorrt.sidecar import Sidecar
-from inflight.engine.torch.adapters import page_bytes
-from inflight.engine.torch.collectives import Collectives
-from inflight.engine.torch.engine import find_capture
-from inflight.engine.torch.iteration_graphs import RecordedKinds
-from inflight.engine.torch.layer_check import find_row_kernels
-from inflight.engine.torch.room import (
-    count_adapter_pages,
-    count_blocks,
-    find_device,
-    make_limits,
-    offer_outputs,
-)
 from inflight.models import DecoderConfig
 from inflight.models.registry import read_model_description
 from inflight.models.sharding import Part
-from inflight.ranks.topology import Mapping
 
 _logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def load_runner(
-    config: EngineConfig,
-    mapping: Mapping,
-    collectives: Collectives,
-    agree: Callable[[int], int],
-    post_processor_names: tuple[str, ...],
-) -> TensorRtRunner:
-    """Read one rank's plans and allocate its KV cache; a `LoadRunner`.
+def load_runner(options: LoadOptions) -> ModelRunner:
+    """Read one rank's plans and allocate its KV cache.
 
     Raises:
         ConfigError: The plans, or a GPU or TensorRT to run them, are not there; or they are not for what is asked.
     """
+    config, mapping, agree = options.config, options.mapping, options.agree
     config.validate()
     device = find_device(config.device)
     if config.engine_threads is not None:
@@ -82,7 +77,7 @@ def load_runner(
     debug_tensors = DebugTensors.from_config(config, mapping.pp_rank, mapping.tp_rank)
     part = Part.from_mapping(mapping, model.decoder)
     held = part.held_config(model.decoder)
-    layers, head = _load_plans(sidecar, folder, device, collectives)
+    layers, head = _load_plans(sidecar, folder, device, options.collectives)
     dtype: torch.dtype = getattr(torch, sidecar.settings.dtype)
 
     config = with_adapter_limits(config, sidecar)
@@ -90,14 +85,13 @@ def load_runner(
     capture = find_capture(
         config, TensorRtDecoder.has_fixed_shapes, mapping, device, debug_tensors is not None
     )
-    if device.type == "cuda" and not agree(int(capture is not None)):
-        capture = None
+    capture = agree_on_capture(capture, device, agree)
     cache = _allocate(
         config, sidecar, held, max_sequence_length, num_adapter_pages, capture is not None, device, agree
     )
     row_kernels = find_row_kernels(model.decoder.vocab_size, device)
     decoder = TensorRtDecoder(
-        model.decoder, part, sidecar.settings, layers, head, cache, collectives, row_kernels
+        model.decoder, part, sidecar.settings, layers, head, cache, options.collectives, row_kernels
     )
     if num_adapter_pages:
         decoder.reserve_adapters(num_adapter_pages, config.lora_cache_optimal_adapter_size)
@@ -105,11 +99,11 @@ def load_runner(
         make_limits(
             config, model.decoder, max_sequence_length, cache.num_blocks, num_adapter_pages, device, mapping
         ),
-        logits_post_processors=post_processor_names,
+        logits_post_processors=options.post_processor_names,
         additional_outputs=offered,
         shares_blocks=config.shares_blocks,
     )
-    runner = TensorRtRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
+    runner = ModelRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
     if device.type == "cuda":
         runner.agree_on_recordings(agree)
     _warn(sidecar)

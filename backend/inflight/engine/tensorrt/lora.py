@@ -24,7 +24,7 @@ _FUSED = {
 """The modules of a layer's projections, in the order of their outputs."""
 
 
-class Adapters:
+class NetworkAdapters:
     """The adapters' inputs of a network; nothing if it is built without.
 
     Args:

@@ -1,6 +1,6 @@
 """A decoder as two networks: the layers, from token ids to hidden states, and the head, from those to logits.
 
-It computes what `engine/torch/decoder.py` computes, operation by operation; what differs between families is in
+It computes what `engine/layers/decoder.py` computes, operation by operation; what differs between families is in
 the DecoderConfig. Rows come in the order of the batch and leave in it; in between they are in the order of their
 slots, which is how caches are written.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.additional_outputs import OutputKind, meaning_of
-from inflight.engine.tensorrt.attention import Attention, PackedAttention, SplitAttention
+from inflight.engine.tensorrt.attention import NetworkAttention, PackedAttention, SplitAttention
 from inflight.engine.tensorrt.components import Components
 from inflight.engine.tensorrt.graph import Graph
-from inflight.engine.tensorrt.lora import Adapters
+from inflight.engine.tensorrt.lora import NetworkAdapters
 from inflight.engine.tensorrt.sidecar import Settings
 from inflight.engine.tensorrt.weights import Matrix, Weights
 from inflight.engine.windows import layer_windows
@@ -92,7 +92,7 @@ class _Layers:
         self._positions = graph.gather(graph.input("position_ids", "int32", ("T",)), order)
         self._back = graph.input("packed_order", "int32", ("T",))
         self._wanted = frozenset(meaning_of(name).number for name in settings.additional_outputs)
-        self._adapters = Adapters(graph, self._held, settings, order)
+        self._adapters = NetworkAdapters(graph, self._held, settings, order)
         self._attention = self._make_attention()
         self._tables = {rope: self._rotary_tables(rope) for rope in dict.fromkeys(config.ropes)}
 
@@ -112,7 +112,7 @@ class _Layers:
         self._keep(len(weights.layers), x)
         self._graph.output("hidden", self._graph.gather(x, self._back))
 
-    def _make_attention(self) -> Attention:
+    def _make_attention(self) -> NetworkAttention:
         arguments = self._graph, self._settings, self._held, self._windows
         if self._settings.attention == "packed":
             return PackedAttention(*arguments)

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.decoding.transfer import upload
 from inflight.engine.packing import FixedRows, PackedChunk, TileLimits, cut_into_tiles
+from inflight.sampling.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The linear KV caches of a plan, a row for each slot, and the blocks that the rows are copies of.
 
     rows    [layers, 2, slots, kv_heads, length, head_dim]; 2 is keys, values
-    blocks  as `engine.torch.kv_cache` has them, [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]
+    blocks  as `engine.kv_cache` has them, [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]
 
 A plan reads and writes rows alone. What `RowResidency` says is copied here, in a few operations over all layers,
 as either is one tensor. Where no two sequences can share a block, there are no blocks: rows are all there is then,
@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.schedule.batch import ScheduledBatch
-from inflight.decoding.transfer import upload
+from inflight.engine.host_memory import zeros
+from inflight.engine.kv_cache import KvCache, Numbers
 from inflight.engine.tensorrt.row_residency import RowChange, RowResidency
-from inflight.engine.torch.host_memory import zeros
-from inflight.engine.torch.interfaces import Numbers
-from inflight.engine.torch.kv_cache import KvCache
 from inflight.models import DecoderConfig
+from inflight.sampling.transfer import upload
 
 _TOKENS_AT_ONCE = 256  # of all layers together: 32 MiB of a model that keeps 128 KiB for a token
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from inflight.config import FP8, INT8
-from inflight.engine.torch.native.packing import quantize
-from inflight.engine.torch.quantized_linear import quantize_float8
+from inflight.engine.quantize import quantize_float8, quantize_int8
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, Layer, Linear, ModelDescription
 from inflight.models.finisher import Finisher
@@ -107,7 +106,7 @@ class _Reading(Finisher[Layer[Matrix], Matrix]):
 
     def _matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
         if self._weight_dtype == INT8:
-            levels, scales = quantize(weight)
+            levels, scales = quantize_int8(weight)
         elif self._weight_dtype == FP8:
             levels, scales = quantize_float8(weight)
         else:

@@ -1,0 +1,346 @@
+"""LoRA adapters on torch's operators: the device's memory for them, and what they add to linear layers.
+
+The memory is in pages. A page has room for a few ranks of every linear layer, and an adapter of more ranks has
+several pages. A batch multiplies the pages of all of its rows' adapters at once, in two products for each matrix
+however many adapters there are: between the two, what a page of another adapter has made of a row is set to zero.
+
+    y = m * (W x + B (A x)) + bias        m is 1 but for DoRA
+
+Which adapter is in which pages, the scheduler decides (`AdapterLoad`). Loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.adapters.lora_modules import Module, module_sizes
+from inflight.core.schedule.batch import AdapterLoad
+from inflight.engine.host_memory import zeros
+from inflight.engine.low_rank import LowRank, low_rank_layers
+from inflight.models import DecoderConfig, LayerWeights, Linear
+from inflight.models.sharding import Part
+from inflight.sampling.transfer import upload
+
+_QKV = (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V)
+_OUTPUT = (Module.ATTN_DENSE,)
+_GATE_UP = (Module.MLP_H_TO_4H, Module.MLP_GATE)
+_UP = (Module.MLP_H_TO_4H,)
+_DOWN = (Module.MLP_4H_TO_H,)
+_NO_OWNER = -2  # of a page that nobody's adapter has; -1 is a row without an adapter
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPages:
+    """The pages of one `Linear`, which is several modules side by side: views into the memory for all.
+
+    Attributes:
+        modules: The modules, in the order of the outputs.
+        widths: Outputs of each module.
+        a: [pages, modules, page_rank, in].
+        b: [pages, page_rank, out], of all modules side by side.
+        magnitudes: [pages + 1, out], by an adapter's first page; the last row is 1.
+    """
+
+    modules: tuple[Module, ...]
+    widths: tuple[int, ...]
+    a: Tensor
+    b: Tensor
+    magnitudes: Tensor
+
+    def put(self, module: Module, low_rank: LowRank) -> None:
+        """Write an adapter's matrices into these pages, which are all of that adapter and zero.
+
+        Raises:
+            ValueError: They have more ranks than the pages have room for.
+        """
+        index = self.modules.index(module)
+        begin = sum(self.widths[:index])
+        outputs = slice(begin, begin + self.widths[index])
+        num_pages, _, page_rank, inner = self.a.shape
+        if low_rank.rank > num_pages * page_rank:
+            raise ValueError(f"rank {low_rank.rank} is more than {num_pages} pages of {page_rank} ranks hold")
+        a, b = low_rank.a.to(self.a.dtype), low_rank.b.to(self.b.dtype)
+        if not b.isfinite().all():
+            # Zero times infinity is no number: in B it would reach every row of a batch. In A it reaches the
+            # rows of this adapter alone, as it should.
+            a, b = torch.full_like(a, torch.nan), torch.zeros_like(b)
+        padding = (0, 0, 0, num_pages * page_rank - low_rank.rank)
+        self.a[:, index] = F.pad(a, padding).view(num_pages, page_rank, inner)
+        self.b[:, :, outputs] = F.pad(b.T, padding).view(num_pages, page_rank, -1)
+        if low_rank.magnitude is not None:
+            self.magnitudes[0, outputs] = low_rank.magnitude.to(self.magnitudes.dtype)
+
+    def add(self, y: Tensor, x: Tensor, active: ActiveAdapters) -> None:
+        """y += B (A x) of each row's adapter, in place; x [rows, in], y [rows, out]."""
+        a = self.a.index_select(0, active.pages)
+        b = self.b.index_select(0, active.pages).flatten(0, 1)
+        reduced = F.linear(x, a.flatten(0, 2)).view(len(x), *a.shape[:3])
+        reduced = reduced.masked_fill(active.is_others, 0).transpose(1, 2).flatten(2)
+        for part, part_b, part_y in zip(reduced.unbind(1), b.split(self.widths, 1), y.split(self.widths, 1)):
+            part_y.addmm_(part, part_b)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """The pages of a layer's linear layers; without those of an MLP in a model with experts."""
+
+    qkv: LinearPages
+    output: LinearPages
+    up: LinearPages | None = None
+    down: LinearPages | None = None
+
+    def all(self) -> tuple[LinearPages, ...]:
+        """In the order of computation."""
+        return tuple(each for each in (self.qkv, self.output, self.up, self.down) if each is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveAdapters:
+    """The adapters of a batch's rows.
+
+    Attributes:
+        layers: By layer of the part.
+        pages: [n] int64: all pages of these adapters, on the device.
+        is_others: [rows, n, 1, 1]: whether a page is not one of the row's own adapter.
+        magnitude_rows: [rows] int64: which row of `LinearPages.magnitudes` is the row's; None: all are 1.
+    """
+
+    layers: Sequence[LayerPages]
+    pages: Tensor
+    is_others: Tensor
+    magnitude_rows: Tensor | None = None
+
+    @classmethod
+    def of_rows(
+        cls,
+        layers: Sequence[LayerPages],
+        adapters: Tensor,
+        pages: Tensor,
+        owners: Tensor,
+        magnitude_rows: Tensor | None = None,
+    ) -> ActiveAdapters:
+        """From the first pages of each row's adapter [rows] and of each page's [n], all on the device."""
+        is_others = (adapters[:, None] != owners)[:, :, None, None]
+        return cls(layers, pages, is_others, magnitude_rows)
+
+    def adapt(self, index: int, layer: LayerWeights) -> LayerWeights:
+        """A layer whose linear layers compute with these adapters, by its index in the part."""
+        pages = self.layers[index]
+        return replace(
+            layer,
+            qkv=self._adapt(layer.qkv, pages.qkv),
+            output=self._adapt(layer.output, pages.output),
+            up=layer.up and self._adapt(layer.up, pages.up),
+            down=layer.down and self._adapt(layer.down, pages.down),
+        )
+
+    def _adapt(self, linear: Linear, pages: LinearPages | None) -> Linear:
+        if pages is None:
+            return linear
+        return AdaptedLinear(linear.weight, linear.bias, of=linear, pages=pages, active=self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedLinear(Linear):
+    """A `Linear` to whose product each row's adapter adds its own, before the bias."""
+
+    of: Linear
+    pages: LinearPages
+    active: ActiveAdapters
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = replace(self.of, bias=None)(x)
+        self.pages.add(y, x, self.active)
+        if self.active.magnitude_rows is not None:
+            y *= self.pages.magnitudes.index_select(0, self.active.magnitude_rows)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    pages: tuple[int, ...]
+    has_magnitudes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPages:
+    """Which pages a batch needs, on the host.
+
+    Attributes:
+        pages: Page ids of all of its adapters.
+        owners: By page, the first page of its adapter.
+        magnitude_rows: As `ActiveAdapters.magnitude_rows`.
+    """
+
+    pages: NDArray[np.int64]
+    owners: NDArray[np.int64]
+    magnitude_rows: NDArray[np.int64] | None
+
+    def padded(self, count: int) -> NDArray[np.int64]:
+        """[2 * count]: pages, then owners, both filled up with a page that is no row's."""
+        filled = np.zeros((2, count), dtype=np.int64)
+        filled[1] = _NO_OWNER
+        filled[:, : len(self.pages)] = self.pages, self.owners
+        return filled.reshape(-1)
+
+
+class AdapterPool:
+    """Memory for adapters of one rank's part of a model.
+
+    On a CPU what nobody has written to takes no memory.
+
+    Args:
+        config: Of the whole model.
+        part: What this rank holds.
+        num_pages: At least one.
+        page_rank: Ranks that a page has room for.
+        dtype: Of the layers.
+        device: Where they are.
+        max_active_rank: Most ranks of all adapters that compute together; None: any.
+
+    Attributes:
+        num_pages: As given.
+        page_rank: As given.
+        max_active_rank: As given.
+        layers: The pages, by layer of the part.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        part: Part,
+        num_pages: int,
+        page_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_active_rank: int | None = None,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_rank = page_rank
+        self.max_active_rank = max_active_rank
+        self._config, self._part = config, part
+        self._shapes = _LayerShapes(part.held_config(config), page_rank)
+        self._device = device
+        self._memory = _zeros((num_pages, self._shapes.page_size), dtype, device)
+        self._magnitudes = _zeros((num_pages + 1, self._shapes.num_outputs), dtype, device)
+        self._magnitudes[num_pages] = 1
+        self.layers = self._shapes.layers(self._memory, self._magnitudes)
+        self._loaded: dict[int, _Loaded] = {}
+
+    def load(self, load: AdapterLoad) -> None:
+        """Put an adapter into its pages, behind everything that the device has been asked for."""
+        taken = set(load.pages)
+        self._loaded = {first: each for first, each in self._loaded.items() if taken.isdisjoint(each.pages)}
+        memory = torch.zeros((len(load.pages), self._shapes.page_size), dtype=self._memory.dtype)
+        magnitudes = torch.ones((1, self._shapes.num_outputs), dtype=self._memory.dtype)
+        layers = self._shapes.layers(memory, magnitudes)
+        has_magnitudes = False
+        for index, modules in low_rank_layers(load.adapter.weights, self._config, self._part).items():
+            for linear in layers[index].all():
+                for module in modules.keys() & set(linear.modules):
+                    linear.put(module, modules[module])
+                    has_magnitudes |= modules[module].magnitude is not None
+        pages = upload(np.array(load.pages), self._device)
+        self._memory.index_copy_(0, pages, _send(memory, self._device))
+        if has_magnitudes:
+            self._magnitudes.index_copy_(0, pages[:1], _send(magnitudes, self._device))
+        self._loaded[load.pages[0]] = _Loaded(load.pages, has_magnitudes)
+
+    def find(self, adapters: NDArray[np.int64]) -> FoundPages:
+        """The pages of rows' adapters, of which each is named by its first page; -1 is none.
+
+        Raises:
+            ValueError: A row's adapter is not there.
+        """
+        firsts = sorted({*adapters.tolist()} - {-1})
+        if missing := [first for first in firsts if first not in self._loaded]:
+            raise ValueError(f"a row's adapter is said to begin in page {missing[0]}, where none does")
+        loaded = [self._loaded[first] for first in firsts]
+        pages = [page for each in loaded for page in each.pages]
+        owners = [each.pages[0] for each in loaded for _ in each.pages]
+        magnitude_rows = None
+        if with_magnitudes := [each.pages[0] for each in loaded if each.has_magnitudes]:
+            magnitude_rows = np.where(np.isin(adapters, with_magnitudes), adapters, self.num_pages)
+        return FoundPages(np.array(pages, np.int64), np.array(owners, np.int64), magnitude_rows)
+
+    def activate(self, adapters: NDArray[np.int64]) -> ActiveAdapters:
+        """For the rows [rows] of a batch, of which at least one has an adapter; ValueError as `find`."""
+        found = self.find(adapters)
+        parts = [adapters, found.pages, found.owners]
+        if found.magnitude_rows is not None:
+            parts.append(found.magnitude_rows)
+        on_device = upload(np.concatenate(parts), self._device).split([len(part) for part in parts])
+        return ActiveAdapters.of_rows(self.layers, *on_device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of a `Linear`: its modules, and how wide they are."""
+
+    modules: tuple[Module, ...]
+    inner: int
+    widths: tuple[int, ...]
+
+
+class _LayerShapes:
+    """Where in a page everything is.
+
+    Attributes:
+        page_size: Numbers of a page.
+        num_outputs: Outputs of all linear layers together, as many as an adapter has magnitudes.
+    """
+
+    def __init__(self, held: DecoderConfig, page_rank: int) -> None:
+        sizes = module_sizes(held)
+        up = _GATE_UP if held.gated_mlp else _UP
+        self._shapes = [
+            _Shape(modules, sizes[modules[0]].inner, tuple(sizes[module].outer for module in modules))
+            for modules in (_QKV, _OUTPUT, up, _DOWN)
+            if modules[0] in sizes
+        ]
+        self._num_layers = held.num_layers
+        self._page_rank = page_rank
+        widths = [(len(shape.modules) * shape.inner, sum(shape.widths)) for shape in self._shapes]
+        self.page_size = held.num_layers * page_rank * sum(a + b for a, b in widths)
+        self.num_outputs = held.num_layers * sum(b for _, b in widths)
+
+    def layers(self, memory: Tensor, magnitudes: Tensor) -> list[LayerPages]:
+        """Views of `memory` [pages, page_size] and `magnitudes` [rows, num_outputs]."""
+        begin = first_output = 0
+        layers: list[LayerPages] = []
+        for _ in range(self._num_layers):
+            linears: list[LinearPages] = []
+            for shape in self._shapes:
+                count, outputs = len(shape.modules), sum(shape.widths)
+                middle = begin + count * self._page_rank * shape.inner
+                end = middle + self._page_rank * outputs
+                a = memory[:, begin:middle].unflatten(1, (count, self._page_rank, shape.inner))
+                b = memory[:, middle:end].unflatten(1, (self._page_rank, outputs))
+                of_linear = magnitudes[:, first_output : first_output + outputs]
+                linears.append(LinearPages(shape.modules, shape.widths, a, b, of_linear))
+                begin, first_output = end, first_output + outputs
+            layers.append(LayerPages(*linears))
+        return layers
+
+
+def page_bytes(held: DecoderConfig, page_rank: int, dtype: torch.dtype) -> int:
+    """Bytes that a page takes, with a row of magnitudes, for the part of a model that a rank holds."""
+    shapes = _LayerShapes(held, page_rank)
+    return (shapes.page_size + shapes.num_outputs) * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy what lies on the host to `device`, without waiting for it."""
+    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    return source.to(device, non_blocking=True)

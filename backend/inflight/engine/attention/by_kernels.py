@@ -1,0 +1,125 @@
+"""Implements `Attention` by kernels in Triton's language: blocks of any size, and batches that can be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.engine.attention.check import CannotAttend
+from inflight.engine.attention.paged import PagedAttention, PagedPlan
+from inflight.engine.cuda.kernels.attention import (
+    MAX_HEAD_DIM,
+    attend_chunks,
+    attend_generation,
+)
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.packing import FixedRows, PackedBatch, cut_into_tiles
+from inflight.engine.windows import AttentionWindow
+from inflight.models import DecoderConfig
+from inflight.sampling.transfer import upload
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """All rows of a batch, for one window: what the kernels take beside queries, keys and values.
+
+    With `chunks`, the plan of the rows before `generation_begin`, another attention computes those.
+    """
+
+    tables: Tensor
+    rows: FixedRows
+    slots: Tensor
+    positions: Tensor
+    window: AttentionWindow | None
+    generation_begin: int = 0
+    chunks: PagedPlan | None = None
+
+
+class KernelAttention:
+    """An `Attention` of one call for all context chunks, and two for generation rows.
+
+    Args:
+        decoder: As this rank computes it.
+        for_chunks: Computes context chunks of batches without `FixedRows` in the place of the kernel here: torch's
+            is written for the processor that it runs on.
+
+    Raises:
+        CannotAttend: Its heads are too wide.
+    """
+
+    has_fixed_shapes = True
+    takes_fixed_rows = True
+
+    def __init__(self, decoder: DecoderConfig, for_chunks: PagedAttention | None = None) -> None:
+        if decoder.head_dim > MAX_HEAD_DIM:
+            raise CannotAttend(f"it takes heads of {MAX_HEAD_DIM}, and the model's are of {decoder.head_dim}")
+        scale = decoder.attention_scale
+        self._scale = decoder.head_dim**-0.5 if scale is None else scale
+        self._soft_cap = decoder.attention_soft_cap
+        self._for_chunks = for_chunks
+        self.name = "kernels in Triton's language"
+        if for_chunks is not None:
+            self.name += f", of chunks that are not recorded by {for_chunks.name}"
+
+    def plan(
+        self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
+    ) -> Mapping[AttentionWindow | None, KernelPlan]:
+        """As `Attention.plan`."""
+        rows = packed.fixed or _found_rows(packed)
+        slots, positions = packed.slots.contiguous(), packed.positions.contiguous()
+        begin, chunks = packed.generation_begin, {}
+        if self._for_chunks is not None and packed.chunks:
+            chunks = self._for_chunks.plan(_chunks_of(packed), cache, windows)
+        return {
+            window: KernelPlan(packed.block_tables, rows, slots, positions, window, begin, chunks.get(window))
+            for window in windows
+        }
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layer: int,
+        plan: KernelPlan,
+        cache: KvCache,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As `Attention.attend`; what rows that are neither a chunk's nor generate have is not written."""
+        pages, rows = cache.pages(layer), plan.rows
+        read = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        scores = plan.window, self._scale, self._soft_cap, sinks, cache.scales(layer)
+        if self._for_chunks is not None and plan.chunks is not None:
+            end = plan.generation_begin
+            given = queries[:end], keys[:end], values[:end]
+            found = self._for_chunks.attend(*given, layer, plan.chunks, cache, sinks)
+            read[:end] = found.view(-1, *queries.shape[1:])
+        elif len(rows.tiles):
+            attend_chunks(read, queries, pages, plan.tables, rows.tiles, *scores)
+        if len(rows.generation_rows):
+            of_rows = rows.generation_rows, plan.slots, plan.positions
+            attend_generation(read, queries, pages, plan.tables, *of_rows, *scores)
+        return read.flatten(1)
+
+
+def _chunks_of(packed: PackedBatch) -> PackedBatch:
+    """The same batch without its generation rows."""
+    begin, count = packed.generation_begin, len(packed.chunks)
+    return replace(
+        packed,
+        positions=packed.positions[:begin],
+        slots=packed.slots[:begin],
+        bounds=packed.bounds[: count + 1],
+        generation_lengths=packed.generation_lengths[:0],
+    )
+
+
+def _found_rows(packed: PackedBatch) -> FixedRows:
+    device, begin = packed.positions.device, packed.generation_begin
+    tiles = np.array(cut_into_tiles(packed.chunks), dtype=np.int64).reshape(-1, 4)
+    on_device = upload(tiles, device) if len(tiles) else packed.positions.new_empty((0, 4))
+    return FixedRows(on_device, torch.arange(begin, len(packed.positions), device=device))

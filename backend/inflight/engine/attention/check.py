@@ -1,0 +1,158 @@
+"""Whether a device computes a model's attention rightly: it is tried, and compared with plain matrix products.
+
+Which dtypes, head sizes, block sizes and processors a kernel takes changes with torch and with what else is
+installed, and what is accepted may still be computed wrongly. So nothing of that is known here. Kernels work on
+tiles of rows, and defects are found where one is full or has a single row: hence the numbers of rows tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.engine.attention.gathering import by_plain_products
+from inflight.engine.attention.interface import Attention
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.kv_rounding import KvRounding
+from inflight.engine.packing import FixedRows, PackedBatch, PackedChunk, cut_into_tiles
+from inflight.engine.windows import AttentionWindow
+from inflight.models import DecoderConfig
+
+_SEQUENCES = 3
+_CHUNK_ROWS = (1, 9, 63, 64, 65, 128, 129)
+_LONG = (600, 257, 256)  # of generation rows; keys may be read in parts of 256
+_TOLERANCE = 0.05  # values are around 1, and half precision is off by some thousandths
+
+
+class CannotAttend(Exception):
+    """Why an attention cannot be used."""
+
+
+def check_attention(
+    attention: Attention,
+    decoder: DecoderConfig,
+    tokens_per_block: int,
+    windows: Sequence[AttentionWindow | None],
+    dtype: torch.dtype,
+    device: torch.device,
+    rounding: KvRounding | None = None,
+) -> None:
+    """Compare `attention` with plain matrix products, on generation rows, alone and beside chunks.
+
+    Chunks have as many rows as tiles have, one less and one more, with a prefix before them and without.
+
+    Args:
+        attention: What is tried.
+        decoder: As this rank computes it: its heads count.
+        tokens_per_block: Tokens per KV block.
+        windows: Of the layers.
+        dtype: Of queries, keys and values.
+        device: Where they are.
+        rounding: How keys and values are stored.
+
+    Raises:
+        CannotAttend: It raises, or computes something else.
+    """
+    windows = tuple(dict.fromkeys(windows))
+    longest = max(_prefix(tokens_per_block) + max(_CHUNK_ROWS), *_LONG)
+    num_blocks = max(3, -(-longest // tokens_per_block))  # of each sequence
+    shape = replace(decoder, num_layers=1)
+    cache = KvCache(shape, _SEQUENCES * num_blocks, tokens_per_block, dtype, device, rounding)
+    tables = torch.arange(cache.num_blocks, device=device).view(_SEQUENCES, num_blocks).flip(1)
+    heads, kv_heads = decoder.num_heads, decoder.num_kv_heads
+    stored = torch.arange(cache.num_blocks * tokens_per_block, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (len(stored), heads + 2 * kv_heads, decoder.head_dim)
+    drawn = torch.randn(shape, generator=generator, device=device).to(dtype)
+    queries, keys, values = drawn.split((heads, kv_heads, kv_heads), dim=1)
+    if decoder.latent is not None:
+        values = keys
+    cache.write(0, stored, keys, values)
+    sinks = (
+        torch.randn(heads, generator=generator, device=device).to(dtype) if decoder.learned_sinks else None
+    )
+    for packed in _batches(tokens_per_block, tables):
+        blocks = tables[packed.slots, packed.positions // tokens_per_block]
+        rows = blocks * tokens_per_block + packed.positions % tokens_per_block
+        given = (queries[rows], keys[rows], values[rows]), sinks
+        _compare(attention, by_plain_products(decoder), *given, packed, packed, windows, cache)
+        if attention.takes_fixed_rows:
+            recorded = replace(packed, chunks=(), generation_begin=0, fixed=fixed_rows(packed))
+            _compare(attention, by_plain_products(decoder), *given, packed, recorded, windows, cache)
+
+
+def _prefix(tokens_per_block: int) -> int:
+    """Tokens before a chunk: it begins inside a block, if those are of more than one."""
+    return max(1, tokens_per_block - 4)
+
+
+def _batches(tokens_per_block: int, tables: Tensor) -> Iterator[PackedBatch]:
+    lengths = (2 * tokens_per_block + 1, tokens_per_block, 1)
+    for num_rows in _CHUNK_ROWS:
+        for start in (0, _prefix(tokens_per_block)):
+            yield pack_rows((PackedChunk(0, 0, num_rows, start),), (1, 2), lengths[:2], tables)
+    for all_lengths in (lengths, _LONG):
+        yield pack_rows((), (0, 1, 2), all_lengths, tables)
+
+
+def pack_rows(
+    chunks: tuple[PackedChunk, ...], slots: Sequence[int], lengths: Sequence[int], tables: Tensor
+) -> PackedBatch:
+    context = [(chunk.slot, chunk.start + row) for chunk in chunks for row in range(chunk.end - chunk.begin)]
+    rows = [*context, *((slot, length - 1) for slot, length in zip(slots, lengths, strict=True))]
+    device = tables.device
+    slot_rows, positions = torch.tensor(rows, device=device).unbind(1)
+    bounds = [*(chunk.begin for chunk in chunks), *range(len(context), len(rows) + 1)]
+    return PackedBatch(
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        slots=slot_rows,
+        sampled_rows=torch.arange(len(rows), device=device),
+        bounds=torch.tensor(bounds, device=device),
+        chunks=chunks,
+        generation_begin=len(context),
+        generation_lengths=np.array(lengths, dtype=np.int64),
+        block_tables=tables,
+    )
+
+
+def fixed_rows(packed: PackedBatch) -> FixedRows:
+    """The same rows, and room for others that the batch does not have."""
+    device, begin, count = packed.positions.device, packed.generation_begin, len(packed.positions)
+    tiles = [*cut_into_tiles(packed.chunks), [0, 0, 0, 0]]
+    rows = [*range(begin, count), -1]
+    return FixedRows(torch.tensor(tiles, device=device), torch.tensor(rows, device=device))
+
+
+def _compare(
+    attention: Attention,
+    oracle: Attention,
+    heads: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    packed: PackedBatch,
+    given: PackedBatch,
+    windows: Sequence[AttentionWindow | None],
+    cache: KvCache,
+) -> None:
+    """`given` is what `attention` takes: `packed`, or the same as it is recorded."""
+    expected = oracle.plan(packed, cache, windows)
+    try:
+        plans = attention.plan(given, cache, windows)
+        found = {window: attention.attend(*heads, 0, plans[window], cache, sinks) for window in windows}
+    except Exception as error:  # a kernel that cannot do it may raise anything
+        raise CannotAttend(str(error).split("\n")[0]) from error
+    for window in windows:
+        error = (found[window] - oracle.attend(*heads, 0, expected[window], cache, sinks)).abs().max()
+        if not error < _TOLERANCE:  # nor where it is nan
+            raise CannotAttend(f"its results are off by {float(error):.3g} with {_described(packed, window)}")
+
+
+def _described(packed: PackedBatch, window: AttentionWindow | None) -> str:
+    chunks = [
+        f"a chunk of {chunk.end - chunk.begin} rows from position {chunk.start}" for chunk in packed.chunks
+    ]
+    return f"{' and '.join(chunks) or 'generation rows alone'}, window {window}"

@@ -1,0 +1,147 @@
+"""Finds the attention that computes a model on a device: each is tried when a model is loaded. Loading thread."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar, cast
+
+import torch
+
+from inflight.config import EngineConfig
+from inflight.engine.attention.check import CannotAttend, check_attention
+from inflight.engine.attention.gathering import by_plain_products, gathering
+from inflight.engine.attention.interface import Attention
+from inflight.engine.attention.paged import PagedAttention, VarlenAttention
+from inflight.engine.kv_rounding import KvRounding, find_rounding
+from inflight.engine.windows import AttentionWindow
+from inflight.models import DecoderConfig
+
+_log = logging.getLogger(__name__)
+_HOPPER = 9  # the one generation that FlashAttention 3 is for
+
+_Found = TypeVar("_Found", bound=Attention)
+
+
+def find_attention(
+    config: EngineConfig,
+    held: DecoderConfig,
+    windows: tuple[AttentionWindow | None, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Callable[..., None] = _log.warning,
+) -> Attention:
+    """The first attention that computes this model correctly there: over blocks in place, by kernels in Triton's
+    language (and torch's for chunks that are not recorded) or by torch's alone; gathered; or by plain products.
+
+    On a CPU nothing is tried: gathered. `say` is called as a logger is, with why it is not the one before.
+    """
+    gathered = gathering(held)
+    if device.type != "cuda":
+        return gathered
+    rounding = find_rounding(config.kv_cache_dtype)
+    tried = held, config.tokens_per_block, windows, dtype, device, rounding
+    of_blocks = f"{str(dtype).removeprefix('torch.')} over blocks of {config.tokens_per_block} tokens"
+    if rounding is not None:
+        of_blocks += f" in {rounding.name}"
+    reasons: list[str] = []
+
+    def find(make: Callable[[], _Found]) -> _Found | None:
+        try:
+            attention = make()
+            check_attention(attention, *tried)
+            return attention
+        except CannotAttend as reason:
+            reasons.append(str(reason))
+            return None
+
+    torchs = find(lambda: torch_paged_attention(device, held, rounding))
+    if (kernels := find(lambda: triton_attention(held, torchs))) is not None:
+        _log.info("attention of %s is by %s", of_blocks, kernels.name)
+        return kernels
+    if torchs is not None:
+        say(
+            "attention of %s is by %s, and only generation is recorded as CUDA graphs: kernels in Triton's "
+            "language cannot be used (%s)",
+            of_blocks,
+            torchs.name,
+            reasons[0],
+        )
+        return torchs
+    say(
+        "KV blocks are copied together before they are read, which is slower, and nothing is recorded as CUDA "
+        "graphs: torch's attention of %s is of no use here (%s), nor are kernels in Triton's language (%s)",
+        of_blocks,
+        *reasons,
+    )
+    try:
+        check_attention(gathered, *tried)
+        return gathered
+    except CannotAttend as reason:
+        say(
+            "attention is computed by plain matrix products, which is slower still: torch's scaled dot product "
+            "attention of %s cannot be trusted on this device: %s",
+            str(dtype).removeprefix("torch."),
+            reason,
+        )
+        return by_plain_products(held)
+
+
+def torch_paged_attention(
+    device: torch.device, decoder: DecoderConfig, rounding: KvRounding | None = None
+) -> PagedAttention:
+    """torch's own, by FlashAttention 2, or by 3 where that is installed and the processor is one for it.
+
+    Raises:
+        CannotAttend: This torch has none, or none that computes this model's scores or reads such a KV cache.
+    """
+    if rounding is not None:
+        raise CannotAttend(f"it does not read KV blocks in {rounding.name}")
+    if decoder.attention_soft_cap is not None:
+        raise CannotAttend("it has no cap on scores")
+    try:
+        from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise CannotAttend(f"torch {torch.__version__} has none") from error
+    is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
+    if is_hopper and importlib.util.find_spec("flash_attn_interface") is not None:
+        _try(lambda: activate_flash_attention_impl("FA3"))
+    # FlashAttention 2 wants to be told where each sequence's keys begin, and 3 refuses that beside block tables.
+    kernel = cast(VarlenAttention, varlen_attn)  # it returns a pair only if asked for more than its result
+    if decoder.attention_scale is not None:
+        if "scale" not in inspect.signature(varlen_attn).parameters:
+            raise CannotAttend("it has no scale of its own for scores")
+        kernel = partial(kernel, scale=decoder.attention_scale)
+    if decoder.learned_sinks:
+        if "return_aux" not in inspect.signature(varlen_attn).parameters:
+            raise CannotAttend("it does not tell the sums of its softmaxes, which learned sinks are added to")
+        from torch.nn.attention.varlen import AuxRequest
+
+        kernel = partial(kernel, return_aux=AuxRequest(lse=True))
+    return PagedAttention(kernel, takes_key_bounds=current_flash_attention_impl() is None)
+
+
+def triton_attention(decoder: DecoderConfig, for_chunks: PagedAttention | None = None) -> Attention:
+    """Attention by the kernels in Triton's language, over blocks of any size.
+
+    `for_chunks` computes the chunks of batches that are not recorded, if there is one.
+
+    Raises:
+        CannotAttend: There is no package `triton`, or the model's heads are too wide.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise CannotAttend("the package triton is not installed")
+    from inflight.engine.attention.by_kernels import KernelAttention  # imports triton
+
+    return KernelAttention(decoder, for_chunks)
+
+
+def _try(activate: Callable[[], None]) -> None:
+    try:
+        activate()
+    except Exception as error:  # a package that was built for another torch may raise anything
+        _log.warning("FlashAttention 2 is used: 3 is installed, but cannot be activated: %s", error)

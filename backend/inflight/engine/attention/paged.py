@@ -1,0 +1,136 @@
+"""Attention that reads KV blocks where they are: one call a layer for context chunks and generation rows.
+
+The kernel is given; `find.py` finds torch's. The tensors that it takes are made on the device from the packed
+rows, and its other arguments do not depend on how long sequences are, so generation batches can be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.engine.attention.gathering import share_of_keys
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.packing import PackedBatch
+from inflight.engine.windows import AttentionWindow
+
+VarlenAttention = Callable[..., Any]
+"""Attention over KV blocks in place; `PagedAttention` says what it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """All rows of a batch, for one window; the tensors are what its kernel takes."""
+
+    row_bounds: Tensor
+    key_bounds: Tensor | None
+    lengths: Tensor
+    block_table: Tensor
+    max_rows: int
+    max_keys: int
+    window_size: tuple[int, int]
+
+
+class PagedAttention:
+    """An `Attention` by a kernel that takes block tables.
+
+    Args:
+        varlen: `torch.nn.attention.varlen.varlen_attn`, or what computes the same. It takes, in this order,
+
+            query         [rows, heads, head_dim]
+            key, value    [blocks, tokens_per_block, kv_heads, head_dim]
+            cu_seq_q      [sequences + 1] int32, where each one's queries begin
+            cu_seq_k      [sequences + 1] int32, the same of its keys if they were one after another; None for
+                          kernels that take it to mean that they are
+            max_q, max_k  at least the most queries, and keys, of a sequence
+
+            and by name
+
+            window_size   how many keys before and after its own a query sees, -1: all; its own is the one as far
+                          from the last key as the query is from the last query
+            enable_gqa    whether there may be fewer key heads than heads
+            seqused_k     [sequences] int32, how many keys each one has
+            block_table   [sequences, blocks of the longest] int32
+            num_splits    into how many parts the keys of a sequence are divided, to be added up later
+
+            and returns the output of every query, [rows, heads, head_dim]; in a model with learned sinks a pair
+            of that and the logarithms of the softmaxes' sums, [heads, rows] float32.
+        takes_key_bounds: Whether it is given `cu_seq_k`.
+    """
+
+    has_fixed_shapes = True
+    takes_fixed_rows = False
+
+    def __init__(self, varlen: VarlenAttention, takes_key_bounds: bool) -> None:
+        self._varlen = varlen
+        self._takes_key_bounds = takes_key_bounds
+        self.name = "FlashAttention 2" if takes_key_bounds else "FlashAttention 3"
+
+    def plan(
+        self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
+    ) -> Mapping[AttentionWindow | None, PagedPlan]:
+        """As `Attention.plan`; ValueError for windows with sinks."""
+        last_rows = packed.bounds[1:] - 1
+        lengths = (packed.positions[last_rows] + 1).int()
+        key_bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) if self._takes_key_bounds else None
+        row_bounds = packed.bounds.int()
+        block_table = packed.block_tables[packed.slots[last_rows]].int()
+        max_rows = max((chunk.end - chunk.begin for chunk in packed.chunks), default=1)
+        max_keys = packed.block_tables.shape[1] * cache.tokens_per_block
+        return {
+            window: PagedPlan(
+                row_bounds,
+                key_bounds,
+                lengths,
+                block_table,
+                max_rows,
+                max_keys,
+                _window_size(window, max_rows),
+            )
+            for window in windows
+        }
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layer: int,
+        plan: PagedPlan,
+        cache: KvCache,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As `Attention.attend`."""
+        key_pages, value_pages = cache.pages(layer)
+        read = self._varlen(
+            queries,
+            key_pages,
+            value_pages,
+            plan.row_bounds,
+            plan.key_bounds,
+            plan.max_rows,
+            plan.max_keys,
+            window_size=plan.window_size,
+            enable_gqa=True,
+            seqused_k=plan.lengths,
+            block_table=plan.block_table,
+            num_splits=1,  # a sum over keys must not be made in an order that depends on the rest of the batch
+        )
+        if sinks is not None:
+            values_read, log_sums = read
+            read = (values_read * share_of_keys(log_sums.T, sinks)[..., None]).to(queries.dtype)
+        return read.flatten(1)
+
+
+def _window_size(window: AttentionWindow | None, max_rows: int) -> tuple[int, int]:
+    if window is not None:
+        if window.sinks:
+            raise ValueError("it has no windows with sinks")
+        return window.recent - 1, 0
+    # A last token has none after it. Told so, FlashAttention 2 would read a key head once for each of its heads.
+    return (-1, 0) if max_rows > 1 else (-1, -1)

@@ -1,0 +1,299 @@
+"""LoRA adapters in the layout that the compiled products read, and which of them lie in which pages.
+
+What a module adds, B (A x), is computed with the product that the module is a part of: query, key and value with
+qkv, gate and up with up. Their rows of A lie one behind the other. Of B, every 16 columns of a product have only
+the ranks that change them: the query's columns none of the key's. Numbers have the type of activations, with int8
+weights too. All of an adapter lies in one piece of memory, which another gets when it is gone. Loop thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.adapters.lora_modules import Module
+from inflight.core.schedule.batch import AdapterLoad
+from inflight.engine.cpu.packing import HALF, PANEL, gated_order, in_order
+from inflight.engine.cpu.structs import AdapterStruct, LayerAdapterStruct, LowRankStruct
+from inflight.engine.host_memory import Recycled
+from inflight.engine.low_rank import LowRank, low_rank_layers
+from inflight.models import DecoderConfig
+from inflight.models.sharding import Part
+
+_REGISTER_BYTES = 64
+_PAIR_BYTES = 4
+_RANKS_AT_ONCE = 4  # kRanksAtOnce of source/low_rank.h
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product of a rank's layers, and the modules that it consists of.
+
+    Attributes:
+        name: Of the field of LayerAdapterStruct.
+        modules: In the order of the source's rows, with how many of them are theirs.
+        inner: Inputs.
+        order: Source row of every packed column, -1 for columns that only fill up.
+    """
+
+    name: str
+    modules: tuple[tuple[Module, int], ...]
+    inner: int
+    order: Tensor
+
+    @property
+    def width(self) -> int:
+        """Columns in whole panels."""
+        return -(-len(self.order) // PANEL) * PANEL
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """Where a module's ranks are among its product's: pairs, from `first` on."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Where a module's part of B goes.
+
+    Attributes:
+        rows: [halves, 16], its row of every column of the halves of panels that it is in; -1: another's column.
+        at: [halves], into which register the first pair of ranks of these columns goes.
+    """
+
+    rows: NDArray[np.int64]
+    at: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where everything goes of a product's modules with given ranks.
+
+    Attributes:
+        ranges: RankRange of source/layer.h for each 16 columns, [width / 16, 3] int32.
+        num_registers: That B takes.
+        columns: By module.
+    """
+
+    ranges: NDArray[np.int32]
+    num_registers: int
+    columns: dict[Module, _Columns]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What an adapter adds to a product of one layer, before it is packed.
+
+    Attributes:
+        layer: Of this rank's layers.
+        product: Of that layer.
+        modules: Of the product's, those that the adapter changes.
+        layout: Of B.
+        ranks: Where each module's are.
+        num_ranks: Of all modules, filled up.
+    """
+
+    layer: int
+    product: _Product
+    modules: dict[Module, LowRank]
+    layout: _Layout
+    ranks: dict[Module, _Ranks]
+    num_ranks: int
+
+    def num_registers_of_a(self, per_register: int) -> int:
+        """With so many numbers in each."""
+        return self.num_ranks * -(-self.product.inner // per_register)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """An adapter as the compiled code takes it.
+
+    Attributes:
+        pages: That it takes.
+        struct: Points into the rest.
+        kept: What it points into.
+    """
+
+    pages: frozenset[int]
+    struct: AdapterStruct
+    kept: tuple[object, ...]
+
+    @property
+    def address(self) -> int:
+        """Of the struct."""
+        return ctypes.addressof(self.struct)
+
+
+class PackedAdapters:
+    """The adapters in a decoder's pages.
+
+    Args:
+        library: The compiled code, for this type of activations.
+        config: Of the whole model.
+        part: Of this rank.
+        dtype: Of activations.
+    """
+
+    def __init__(self, library: ctypes.CDLL, config: DecoderConfig, part: Part, dtype: torch.dtype) -> None:
+        self._library = library
+        self._config = config
+        self._part = part
+        self._dtype = dtype
+        self._pair = _PAIR_BYTES // dtype.itemsize
+        self._per_register = _REGISTER_BYTES // dtype.itemsize
+        self._products = _products(part.held_config(config))
+        self._memory = Recycled()
+        self._by_page: dict[int, PackedAdapter] = {}
+
+    def load(self, load: AdapterLoad) -> None:
+        """Pack an adapter; those that were in any of its pages are gone, even if there is no memory for it."""
+        pages = frozenset(load.pages)
+        for first in [page for page, adapter in self._by_page.items() if adapter.pages & pages]:
+            del self._by_page[first]
+        layers = low_rank_layers(load.adapter.weights, self._config, self._part)
+        self._by_page[load.pages[0]] = self._pack(pages, self._plan(layers))
+
+    def addresses(self, first_pages: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """[rows], where the compiled code finds each row's adapter; 0 for -1.
+
+        Raises:
+            ValueError: There is no adapter in a page.
+        """
+        known = {page: adapter.address for page, adapter in self._by_page.items()} | {-1: 0}
+        try:
+            return np.array([known[page] for page in first_pages.tolist()], dtype=np.uint64)
+        except KeyError as error:
+            raise ValueError(f"a row's adapter is in page {error}, where none has been loaded") from None
+
+    def _plan(self, layers: dict[int, dict[Module, LowRank]]) -> list[_Part]:
+        layouts: dict[
+            tuple[str, tuple[tuple[Module, _Ranks], ...]], _Layout
+        ] = {}  # most layers have the same
+        parts: list[_Part] = []
+        for layer, of_layer in layers.items():
+            for product in self._products:
+                modules = {module: of_layer[module] for module, _ in product.modules if module in of_layer}
+                if not modules:
+                    continue
+                ranks = self._place(modules)
+                key = product.name, tuple(ranks.items())
+                if key not in layouts:
+                    layouts[key] = _lay_out(product, ranks)
+                num_ranks = self._pair * max(place.first + place.count for place in ranks.values())
+                num_ranks = -(-num_ranks // _RANKS_AT_ONCE) * _RANKS_AT_ONCE
+                parts.append(_Part(layer, product, modules, layouts[key], ranks, num_ranks))
+        return parts
+
+    def _place(self, modules: dict[Module, LowRank]) -> dict[Module, _Ranks]:
+        """Each module's ranks; modules that were fused have the same A, and the same ranks."""
+        places: dict[Module, _Ranks] = {}
+        places_of_a: dict[int, _Ranks] = {}
+        num_pairs = 0
+        for module, low_rank in modules.items():
+            key = id(low_rank.a)
+            if key not in places_of_a:
+                places_of_a[key] = _Ranks(num_pairs, -(-low_rank.rank // self._pair))
+                num_pairs += places_of_a[key].count
+            places[module] = places_of_a[key]
+        return places
+
+    def _pack(self, pages: frozenset[int], parts: list[_Part]) -> PackedAdapter:
+        begin, end = self._part.layers
+        layers = (LayerAdapterStruct * (end - begin))()
+        sizes = [
+            size
+            for part in parts
+            for size in (part.num_registers_of_a(self._per_register), part.layout.num_registers)
+        ]
+        memory = self._memory.empty((sum(sizes), HALF), torch.int32).zero_()
+        places = iter(memory.split(sizes))
+        kept: list[object] = [memory, layers]
+        for part in parts:
+            a, b = next(places), next(places)
+            self._pack_a(part, a)
+            self._pack_b(part, b)
+            struct = LowRankStruct(a.data_ptr(), b.data_ptr(), part.layout.ranges.ctypes.data)
+            struct.ranks = part.num_ranks
+            magnitude = _pack_magnitude(part)
+            if magnitude is not None:
+                struct.magnitude = magnitude.data_ptr()
+            kept += [part.layout.ranges, magnitude]
+            setattr(layers[part.layer], part.product.name, struct)
+        most = max((part.num_ranks for part in parts), default=0)
+        return PackedAdapter(pages, AdapterStruct(ctypes.addressof(layers), most), tuple(kept))
+
+    def _pack_a(self, part: _Part, target: Tensor) -> None:
+        """Into [ranks / 4, registers of inner, 4] registers."""
+        for module, low_rank in part.modules.items():
+            a = low_rank.a.to(self._dtype)
+            first = part.ranks[module].first * self._pair
+            self._library.pack_a(a.data_ptr(), a.stride(0), *a.shape, first, target.data_ptr())
+
+    def _pack_b(self, part: _Part, target: Tensor) -> None:
+        """Into registers of 16 pairs."""
+        for module, low_rank in part.modules.items():
+            b, columns = low_rank.b.to(self._dtype).contiguous(), part.layout.columns[module]
+            rows, at = columns.rows.ctypes.data, columns.at.ctypes.data
+            self._library.pack_b(b.data_ptr(), b.shape[1], rows, at, len(columns.at), target.data_ptr())
+
+
+def _products(held: DecoderConfig) -> tuple[_Product, ...]:
+    hidden, inner, query, kv = held.hidden_size, held.intermediate_size, held.query_size, held.kv_size
+    up: tuple[tuple[Module, int], ...] = ((Module.MLP_H_TO_4H, inner),)
+    up_order = torch.arange(inner)
+    if held.gated_mlp:
+        up, up_order = (*up, (Module.MLP_GATE, inner)), gated_order(2 * inner)
+    qkv = ((Module.ATTN_Q, query), (Module.ATTN_K, kv), (Module.ATTN_V, kv))
+    return (
+        _Product("qkv", qkv, hidden, torch.arange(query + 2 * kv)),
+        _Product("output", ((Module.ATTN_DENSE, hidden),), query, torch.arange(hidden)),
+        _Product("up", up, hidden, up_order),
+        _Product("down", ((Module.MLP_4H_TO_H, hidden),), inner, torch.arange(hidden)),
+    )
+
+
+def _pack_magnitude(part: _Part) -> Tensor | None:
+    """[columns in whole panels]; None if it is 1 everywhere."""
+    if all(low_rank.magnitude is None for low_rank in part.modules.values()):
+        return None
+    parts: list[Tensor] = []
+    for module, num_rows in part.product.modules:
+        magnitude = part.modules[module].magnitude if module in part.modules else None
+        parts.append(torch.ones(num_rows) if magnitude is None else magnitude.float())
+    return in_order(torch.cat(parts), part.product.order, part.product.width)
+
+
+def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _Layout:
+    """Where everything of B goes, for the modules that are there."""
+    order = np.full(product.width, -1, dtype=np.int64)
+    order[: len(product.order)] = product.order.numpy()
+    order = order.reshape(-1, HALF)
+    rows: dict[Module, NDArray[np.int64]] = {}
+    begin = 0
+    for module, count in product.modules:
+        rows[module] = np.where((order >= begin) & (order < begin + count), order - begin, -1)
+        begin += count
+    firsts = np.full(len(order), np.iinfo(np.int32).max, dtype=np.int64)
+    ends = np.zeros(len(order), dtype=np.int64)
+    for module, place in ranks.items():
+        is_here = (rows[module] >= 0).any(axis=1)
+        firsts[is_here] = np.minimum(firsts[is_here], place.first)
+        ends[is_here] = np.maximum(ends[is_here], place.first + place.count)
+    firsts = np.minimum(firsts, ends)
+    counts = ends - firsts
+    at = counts.cumsum() - counts
+    columns: dict[Module, _Columns] = {}
+    for module, place in ranks.items():
+        halves = np.flatnonzero((rows[module] >= 0).any(axis=1))
+        columns[module] = _Columns(rows[module][halves], at[halves] + place.first - firsts[halves])
+    ranges = np.ascontiguousarray(np.stack([firsts, counts, at], axis=1).astype(np.int32))
+    return _Layout(ranges, int(counts.sum()), columns)

@@ -1,0 +1,325 @@
+"""NativeDecoder computes what `Decoder` computes, with compiled layers (source/decoder.h).
+
+One call runs all layers over all rows; where ranks share the layers, a call runs half a layer, and the halves are
+added up over the ranks between. Keys and values lie in the cache's blocks in an order of their own. Loop thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.core.schedule.batch import AdapterLoad
+from inflight.engine.additional_outputs import HiddenStates
+from inflight.engine.collectives import ALONE, Collectives, join_logits
+from inflight.engine.cpu.adapters import PackedAdapters
+from inflight.engine.cpu.packing import Contribution, PackedLayer, PackedLinear, Packer
+from inflight.engine.cpu.row_kernels import NativeRowKernels
+from inflight.engine.cpu.structs import (
+    BatchStruct,
+    Handle,
+    LayerStruct,
+    RoutedStruct,
+    ShapeStruct,
+)
+from inflight.engine.host_memory import Recycled
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
+from inflight.engine.layers.decoder import embed
+from inflight.engine.layers.layer_operations import apply_norm
+from inflight.engine.packing import PackedBatch
+from inflight.engine.windows import AttentionWindow
+from inflight.errors import ConfigError
+from inflight.models import DecoderConfig, DecoderWeights
+from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig
+from inflight.models.rope import rope_tables
+from inflight.models.sharding import Part
+from inflight.sampling.nan_check import Peaks
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_CACHE_KINDS = {None: 0, INT8_LEVELS: 1, FP8_LEVELS: 2}
+_ATTENTION, _MLP = 0, 1  # halves of a layer
+
+
+class NativeDecoder:
+    """A model's packed weights, or those of a part of it.
+
+    Args:
+        config: What the checkpoint says.
+        weights: Of this part; its layers are `Packer.layer`'s, and its output projection `Packer.linear`'s.
+        packer: Packs the rest.
+        layer_windows: As for `Decoder`, like the next three.
+        max_sequence_length: As for `Decoder`.
+        tokens_per_block: Of the cache that will come with every call.
+        part: As for `Decoder`.
+        collectives: As for `Decoder`.
+        rounding: Of the cache that will come with every call.
+
+    Raises:
+        ConfigError: Its threads cannot be started.
+
+    Attributes:
+        config: Of the whole model.
+        dtype: Of activations, and of the KV cache unless that is rounded.
+        kernels: As for `Decoder`.
+        has_fixed_shapes: As for `Decoder`.
+        needs_cleared_blocks: As for `Decoder`.
+        row_kernels: As for `Decoder`.
+    """
+
+    kernels = "native"
+    has_fixed_shapes = False
+
+    # What lies behind a sequence's last token is masked, or zeroed as that is stored.
+    needs_cleared_blocks = False
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights[PackedLayer, PackedLinear],
+        packer: Packer,
+        layer_windows: tuple[AttentionWindow | None, ...],
+        max_sequence_length: int,
+        tokens_per_block: int,
+        part: Part,
+        collectives: Collectives = ALONE,
+        rounding: KvRounding | None = None,
+    ) -> None:
+        self.config = config
+        self.dtype = packer.dtype
+        self._library = packer.library
+        self._num_threads = packer.num_threads
+        self._vocabulary = part.shard.split(config.vocab_size)
+        self._collectives = collectives
+        self._packed = weights.layers
+        self._first_layer = part.layers[0]
+        self._layers = (LayerStruct * len(self._packed))(*(layer.struct for layer in self._packed))
+        for layer, window in zip(self._layers, layer_windows[slice(*part.layers)]):
+            layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
+        self._position_embedding = weights.position_embedding
+        self._embedding = weights.embedding  # None also where its rows are the output projection's columns
+        if weights.lm_head is not None and weights.final_norm is not None:
+            self._lm_head, self._lm_head_tensors = weights.lm_head.struct, weights.lm_head.tensors
+            self._final_norm, self._final_norm_tensors = packer.norm(weights.final_norm)
+        self._norm = weights.final_norm
+        ropes = config.ropes[slice(*part.layers)]
+        self._rope_tables = {
+            rope: rope_tables(rope, config.head_dim, max_sequence_length)
+            for rope in dict.fromkeys(ropes)
+            if rope is not None
+        }
+        for layer, rope in zip(self._layers, ropes, strict=True):
+            if rope is not None:
+                layer.cos, layer.sin = (table.data_ptr() for table in self._rope_tables[rope])
+        self._adapters = PackedAdapters(packer.library, config, part, self.dtype)
+        self._logits_memory = Recycled()
+        self._cache: KvCache | None = None
+        self._rounding = rounding
+        self._shape = self._describe(part.held_config(config), tokens_per_block)
+        self._handle = Handle(self._library, self._shape, self._layers)
+        if not self._handle.exists:
+            raise ConfigError(
+                f"{self._num_threads} threads for the forward pass cannot be started, or have no memory: "
+                "lower engine_threads, or raise this process's limits"
+            )
+        self.row_kernels = NativeRowKernels(self._library, self._handle)
+
+    def forward(
+        self,
+        packed: PackedBatch,
+        cache: KvCache,
+        hidden: Tensor | None = None,
+        between: HiddenStates | None = None,
+    ) -> Tensor:
+        """As `Decoder.forward`; a call ends where hidden states are to be kept."""
+        batch, x = self._begin(packed, cache, hidden)
+        _check(self._library.plan(self._handle, batch))
+        between = between or HiddenStates()
+        if self._collectives.size == 1:
+            for begin, end in itertools.pairwise(self._stops(between)):
+                between.keep(self._first_layer + begin, x)
+                self._run(batch, x, begin, end)
+            return x
+        partial = torch.empty_like(x)
+        for index, layer in enumerate(self._packed):
+            between.keep(self._first_layer + index, x)
+            for half, contribution in ((_ATTENTION, layer.attention), (_MLP, layer.mlp)):
+                self._run(batch, x, index, index + 1, partial, half)
+                self._take(x, self._collectives.all_reduce(partial), contribution)
+        return x
+
+    def _take(self, x: Tensor, total: Tensor, of: Contribution) -> None:
+        """Add what attention or MLP gave on all ranks together to the residual stream."""
+        if of.bias is not None:
+            total = total + of.bias
+        if of.post_norm is not None:
+            total = apply_norm(total, of.post_norm, self.config.norm_eps)
+        x.add_(total, alpha=self.config.residual_scale)
+
+    def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
+        """As `Decoder.forward_to_logits`, in one call: after each, Python has to come back into the caches.
+
+        Peaks are found with it, for `row_kernels`.
+        """
+        if self._collectives.size > 1:
+            return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
+        batch, x = self._begin(packed, cache, hidden)
+        rows = packed.sampled_rows
+        logits = self._logits_memory.empty((len(rows), self._lm_head.columns), torch.float32)
+        peaks = Peaks(torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64))
+        head = (self._final_norm, self._lm_head)
+        is_done = self._library.run_to_logits(
+            self._handle,
+            batch,
+            x.data_ptr(),
+            len(self._layers),
+            *head,
+            rows.data_ptr(),
+            len(rows),
+            logits.data_ptr(),
+            peaks.highest.data_ptr(),
+            peaks.tokens.data_ptr(),
+        )
+        _check(is_done)
+        self.row_kernels.note_peaks(logits, peaks)
+        return logits
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """As `Decoder.logits`."""
+        hidden, rows = hidden.contiguous(), rows.contiguous()
+        logits = self._logits_memory.empty((len(rows), self._lm_head.columns), torch.float32)
+        parameters = (self._final_norm, self._lm_head)
+        is_done = self._library.logits(
+            self._handle, *parameters, hidden.data_ptr(), rows.data_ptr(), len(rows), logits.data_ptr()
+        )
+        _check(is_done)
+        return join_logits(logits, self.config.vocab_size, self._collectives)
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """As `Decoder.load_adapter`."""
+        self._adapters.load(load)
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """As `Decoder.normalize`, by torch's operators."""
+        assert self._norm is not None, "the last stage has the final norm"
+        return apply_norm(hidden, self._norm, self.config.norm_eps)
+
+    def _stops(self, between: HiddenStates) -> list[int]:
+        """The layers that calls begin with, and the number of layers."""
+        count = len(self._layers)
+        inner = {stop - self._first_layer for stop in between.wanted}
+        return [0, *sorted(stop for stop in inner if 0 < stop < count), count]
+
+    def _begin(
+        self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None
+    ) -> tuple[BatchStruct, Tensor]:
+        """The batch, which points into what was given, and the first layer's input or `hidden`."""
+        self._bind(cache)
+        spans, positions, slots = _spans(packed), packed.positions, packed.slots
+        batch = BatchStruct(
+            len(positions),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            len(spans),
+            spans.ctypes.data,
+            packed.block_tables.data_ptr(),
+            packed.block_tables.shape[1],
+        )
+        batch.spans_array = spans  # lives as long as the batch
+        if packed.adapters is not None:
+            batch.adapters_array = self._adapters.addresses(packed.adapters)  # likewise
+            batch.adapters = batch.adapters_array.ctypes.data
+        if hidden is not None:
+            return batch, hidden.contiguous()
+        learned = self._position_embedding
+        return batch, embed(packed, self.config, self._vocabulary, self._look_up, self._collectives, learned)
+
+    def _run(
+        self,
+        batch: BatchStruct,
+        x: Tensor,
+        first: int,
+        last: int,
+        partial: Tensor | None = None,
+        half: int = 0,
+    ) -> None:
+        target = None if partial is None else partial.data_ptr()
+        _check(self._library.run(self._handle, batch, x.data_ptr(), first, last, target, half))
+
+    def routed(self) -> RoutedStruct:
+        """What layers with experts have taken since this decoder was made."""
+        routed = RoutedStruct()
+        self._library.read_routed(self._handle, routed)
+        return routed
+
+    def _describe(self, held: DecoderConfig, tokens_per_block: int) -> ShapeStruct:
+        experts = held.experts or ExpertsConfig(0, 0, 0, False, ())
+        swiglu = held.clamped_swiglu or ClampedSwiglu(alpha=0.0, limit=0.0)
+        return ShapeStruct(
+            held.hidden_size,
+            held.num_heads,
+            held.num_kv_heads,
+            held.head_dim,
+            held.intermediate_size,
+            tokens_per_block,
+            held.gated_mlp,
+            _ACTIVATIONS[held.activation],
+            self._num_threads,
+            max((rope.rotary_dim(held.head_dim) for rope in self._rope_tables), default=0),
+            held.qk_norm == "projection",
+            experts.count,
+            experts.num_per_token,
+            experts.intermediate_size,
+            experts.shared_intermediate_size,
+            experts.is_normalized,
+            _CACHE_KINDS[self._rounding],
+            held.norm_eps,
+            held.score_scale,
+            held.attention_soft_cap or 0.0,
+            held.residual_scale,
+            held.logits_scale,
+            held.logits_soft_cap or 0.0,
+            swiglu.limit,
+            swiglu.alpha,
+        )
+
+    def _bind(self, cache: KvCache) -> None:
+        """Point into the cache, which is the same one for good."""
+        if cache is self._cache:
+            return
+        assert cache.rounding == self._rounding, "the cache is the one that was described"
+        self._cache = cache
+        for layer, (keys, values) in zip(self._layers, cache.layers):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        for layer, (keys, values) in zip(self._layers, cache.layer_scales):
+            layer.key_scales, layer.value_scales = keys.data_ptr(), values.data_ptr()
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
+        if self._embedding is not None:
+            return F.embedding(token_ids, self._embedding)
+        x = torch.empty(len(token_ids), self.config.hidden_size, dtype=self.dtype)
+        token_ids = token_ids.contiguous()
+        self._library.unpack_rows(
+            self._handle, self._lm_head, token_ids.data_ptr(), len(token_ids), x.data_ptr()
+        )
+        return x
+
+
+def _spans(packed: PackedBatch) -> np.ndarray:
+    """[spans, 4] int64: slot, first row, row after the last, position of the first. Chunks, then generation."""
+    first = packed.generation_begin
+    spans = [(chunk.slot, chunk.begin, chunk.end, chunk.start) for chunk in packed.chunks]
+    slots, lengths = packed.slots.numpy()[first:].tolist(), packed.generation_lengths.tolist()
+    spans += [
+        (slot, row, row + 1, length - 1) for row, (slot, length) in enumerate(zip(slots, lengths), first)
+    ]
+    return np.array(spans, dtype=np.int64)
+
+
+def _check(is_done: bool) -> None:
+    if not is_done:
+        raise MemoryError("no memory for a forward pass's intermediate results")

@@ -1,0 +1,369 @@
+"""The compiled code: built from source/ by the machine's C++ compiler when it is first needed, and kept.
+
+A build takes up to twenty seconds. It is kept in the user's cache folder, under a name that changes with the
+sources, the compiler, the C library and the processor, so that later starts find it; at its end stands a digest of
+it, as a file that was cut short would end the process that runs it. What `prebuild` has put beside the sources
+comes first.
+Any thread; of several processes one builds, and the others wait for it. Imports no torch.
+
+Whoever builds removes what nobody has loaded for 30 days. A library's modification time is when it was last loaded
+or built. Every version of the sources, the compiler and the processor has libraries of its own, and nothing tells
+which of them are still installed somewhere, so age decides. A process that has loaded a library that is removed
+takes no harm: the file lives on until the last of them has ended, and is built again when it is needed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import logging
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+from inflight.engine.cpu.structs import declare
+from inflight.progress import compile_progress
+
+_log = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent / "source"
+_PREBUILT = Path(__file__).parent / "prebuilt"
+_FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-shared")
+_THIS_PROCESSOR = ("-march=native",)
+_NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
+_OF_DTYPE = {"float32": frozenset(), "bfloat16": frozenset({"avx512_bf16"})}
+_ELEMENTS = {"float32": "F32", "bfloat16": "Bf16"}
+_INT8 = frozenset({"avx512_vnni"})
+_COMPILER_FLAGS = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
+_BUILD_TIMEOUT_S = 600.0  # fifty times what it takes on a machine that does nothing else
+_VERSION_TIMEOUT_S = 10.0
+_TICK_S = 1.0
+_DIGEST_BYTES = 16
+_BUILD_PREFIX = "build-"  # of a build's folder, which is left behind only if its process was killed
+_UNUSED_S = 30 * 24 * 3600.0
+_ABANDONED_S = 24 * 3600.0  # far longer than any build takes
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class CannotBuild(Exception):
+    """Why there is no compiled code on this machine."""
+
+
+def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) -> ctypes.CDLL:
+    """The code for models of this dtype; CannotBuild, with the reason, where this machine has none.
+
+    Args:
+        dtype: Of activations.
+        int8: Whether weights are.
+        rounded_cache: Whether the KV cache may be one of 8 bits.
+    """
+    return _load(_check_processor(dtype, int8), dtype, int8, rounded_cache)
+
+
+def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
+    """Where `load_library` will take the code from, in words, without loading or compiling it.
+
+    Raises CannotBuild, with the reason, where it is known already that there will be none.
+    """
+    flags = _check_processor(dtype, int8)
+    if _is_whole(_prebuilt_path(dtype, int8)):
+        return "which came with the package"
+    compiler = _compiler_command(dtype, int8, rounded_cache=rounded_cache)
+    folder = _cache_folder()
+    if folder is None:
+        return f"{compiler[0]} compiles them at every start, as there is no folder to keep them in"
+    if _is_whole(folder / f"decoder-{_key(compiler, flags)}.so"):
+        return "kept from an earlier start"
+    return f"{compiler[0]} compiles them at the first start"
+
+
+def _check_processor(dtype: str, int8: bool) -> frozenset[str]:
+    """What the processor can do; CannotBuild where that is too little for code for this dtype."""
+    if dtype not in _OF_DTYPE:
+        raise CannotBuild(f"it computes in {' and '.join(_OF_DTYPE)}, not in {dtype}")
+    flags = _processor_flags()
+    lacking = instruction_sets(dtype, int8) - flags
+    if lacking:
+        raise CannotBuild(f"the processor lacks {', '.join(sorted(lacking))}")
+    return flags
+
+
+def instruction_sets(dtype: str, int8: bool = False) -> frozenset[str]:
+    """The instruction sets that code for models of this dtype needs; names as in /proc/cpuinfo."""
+    return _NEEDED | _OF_DTYPE[dtype] | (_INT8 if int8 else frozenset())
+
+
+def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -> None:
+    """Begin, on a thread, what `load_library` would wait for. That will raise what goes wrong here."""
+
+    def load() -> None:
+        with contextlib.suppress(CannotBuild):
+            load_library(dtype, int8, rounded_cache)
+
+    if _cache_folder() is not None:  # without one, nobody would find what has been built
+        threading.Thread(target=load, name="inflight-compile", daemon=True).start()
+
+
+def prebuild(dtype: str, int8: bool = False) -> Path:
+    """Compile into the package, for every processor that has the instructions and for KV caches of every kind;
+    CannotBuild if that fails.
+    """
+    path = _prebuilt_path(dtype, int8)
+    sets = sorted(instruction_sets(dtype, int8) & _COMPILER_FLAGS.keys())
+    target = ("-march=x86-64-v4", *(_COMPILER_FLAGS[each] for each in sets))
+    try:
+        path.parent.mkdir(exist_ok=True)
+        _build(_compiler_command(dtype, int8, target, rounded_cache=True), path)
+    except OSError as error:
+        raise CannotBuild(f"{path} cannot be written: {error}") from error
+    return path
+
+
+@functools.cache
+def _load(flags: frozenset[str], dtype: str, int8: bool, rounded_cache: bool = False) -> ctypes.CDLL:
+    prebuilt = _prebuilt_path(dtype, int8)
+    if _is_whole(prebuilt):
+        with contextlib.suppress(OSError):
+            return _load_file(prebuilt)
+    compiler = _compiler_command(dtype, int8, _THIS_PROCESSOR, rounded_cache)
+    name = f"decoder-{_key(compiler, flags)}.so"
+    folder = _cache_folder()
+    try:
+        if folder is not None:
+            return _open(compiler, folder / name)
+        with tempfile.TemporaryDirectory(prefix="inflight-") as passing:  # what is loaded may be deleted
+            return _open(compiler, Path(passing, name))
+    except OSError as error:
+        raise CannotBuild(f"{name} cannot be kept or loaded: {error}") from error
+
+
+def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
+    """Load the library at `path`, built anew if it cannot be used; OSError if even a new one cannot be loaded."""
+    unusable = None
+    _mark_used(path)
+    if _is_whole(path):
+        try:
+            return _load_file(path)
+        except OSError:
+            # Another process may have removed it just now, as too old.
+            with contextlib.suppress(FileNotFoundError):
+                unusable = path.stat().st_ino
+    with _one_at_a_time(path.parent):
+        # Otherwise another process has built it meanwhile.
+        if not _is_whole(path) or path.stat().st_ino == unusable:
+            _build(compiler, path)
+            _prune(path.parent, but=path)
+    try:
+        return _load_file(path)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _load_file(path: Path) -> ctypes.CDLL:
+    """Load a library from its file, or from memory where that folder's file system lets nothing be run."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        try:
+            library = _load_from_memory(path)
+        except OSError:
+            raise error from None
+    declare(library)
+    return library
+
+
+def _load_from_memory(path: Path) -> ctypes.CDLL:
+    handle = os.memfd_create(path.name)
+    try:
+        with open(handle, "wb", closefd=False) as file:
+            file.write(path.read_bytes())
+        # The loader takes libraries of the same name for the same one: the number must not be given out again.
+        return ctypes.CDLL(f"/proc/self/fd/{handle}")
+    except BaseException:  # whatever it is, nobody else would close the file
+        os.close(handle)
+        raise
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait for other processes that build; the kernel ends the lock of one that dies."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: several build, each for itself
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _build(compiler: list[str], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_BUILD_PREFIX) as folder:
+        built = Path(folder, path.name)
+        with compile_progress(_described(compiler)) as tick:
+            _compile(compiler, built, tick)
+        content = built.read_bytes()
+        built.write_bytes(content + _digest(content))
+        os.replace(built, path)
+
+
+def _described(compiler: list[str]) -> str:
+    """What a compiler's command is for, in a word."""
+    if "-DINFLIGHT_INT8" in compiler:
+        return "int8"
+    return next(dtype for dtype, element in _ELEMENTS.items() if f"-DINFLIGHT_ELEMENT={element}" in compiler)
+
+
+def _compile(compiler: list[str], target: Path, tick: Callable[[], None]) -> None:
+    """Run a compiler, and call `tick` once a second meanwhile; CannotBuild with what it said if it fails."""
+    command = [*compiler, str(_SOURCES / "decoder.cpp"), "-o", str(target)]
+    done = _run(command, _BUILD_TIMEOUT_S, tick)
+    if done.returncode != 0 or not target.exists():
+        said = done.stderr.decode(errors="replace").strip()
+        first = next((line for line in said.splitlines() if "error" in line), said[:200])
+        raise CannotBuild(f"{compiler[0]} failed with status {done.returncode}: {first.strip() or 'no word'}")
+
+
+def _run(
+    command: list[str], timeout_s: float, tick: Callable[[], None] = lambda: None
+) -> subprocess.CompletedProcess[bytes]:
+    pipe = subprocess.PIPE
+    try:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
+        ) as process:
+            try:
+                said = _communicate(process, timeout_s, tick)
+            except BaseException:  # also Ctrl-C: the compiler must not run on
+                os.killpg(process.pid, signal.SIGKILL)  # it is several processes
+                raise
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotBuild(f"{command[0]} cannot be run: {error}") from error
+    return subprocess.CompletedProcess(command, process.returncode, *said)
+
+
+def _communicate(
+    process: subprocess.Popen[bytes], timeout_s: float, tick: Callable[[], None]
+) -> tuple[bytes, bytes]:
+    """What a process writes until it ends; TimeoutExpired where it takes longer."""
+    deadline = time.monotonic() + timeout_s
+    while (left := deadline - time.monotonic()) > _TICK_S:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=_TICK_S)
+        tick()
+    return process.communicate(timeout=max(0.0, left))
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content[-_DIGEST_BYTES:] == _digest(content[:-_DIGEST_BYTES])
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
+def _compiler_command(
+    dtype: str, int8: bool, target: tuple[str, ...] = _THIS_PROCESSOR, rounded_cache: bool = False
+) -> list[str]:
+    """For a processor; without source and result."""
+    command = [_find_compiler(), *_FLAGS, *target, f"-DINFLIGHT_ELEMENT={_ELEMENTS[dtype]}"]
+    wanted = {"-DINFLIGHT_INT8": int8, "-DINFLIGHT_ROUNDED_CACHE": rounded_cache}
+    return [*command, *(flag for flag, is_wanted in wanted.items() if is_wanted)]
+
+
+def _find_compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in (wanted, "c++", "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            if wanted and name != wanted:
+                _log.warning("CXX is %s, which is no program: compiling with %s", wanted, found)
+            return found
+    raise CannotBuild("there is no C++ compiler (CXX, c++, g++ or clang++)")
+
+
+def _key(compiler: list[str], flags: frozenset[str]) -> str:
+    version = _run([compiler[0], "--version"], _VERSION_TIMEOUT_S).stdout
+    libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").encode()
+    return _digest_of_sources(version, libc, *(flag.encode() for flag in (*compiler[1:], *sorted(flags))))
+
+
+def _prebuilt_path(dtype: str, int8: bool) -> Path:
+    kind = "int8" if int8 else dtype
+    return _PREBUILT / f"decoder-{kind}-{_digest_of_sources(dtype.encode())}.so"
+
+
+def _digest_of_sources(*more: bytes) -> str:
+    digest = blake2b(digest_size=12)
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    digest.update(b"\0".join(more))
+    return digest.hexdigest()
+
+
+def _cache_folder() -> Path | None:
+    """Where only this user can write, as what lies in it is run; None if there is no place to keep anything."""
+    candidates = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
+    for candidate in candidates:
+        folder = Path(candidate) / "inflight"
+        if Path(candidate).is_absolute():
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError:
+                continue
+            found = folder.stat()
+            is_private = found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
+            if is_private and os.access(folder, os.W_OK):
+                return folder
+    return None
+
+
+def _processor_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def _mark_used(library: Path) -> None:
+    """Note that a library is being loaded; if it is not there, or cannot be marked, nothing."""
+    with contextlib.suppress(OSError):
+        os.utime(library)
+
+
+def _prune(folder: Path, but: Path) -> None:
+    """Remove the libraries in a cache folder that nobody has loaded for 30 days, and what dead builds left.
+
+    Called by whoever has just built `but`, which stays. What cannot be removed stays too.
+    """
+    now = time.time()
+    for path in folder.glob("decoder-*.so"):
+        if path != but and now - _modified(path) > _UNUSED_S:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    for path in folder.glob(f"{_BUILD_PREFIX}*"):
+        if now - _modified(path) > _ABANDONED_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _modified(path: Path) -> float:
+    """Seconds since the epoch; the far future for what has gone."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return float("inf")

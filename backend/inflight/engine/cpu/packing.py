@@ -1,0 +1,394 @@
+"""Weights in the layout that the compiled products read, and the structs that point to them.
+
+A matrix becomes panels of 32 columns (source/gemm.h), in its own dtype, or quantized to int8 with a scale for each
+column, or as the checkpoint has quantized it: to int8 likewise, or to 4 bits in groups (source/int4.h). Matrices
+are packed as they are read from the checkpoint, so that no more than one is there twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.engine.cpu.structs import LayerStruct, LinearStruct, NormStruct
+from inflight.engine.host_memory import Arena
+from inflight.engine.quantize import INT8_LEVELS
+from inflight.models import Layer, Linear, Norm
+from inflight.models.decoder_weights import ExpertWeights
+from inflight.models.levels import GroupedMatrix, Kind
+
+PANEL = 32
+HALF = PANEL // 2
+_INT8, _INT4, _FLOAT4 = 1, 2, 3  # kinds of LinearStruct
+# kAtOnce, kOfGroup, kZeroBits and kWord of source/int4.h
+_INT4_TOGETHER, _OF_GROUP, _ZERO_BITS, _WORD, _FLOAT_WORD = 8, 8, 31, 4, 2
+_NUMBERS_AT_ONCE = 1 << 21  # of a matrix that is quantized, as few whole panels as have so many
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A projection, packed.
+
+    Attributes:
+        struct: With its bias.
+        tensors: What the struct points into.
+        bias: As it was read, for what several ranks add up; None if there is none.
+    """
+
+    struct: LinearStruct
+    tensors: tuple[Tensor, ...]
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What is done to the sum of what all ranks gave, before it is added to the residual stream.
+
+    Attributes:
+        bias: Of the last projection, which is added once.
+        post_norm: The norm that follows; None if there is none.
+    """
+
+    bias: Tensor | None
+    post_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """One layer, packed.
+
+    Attributes:
+        struct: Without its part of the KV cache.
+        tensors: What the struct points into.
+        attention: What several ranks do with the attention's output.
+        mlp: What they do with the MLP's.
+    """
+
+    struct: LayerStruct
+    tensors: tuple[Tensor, ...]
+    attention: Contribution
+    mlp: Contribution
+
+
+@dataclass(slots=True)
+class Packer:
+    """Packs a model's weights.
+
+    Attributes:
+        library: The compiled code, for these types.
+        dtype: Of activations and, unless they are quantized, weights.
+        int8: Whether to quantize matrices.
+        num_threads: To pack with.
+    """
+
+    library: ctypes.CDLL
+    dtype: torch.dtype
+    int8: bool
+    num_threads: int
+    _arena: Arena = field(default_factory=Arena)
+    _tensors: list[Tensor] = field(default_factory=list)
+
+    def layer(self, layer: Layer[PackedLinear]) -> PackedLayer:
+        """Pack one layer, whose projections are packed."""
+        self._tensors = []
+        struct = LayerStruct(
+            attention_norm=self._norm(layer.attention_norm),
+            mlp_norm=self._norm(layer.mlp_norm),
+            attention_post_norm=self._norm(layer.attention_post_norm),
+            mlp_post_norm=self._norm(layer.mlp_post_norm),
+            qkv=layer.qkv.struct,
+            output=layer.output.struct,
+        )
+        projections = [layer.qkv, layer.output]
+        if layer.up is not None and layer.down is not None:
+            struct.up, struct.down = layer.up.struct, layer.down.struct
+            projections += [layer.up, layer.down]
+        if layer.experts is not None:
+            struct.router = self._router(layer.experts)
+            struct.expert_up, struct.expert_down = layer.experts.up.struct, layer.experts.down.struct
+            projections += [layer.experts.up, layer.experts.down]
+        for linear in projections:
+            self._tensors += linear.tensors
+        if layer.query_norm is not None and layer.key_norm is not None:
+            struct.query_norm = self._norm(layer.query_norm).weight
+            struct.key_norm = self._norm(layer.key_norm).weight
+        struct.learned_sinks = self._keep(layer.sinks, torch.float32)
+        return PackedLayer(
+            struct,
+            tuple(self._tensors),
+            Contribution(layer.output.bias, layer.attention_post_norm),
+            Contribution(layer.down.bias if layer.down else None, layer.mlp_post_norm),
+        )
+
+    def linear(self, linear: Linear, is_gated: bool = False, int8: bool | None = None) -> PackedLinear:
+        """Pack a projection.
+
+        Args:
+            linear: As it was read.
+            is_gated: It is gate above up of a gated MLP.
+            int8: Whether to quantize it; None: as all.
+        """
+        self._tensors = []
+        int8 = self.int8 if int8 is None else int8
+        struct = self._pack((linear.weight,), (1, *linear.weight.shape), int8, is_gated, linear.bias)
+        return PackedLinear(struct, tuple(self._tensors), linear.bias)
+
+    def stack(
+        self,
+        matrices: Iterable[Tensor],
+        shape: tuple[int, ...],
+        bias: Tensor | None = None,
+        is_gated: bool = False,
+    ) -> PackedLinear:
+        """Pack the matrices [rows, inner] of experts behind each other, each when it is asked for.
+
+        `shape`: [count, rows, inner]; `bias`: [count, rows].
+        """
+        self._tensors = []
+        struct = self._pack(matrices, shape, self.int8, is_gated, bias, is_stack=True)
+        return PackedLinear(struct, tuple(self._tensors), bias)
+
+    def levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool = False) -> PackedLinear:
+        """Pack a projection that the checkpoint has quantized, of which `why_unpacked` says nothing."""
+        self._tensors = []
+        shape = (1, *matrix.shape)
+        pack = self._pack_four_bits if matrix.bits == 4 else self._pack_levels
+        return PackedLinear(pack((matrix,), shape, is_gated, bias), tuple(self._tensors), bias)
+
+    def stacked_levels(
+        self,
+        matrices: Iterator[GroupedMatrix],
+        shape: tuple[int, ...],
+        bias: Tensor | None = None,
+        is_gated: bool = False,
+    ) -> PackedLinear:
+        """As `stack`, of quantized ones that are all of one form."""
+        self._tensors = []
+        first = next(matrices)
+        matrices = chain((first,), matrices)
+        pack = self._pack_four_bits if first.bits == 4 else self._pack_levels
+        return PackedLinear(pack(matrices, shape, is_gated, bias, is_stack=True), tuple(self._tensors), bias)
+
+    def norm(self, norm: Norm) -> tuple[NormStruct, tuple[Tensor, ...]]:
+        """Pack a norm by itself."""
+        self._tensors = []
+        return self._norm(norm), tuple(self._tensors)
+
+    def _norm(self, norm: Norm | None) -> NormStruct:
+        if norm is None:
+            return NormStruct()
+        return NormStruct(self._keep(norm.weight.float()), self._keep(norm.bias, torch.float32))
+
+    def _router(self, experts: ExpertWeights) -> LinearStruct:
+        """Its columns, and behind them that of the gate, which has no bias; they are never int8."""
+        router, bias = experts.router.weight, experts.router.bias
+        if experts.shared_gate is not None:
+            router = torch.cat((router, experts.shared_gate.weight))
+            bias = None if bias is None else F.pad(bias, (0, 1))
+        return self._pack((router,), (1, *router.shape), int8=False, bias=bias)
+
+    def _pack(
+        self,
+        matrices: Iterable[Tensor],
+        shape: tuple[int, ...],
+        int8: bool,
+        is_gated: bool = False,
+        bias: Tensor | None = None,
+        is_stack: bool = False,
+    ) -> LinearStruct:
+        """Matrices behind each other, `shape` [count, rows, inner]; those of a stack in whole panels each."""
+        count, rows, inner = shape
+        order, width = _column_order(rows, is_gated, is_stack)
+        dtype = torch.int8 if int8 else self.dtype
+        together = 4 // dtype.itemsize  # of what a lane multiplies at a time
+        padded = -(-inner // together) * together
+        packed = self._arena.empty(count * width * padded, dtype).view(count, width, padded)
+        scales = torch.zeros((count, width)) if int8 else None
+        corrections = torch.zeros((count, width), dtype=torch.int32) if int8 else None
+        for index, (matrix, target) in enumerate(zip(matrices, packed, strict=True)):
+            weight = matrix.contiguous()
+            if scales is not None and corrections is not None:
+                self._pack_int8(weight, order, target, scales[index], corrections[index])
+            else:
+                sizes = (inner, order.data_ptr(), len(order), inner)
+                self.library.pack(weight.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
+        return LinearStruct(
+            self._keep(packed),
+            self._keep(None if bias is None else _packed_bias(bias, order, width)),
+            self._keep(scales),
+            self._keep(corrections),
+            None,
+            count * len(order),
+            padded,
+            int(int8),
+        )
+
+    def _pack_levels(
+        self,
+        matrices: Iterable[GroupedMatrix],
+        shape: tuple[int, ...],
+        is_gated: bool,
+        bias: Tensor | None = None,
+        is_stack: bool = False,
+    ) -> LinearStruct:
+        """As `_pack`, of int8 levels with a scale for each row."""
+        count, rows, inner = shape
+        order, width = _column_order(rows, is_gated, is_stack)
+        padded = -(-inner // 4) * 4
+        packed = self._arena.empty(count * width * padded, torch.int8).view(count, width, padded)
+        scales = torch.zeros((count, width))
+        corrections = torch.zeros((count, width), dtype=torch.int32)
+        for index, (matrix, target) in enumerate(zip(matrices, packed, strict=True)):
+            values = matrix.values.contiguous()
+            sums = values.sum(1, dtype=torch.int32) * (INT8_LEVELS + 1)
+            scales[index] = in_order(matrix.scales[:, 0], order, width)
+            corrections[index] = in_order(sums, order, width)
+            sizes = (inner, order.data_ptr(), len(order), inner)
+            self.library.pack_int8(values.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
+        return LinearStruct(
+            self._keep(packed),
+            self._keep(None if bias is None else _packed_bias(bias, order, width)),
+            self._keep(scales),
+            self._keep(corrections),
+            None,
+            count * len(order),
+            padded,
+            _INT8,
+        )
+
+    def _pack_four_bits(
+        self,
+        matrices: Iterable[GroupedMatrix],
+        shape: tuple[int, ...],
+        is_gated: bool,
+        bias: Tensor | None = None,
+        is_stack: bool = False,
+    ) -> LinearStruct:
+        """As `_pack`, of levels 0 to 15 or 4-bit floats in groups, which are the same ones in all matrices."""
+        count, rows, inner = shape
+        order, width = _column_order(rows, is_gated, is_stack)
+        matrices = iter(matrices)
+        first = next(matrices)
+        size = -(-first.group_size // _INT4_TOGETHER) * _INT4_TOGETHER
+        groups = first.scales.shape[1]
+        row_bytes = groups * (size + _OF_GROUP)
+        column_bytes = groups * (size // 2 + (_FLOAT_WORD if first.is_float4 else _WORD))
+        packed = self._arena.empty(count * width * column_bytes, torch.uint8).view(count, -1)
+        for matrix, target in zip(chain((first,), matrices), packed, strict=True):
+            values, words = matrix.values.contiguous(), _words(matrix)
+            sources = values.data_ptr(), words.data_ptr(), order.data_ptr()
+            sizes = len(order), inner, groups, size
+            self.library.pack_four_bits(
+                first.is_float4, *sources, *sizes, target.data_ptr(), self.num_threads
+            )
+        return LinearStruct(
+            self._keep(packed),
+            self._keep(None if bias is None else _packed_bias(bias, order, width)),
+            None,
+            None,
+            self._keep(first.order, torch.int32),
+            count * len(order),
+            row_bytes,
+            _FLOAT4 if first.is_float4 else _INT4,
+            groups,
+            size,
+        )
+
+    def _pack_int8(
+        self, weight: Tensor, order: Tensor, packed: Tensor, scales: Tensor, corrections: Tensor
+    ) -> None:
+        """Fill `packed` [width, padded], some columns at a time, and each one's scale and correction, [width]."""
+        inner = weight.shape[1]
+        step = min(-(-_NUMBERS_AT_ONCE // (PANEL * inner)) * PANEL, len(order))
+        rows, levels = (
+            torch.empty((step, inner), dtype=weight.dtype),
+            torch.empty((step, inner), dtype=torch.int8),
+        )
+        for begin in range(0, len(order), step):
+            own = order[begin : begin + step]
+            end, is_there = begin + len(own), own >= 0
+            sources = own[is_there]
+            torch.index_select(weight, 0, sources, out=rows[: len(sources)])
+            of_rows, sums = self._quantize(rows[: len(sources)], levels)
+            scales[begin:end][is_there] = of_rows
+            corrections[begin:end][is_there] = sums * (INT8_LEVELS + 1)
+            places = torch.where(is_there, is_there.cumsum(0) - 1, -1)
+            target = packed[begin].data_ptr()
+            self.library.pack_int8(
+                levels.data_ptr(), inner, places.data_ptr(), len(own), inner, target, self.num_threads
+            )
+
+    def _quantize(self, weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+        """As `quantize`, into the first rows of `levels`: the scale of each row, and the sum of its levels."""
+        rows, inner = weight.shape
+        scales, sums = torch.empty(rows), torch.empty(rows, dtype=torch.int32)
+        places = (levels.data_ptr(), scales.data_ptr(), sums.data_ptr())
+        self.library.quantize(weight.data_ptr(), rows, inner, *places, self.num_threads)
+        return scales, sums
+
+    def _keep(self, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
+        if tensor is None:
+            return None
+        kept = tensor.to(dtype or tensor.dtype).contiguous()
+        self._tensors.append(kept)
+        return kept.data_ptr()
+
+
+KEPT = frozenset({Kind.INT4, Kind.FLOAT4, Kind.INT8_BY_ROW})
+"""What compiled layers multiply as the checkpoint has it."""
+
+
+def why_unpacked(matrix: GroupedMatrix, is_stack: bool) -> str:
+    """As `Finisher.why_unpacked`."""
+    if matrix.kind not in KEPT:
+        return f"{matrix.kind.value}, which int8 by row would round again"
+    if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % _INT4_TOGETHER:
+        return f"groups of {matrix.group_size} inputs, which are no multiple of {_INT4_TOGETHER}"
+    if is_stack and matrix.order is not None:
+        return "experts whose inputs are in an order of their own"
+    return ""
+
+
+def _words(matrix: GroupedMatrix) -> Tensor:
+    """[outputs, groups] int32: scales in float32, with the zero points as their lowest bits.
+
+    4-bit floats are multiplied as twice their values, and so have half their scales.
+    """
+    zeros = torch.zeros(1) if matrix.zeros is None else matrix.zeros
+    scales = matrix.scales / 2 if matrix.is_float4 else matrix.scales.contiguous()
+    return (scales.view(torch.int32) & ~_ZERO_BITS) | zeros.to(torch.int32)
+
+
+def _column_order(rows: int, is_gated: bool, is_stack: bool) -> tuple[Tensor, int]:
+    """The source row of every column, and how many columns whole panels have; a stack's matrices have those."""
+    order = gated_order(rows) if is_gated else torch.arange(rows)
+    width = -(-len(order) // PANEL) * PANEL
+    return F.pad(order, (0, width - len(order)), value=-1) if is_stack else order, width
+
+
+def _packed_bias(bias: Tensor, order: Tensor, width: int) -> Tensor:
+    """[count * width] float32, of one matrix [rows] or of those of a stack [count, rows]."""
+    each = bias.float().view(-1, bias.shape[-1])
+    return torch.cat([in_order(own, order, width) for own in each])
+
+
+def gated_order(rows: int) -> Tensor:
+    """Source rows of the columns: 16 of the gate, then the same 16 of what it gates; -1 fills up."""
+    inner = rows // 2
+    gate = torch.arange(-(-inner // HALF) * HALF)
+    gate[inner:] = -1
+    gated = torch.where(gate >= 0, gate + inner, -1)
+    return torch.stack([gate.view(-1, HALF), gated.view(-1, HALF)], dim=1).flatten()
+
+
+def in_order(values: Tensor, order: Tensor, width: int) -> Tensor:
+    """[width]: the values of the columns whose source rows `order` says, and zeros."""
+    result = values.new_zeros(width)
+    result[: len(order)] = torch.where(order >= 0, values[order.clamp_min(0)], 0)
+    return result

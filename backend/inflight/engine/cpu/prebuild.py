@@ -1,0 +1,37 @@
+"""Compile the layers once for many machines: `python -m inflight.engine.cpu.prebuild [DTYPE]...`.
+
+For images whose containers have no compiler. The result lies in the package and runs on every processor that has
+the instructions that the dtype needs, whatever the machine that built it. One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from inflight.engine.cpu.library import CannotBuild, prebuild
+
+_KINDS = ("bfloat16", "int8", "float32")
+
+
+def main() -> int:
+    """Compile for the dtypes that the command line names, or all; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("dtypes", nargs="*", metavar="DTYPE", help=f"of {', '.join(_KINDS)}; all without one")
+    dtypes = parser.parse_args().dtypes or _KINDS
+    if unknown := sorted(set(dtypes) - set(_KINDS)):
+        parser.error(f"no compiled code for {', '.join(unknown)}, only for {', '.join(_KINDS)}")
+    try:
+        for dtype in dtypes:
+            is_int8 = dtype == "int8"
+            sys.stdout.write(f"{prebuild('bfloat16' if is_int8 else dtype, is_int8)}\n")
+    except CannotBuild as error:
+        sys.stderr.write(f"prebuild: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+// The functions that Python calls: one computes any number of a decoder's layers for all rows of a packed batch.
+//
+// Called through ctypes by `inflight.engine.cpu`. Weights, caches and tables are the caller's memory. A call
+// runs on the caller's thread and on those of the decoder's team, and returns when all is done; one call at a time for
+// each decoder.
+#include "decoder.h"
+
+using namespace inflight;
+
+#ifndef INFLIGHT_ELEMENT
+#error "-DINFLIGHT_ELEMENT=Bf16 or F32: of activations and KV cache"
+#endif
+using Element = INFLIGHT_ELEMENT;
+using Stored = Element::Stored;
+
+#pragma GCC visibility push(default)
+extern "C" {
+void* create(const Shape* shape, const Layer* layers) {
+  try {
+    return new Decoder<Element>(*shape, layers);
+  } catch (...) {  // no memory, or no thread
+    return nullptr;
+  }
+}
+void destroy(void* decoder) { delete static_cast<Decoder<Element>*>(decoder); }
+bool plan(void* decoder, const Batch* batch) { return static_cast<Decoder<Element>*>(decoder)->plan(*batch); }
+bool run(void* decoder, const Batch* batch, Stored* x, int first, int last, Stored* partial, int half) {
+  return static_cast<Decoder<Element>*>(decoder)->run(*batch, x, first, last, partial, half);
+}
+// All of a batch, from the first layer to the logits of the rows at `indices`, and their peaks.
+bool run_to_logits(void* decoder, const Batch* batch, Stored* x, int num_layers, const Norm* norm, const Linear* head,
+                   const int64_t* indices, int64_t rows, float* out, float* highest, int64_t* tokens) {
+  auto& all = *static_cast<Decoder<Element>*>(decoder);
+  if (!all.plan(*batch) || !all.run(*batch, x, 0, num_layers, nullptr, 0)) return false;
+  if (!all.logits(*norm, *head, x, indices, rows, out)) return false;
+  all.find_peaks(out, head->columns, rows, nullptr, highest, tokens);
+  return true;
+}
+bool logits(void* decoder, const Norm* norm, const Linear* head, const Stored* x, const int64_t* indices, int64_t rows,
+            float* out) {
+  return static_cast<Decoder<Element>*>(decoder)->logits(*norm, *head, x, indices, rows, out);
+}
+void find_peaks(void* decoder, const float* logits, int columns, int64_t count, const int64_t* rows, float* highest,
+                int64_t* tokens) {
+  static_cast<Decoder<Element>*>(decoder)->find_peaks(logits, columns, count, rows, highest, tokens);
+}
+void apply_masks(void* decoder, float* logits, int columns, const MaskedRows* rows, int64_t* tokens) {
+  static_cast<Decoder<Element>*>(decoder)->apply_masks(logits, columns, *rows, tokens);
+}
+int penalize(void* decoder, float* logits, int columns, const PenalizedRows* rows) {
+  return static_cast<Decoder<Element>*>(decoder)->penalize(logits, columns, *rows);
+}
+bool draw(void* decoder, const float* logits, int columns, int64_t count, const int64_t* rows, const Chance* chances,
+          int64_t* tokens) {
+  return static_cast<Decoder<Element>*>(decoder)->draw(logits, columns, count, rows, chances, tokens);
+}
+void read_routed(void* decoder, Routed* out) { *out = static_cast<Decoder<Element>*>(decoder)->routed(); }
+void unpack_rows(void* decoder, const Linear* linear, const int64_t* ids, int64_t count, Stored* out) {
+  static_cast<Decoder<Element>*>(decoder)->unpack_rows(*linear, ids, count, out);
+}
+void pack(const Stored* source, int64_t stride, const int64_t* order, int columns, int inner, Stored* target,
+          int num_threads) {
+  pack<Element>(source, stride, order, columns, inner, target, num_threads);
+}
+void pack_int8(const uint8_t* source, int64_t stride, const int64_t* order, int columns, int inner, uint8_t* target,
+               int num_threads) {
+  pack<Int8>(source, stride, order, columns, inner, target, num_threads);
+}
+// As int4.h says.
+void pack_four_bits(bool is_float, const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns,
+                    int inner, int groups, int group_size, uint8_t* target, int num_threads) {
+  const auto pack = is_float ? inflight::pack_four_bits<true> : inflight::pack_four_bits<false>;
+  pack(levels, words, order, columns, inner, groups, group_size, target, num_threads);
+}
+void pack_a(const Stored* source, int64_t stride, int rank, int inner, int first, Stored* target) {
+  pack_a<Element>(source, stride, rank, inner, first, target);
+}
+void pack_b(const Stored* source, int rank, const int64_t* rows, const int64_t* at, int64_t num_halves,
+            Stored* target) {
+  pack_b<Element>(source, rank, rows, at, num_halves, target);
+}
+void quantize(const Stored* source, int64_t rows, int inner, int8_t* target, float* scales, int32_t* sums,
+              int num_threads) {
+  quantize<Element>(source, rows, inner, target, scales, sums, num_threads);
+}
+}
+#pragma GCC visibility pop

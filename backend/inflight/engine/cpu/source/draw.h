@@ -1,0 +1,267 @@
+// Drawing a token from a row of logits: of the top_k likeliest the smallest set that reaches top_p, of it what min_p
+// leaves, by inverse CDF in the order of tokens. inflight/sampling/pipeline.py says it all.
+//
+// Sums are taken in an order that depends on the row alone. The weights of a few candidates are float64; those of a
+// whole vocabulary are float32, and what is drawn from all of them is added up in float32 inside blocks and in float64
+// beyond.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "element.h"
+#include "vector_math.h"
+
+namespace inflight {
+
+struct Chance {
+  double temperature;
+  double top_k;  // 0: no limit
+  double top_p;  // 1: no limit
+  double min_p;
+  double uniform;  // the random number, in [0, 1)
+};
+
+// One thread's, with memory for rows of so many columns as were reserved.
+class Drawer {
+ public:
+  void reserve(int columns) {
+    const int blocks = (columns + kBlock - 1) / kBlock;
+    maxima_.reserve(blocks);
+    ordered_.reserve(blocks);
+    keys_.reserve(columns);
+    candidates_.reserve(std::max(columns, kBlock));
+    sums_.reserve(blocks);
+    weights_.resize(std::max<size_t>(weights_.size(), blocks * kBlock));
+    tokens_.reserve(columns);
+    by_digit_.resize(kDigits);
+  }
+
+  // The token, 0 where none is possible.
+  int64_t draw(const float* logits, int columns, const Chance& chance) {
+    const bool is_nucleus = chance.top_k == 0 && chance.top_p < 1;
+    if (chance.top_k == 0 && !is_nucleus) {
+      weigh_all(logits, columns, highest_of(logits, columns), chance);
+      return draw_from_all(columns, static_cast<float>(chance.min_p), chance.uniform);
+    }
+    const double found = weigh_likeliest(logits, columns, is_nucleus ? kFew : static_cast<int>(chance.top_k), chance);
+    double total = found;
+    if (is_nucleus && kFew < columns && !candidates_.empty()) {
+      weigh_all(logits, columns, logits[candidates_[0].token], chance);
+      total = sum_blocks(columns, 0.0f);
+      if (found < chance.top_p * total) {
+        const float least = cut_large_nucleus(columns, chance.top_p * total);
+        return draw_from_all(columns, std::max(least, static_cast<float>(chance.min_p)), chance.uniform);
+      }
+    }
+    cut_nucleus(chance.top_p * total);
+    for (Candidate& each : candidates_)
+      if (each.weight < chance.min_p) each.weight = 0;
+    const double kept = weight_of_candidates();
+    return first_beyond(chance.uniform * kept, kept);
+  }
+
+ private:
+  // The same as in inflight/sampling/top_k_top_p.py, so that a row draws the same token there.
+  static constexpr int kFew = 128;  // so many are tried before a top_p is looked for in the whole vocabulary
+  static constexpr int kBlock = 64;
+  static constexpr int kDigits = 1 << 12;
+  static constexpr int64_t kLowerHalf = 0xffffffff;
+
+  struct Candidate {
+    int32_t token;
+    double weight;  // the likeliest token's is 1
+  };
+
+  // Fills the candidates, likeliest first; the sum of their weights.
+  double weigh_likeliest(const float* logits, int columns, int count, const Chance& chance) {
+    find_likeliest(logits, columns, count);
+    candidates_.clear();
+    double sum = 0;
+    for (const int64_t key : keys_) {
+      const double below = static_cast<double>(logits[token_of(key)]) - logits[token_of(keys_[0])];
+      candidates_.push_back({token_of(key), std::exp(below / chance.temperature)});
+      sum += candidates_.back().weight;
+    }
+    return sum;
+  }
+
+  // Leaves the candidates that are needed to reach a weight, in the order of tokens.
+  void cut_nucleus(double needed) {
+    double before = 0;
+    size_t size = 0;
+    while (size < candidates_.size() && before < needed) before += candidates_[size++].weight;
+    candidates_.resize(size);
+    std::sort(candidates_.begin(), candidates_.end(),
+              [](const Candidate& a, const Candidate& b) { return a.token < b.token; });
+  }
+
+  double weight_of_candidates() const {
+    double total = 0;
+    for (const Candidate& each : candidates_) total += each.weight;
+    return total;
+  }
+
+  // The first candidate up to which weights add up to more than `target`, of `total`; 0 if none has any.
+  int64_t first_beyond(double target, double total) const {
+    if (!(total > 0)) return 0;
+    target = within(target, total);
+    double sum = 0;
+    for (const Candidate& each : candidates_)
+      if ((sum += each.weight) > target) return each.token;
+    return candidates_.back().token;  // only what is no number gets there
+  }
+
+  // Rounding may not lead to a token that adds nothing.
+  static double within(double target, double total) {
+    return std::max(0.0, std::min(target, std::nextafter(total, 0)));
+  }
+
+  // The keys of the `count` highest in descending order. Of so many blocks with the highest maxima, every maximum beats
+  // all of the other blocks, so no token below the least of these maxima is among them.
+  void find_likeliest(const float* logits, int columns, int count) {
+    maxima_.clear();
+    for (int begin = 0; begin < columns; begin += kBlock)
+      maxima_.push_back(highest_of(logits + begin, std::min(kBlock, columns - begin)));
+    float least = -std::numeric_limits<float>::infinity();
+    if (static_cast<size_t>(count) < maxima_.size()) {
+      ordered_ = maxima_;
+      std::nth_element(ordered_.begin(), ordered_.begin() + (count - 1), ordered_.end(), std::greater<float>());
+      least = ordered_[count - 1];
+    }
+    keys_.clear();
+    for (size_t block = 0; block < maxima_.size(); ++block) {
+      const int begin = static_cast<int>(block) * kBlock;
+      if (maxima_[block] >= least) collect(logits, begin, std::min(columns, begin + kBlock), least);
+    }
+    const auto size = std::min<size_t>(count, keys_.size());
+    const auto end = keys_.begin() + size;
+    if (end != keys_.end()) std::nth_element(keys_.begin(), end, keys_.end(), std::greater<int64_t>());
+    keys_.resize(size);
+    std::sort(keys_.begin(), keys_.end(), std::greater<int64_t>());
+  }
+
+  static float highest_of(const float* values, int count) {
+    const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    __m512 highest = nothing;
+    for (int i = 0; i < count; i += kLanes)  // in this order what is no number is left out
+      highest = _mm512_max_ps(_mm512_mask_loadu_ps(nothing, first_lanes(count - i), values + i), highest);
+    return _mm512_reduce_max_ps(highest);
+  }
+
+  void collect(const float* logits, int begin, int end, float least) {
+    for (int i = begin; i < end; i += kLanes) {
+      const __mmask16 mask = first_lanes(end - i);
+      const __m512 values = _mm512_maskz_loadu_ps(mask, logits + i);
+      uint32_t found = _mm512_mask_cmp_ps_mask(mask, values, _mm512_set1_ps(least), _CMP_GE_OQ);
+      for (; found; found &= found - 1) keys_.push_back(key_of(logits, i + __builtin_ctz(found)));
+    }
+  }
+
+  // In the order of the values, of equal ones the first token the highest.
+  static int64_t key_of(const float* logits, int token) {
+    const float value = logits[token] + 0.0f;  // -0 is 0
+    const int32_t bits = bits_of(value);
+    return static_cast<int64_t>(bits ^ ((bits >> 31) & 0x7fffffff)) * (kLowerHalf + 1) + (kLowerHalf - token);
+  }
+  static int32_t token_of(int64_t key) { return static_cast<int32_t>(kLowerHalf - (key & kLowerHalf)); }
+  static int32_t bits_of(float value) {
+    int32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+  }
+
+  // Every token's weight, the likeliest 1, and zeros up to the end of the last block.
+  void weigh_all(const float* logits, int columns, float highest, const Chance& chance) {
+    const __m512 most = _mm512_set1_ps(highest);
+    const __m512 temperature = _mm512_set1_ps(static_cast<float>(chance.temperature));
+    for (int begin = 0; begin < columns; begin += kBlock)
+      for (int i = begin; i < begin + kBlock; i += kLanes) {
+        const __mmask16 mask = first_lanes(columns - i);
+        const __m512 below = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, logits + i), most);
+        const __m512 weights = exp_ps(_mm512_div_ps(below, temperature));
+        _mm512_storeu_ps(&weights_[i], _mm512_maskz_mov_ps(mask, weights));
+      }
+  }
+
+  // Of the weights that are no less than `least`: the sum, and that of each block.
+  double sum_blocks(int columns, float least) {
+    sums_.clear();
+    double total = 0;
+    for (int begin = 0; begin < columns; begin += kBlock) {
+      __m512 sum = _mm512_setzero_ps();
+      for (int i = begin; i < begin + kBlock; i += kLanes) {
+        const __m512 weights = _mm512_loadu_ps(&weights_[i]);
+        const __mmask16 counts = _mm512_cmp_ps_mask(weights, _mm512_set1_ps(least), _CMP_GE_OQ);
+        sum = _mm512_mask_add_ps(sum, counts, sum, weights);
+      }
+      sums_.push_back(_mm512_reduce_add_ps(sum));
+      total += sums_.back();
+    }
+    return total;
+  }
+
+  // From the tokens whose weight is no less than `least`: first the block, then the token in it.
+  int64_t draw_from_all(int columns, float least, double uniform) {
+    const double total = sum_blocks(columns, least);
+    if (!(total > 0)) return 0;
+    const double target = within(uniform * total, total);
+    size_t block = 0;
+    double before = 0;
+    while (block + 1 < sums_.size() && before + sums_[block] <= target) before += sums_[block++];
+    candidates_.clear();
+    const int begin = static_cast<int>(block) * kBlock;
+    for (int token = begin; token < std::min(columns, begin + kBlock); ++token)
+      candidates_.push_back({token, weights_[token] >= least ? weights_[token] : 0.0});
+    return first_beyond(target - before, weight_of_candidates());
+  }
+
+  // The least weight that is needed to reach `needed`, found digit by digit, since the bits of floats from 0 to 1 are
+  // in the order of the floats. Of the tokens with this very weight those that are not needed, the last ones, lose it.
+  float cut_large_nucleus(int columns, double needed) {
+    tokens_.resize(columns);
+    for (int token = 0; token < columns; ++token) tokens_[token] = token;
+    double above = keep_digit(20, kDigits - 1, needed, 0);
+    above = keep_digit(10, 1023, needed, above);
+    above = keep_digit(0, 1023, needed, above);
+    const float least = weights_[tokens_[0]];
+    for (const int32_t token : tokens_) {
+      if (above >= needed) weights_[token] = 0;
+      above += least;
+    }
+    return least;
+  }
+
+  // Of the tokens those with the digit at which weights, from the highest digit down, reach `needed`; the weight above.
+  double keep_digit(int shift, int mask, double needed, double above) {
+    std::fill(by_digit_.begin(), by_digit_.begin() + mask + 1, 0.0);
+    const auto digit_of = [&](int32_t token) { return bits_of(weights_[token]) >> shift & mask; };
+    for (const int32_t token : tokens_) by_digit_[digit_of(token)] += weights_[token];
+    int found = -1;
+    for (int digit = mask; digit >= 0 && (found < 0 || above + by_digit_[found] < needed); --digit) {
+      if (!(by_digit_[digit] > 0)) continue;
+      if (found >= 0) above += by_digit_[found];
+      found = digit;
+    }
+    const auto others = [&](int32_t token) { return digit_of(token) != found; };
+    tokens_.erase(std::remove_if(tokens_.begin(), tokens_.end(), others), tokens_.end());
+    return above;
+  }
+
+  std::vector<float> maxima_, ordered_;  // of blocks
+  std::vector<int64_t> keys_;
+  std::vector<Candidate> candidates_;
+  std::vector<float> weights_;
+  std::vector<double> sums_;  // of blocks
+  std::vector<int32_t> tokens_;
+  std::vector<double> by_digit_;
+};
+
+}  // namespace inflight

@@ -1,0 +1,66 @@
+// What the tokens before a row of logits take from it; inflight/sampling/pipeline.py says in which order.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace inflight {
+
+struct Penalties {
+  double repetition, presence, frequency;  // the latter two times the temperature
+};
+
+struct PenalizedRows {
+  int64_t count;
+  const int64_t* rows;         // [count]
+  const Penalties* penalties;  // [count]
+  const int32_t* history;      // [slots, history_width]: each slot's tokens, of which
+  int64_t history_width;
+  const int64_t *slots, *lengths;  // [count] are before the row
+};
+
+// One thread's, with memory for rows of so many columns as were reserved.
+class Penalizer {
+ public:
+  void reserve(int columns) {
+    counts_.resize(std::max<size_t>(counts_.size(), columns));
+    distinct_.reserve(columns);
+  }
+
+  // In place; false, and nothing is done, if a token is negative. Those beyond the columns, rows of prompt tables, have
+  // no logit.
+  bool penalize(float* logits, int columns, const int32_t* tokens, int64_t num_tokens, const Penalties& penalties) {
+    if (std::any_of(tokens, tokens + num_tokens, [](int32_t token) { return token < 0; })) return false;
+    distinct_.clear();
+    for (int64_t i = 0; i < num_tokens; ++i)
+      if (tokens[i] < columns && counts_[tokens[i]]++ == 0) distinct_.push_back(tokens[i]);
+    const auto repetition = static_cast<float>(penalties.repetition);
+    const auto presence = static_cast<float>(penalties.presence);
+    const auto frequency = static_cast<float>(penalties.frequency);
+    for (const int32_t token : distinct_) {
+      logits[token] = penalized(logits[token], repetition, presence, times(frequency, counts_[token]));
+      counts_[token] = 0;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr float kLargestLogit = 1e30f;  // LARGEST_LOGIT of inflight/sampling/row_kernels.py
+
+  static float penalized(float logit, float repetition, float presence, float frequency) {
+    if (logit == -std::numeric_limits<float>::infinity()) return logit;
+    float value = logit < 0 ? times(logit, repetition) : logit / repetition;
+    value -= presence;
+    return std::clamp(value - frequency, -kLargestLogit, kLargestLogit);
+  }
+
+  // Rounded by itself, and not as a part of the sum that it goes into: torch's operators give the same bits.
+  static float times(float a, double b) { return static_cast<float>(a * b); }
+
+  std::vector<int32_t> counts_;  // of each token, zeros between rows
+  std::vector<int32_t> distinct_;
+};
+
+}  // namespace inflight

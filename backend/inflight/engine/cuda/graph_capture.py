@@ -1,0 +1,80 @@
+"""Records operations on a GPU as CUDA graphs, where iterations are to be recorded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from inflight.config import EngineConfig
+from inflight.engine.cuda.iteration_graphs import Capture
+from inflight.ranks.topology import Mapping
+
+_log = logging.getLogger(__name__)
+
+
+class GraphCapture:
+    """Records operations as CUDA graphs. All share one pool of memory: none is replayed beside another.
+
+    What a graph reads and writes has to stay where it was, and what it leaves for later goes to memory from
+    before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, operations: Callable[[], None]) -> Callable[[], None]:
+        """Run `operations` once, then record them; what is returned queues them on the current stream."""
+        with torch.cuda.device(self._device):
+            self._warm_up(operations)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on using the device.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                operations()
+        return graph.replay
+
+    def _warm_up(self, operations: Callable[[], None]) -> None:
+        """Libraries allocate and choose kernels at their first call, which cannot be recorded."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            operations()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def find_capture(
+    config: EngineConfig,
+    has_fixed_shapes: bool,
+    mapping: Mapping,
+    device: torch.device,
+    has_debug_tensors: bool,
+) -> Capture | None:
+    """Records iterations; None if they are not to be recorded, and the log says why."""
+    if device.type != "cuda" or not has_fixed_shapes:  # it was said when the attention was chosen
+        return None
+    if config.cuda_graph_mode and mapping.pp_size == 1 and not has_debug_tensors:
+        if any(output.name.startswith("hidden_states_") for output in config.additional_model_outputs):
+            _log.info("iterations with a request that wants hidden_states_<i> run without CUDA graphs")
+        return GraphCapture(device)
+    _log.info(
+        "iterations run without CUDA graphs: %s",
+        "they are turned off"
+        if not config.cuda_graph_mode
+        else "debug tensors are written down"
+        if has_debug_tensors
+        else "what pipeline stages hand on is not recorded",
+    )
+    return None
+
+
+def agree_on_capture(
+    capture: Capture | None, device: torch.device, agree: Callable[[int], int]
+) -> Capture | None:
+    """None where some rank records nothing; `agree` returns the least of all ranks' numbers."""
+    if device.type == "cuda" and not agree(int(capture is not None)):
+        return None
+    return capture

@@ -1,0 +1,108 @@
+"""Products with quantized matrices that are unpacked inside the kernel: levels, and scales of groups of inputs.
+
+A group's levels less their zero point are whole numbers, or floats of 8 or 4 bits, that half precision holds
+exactly; they are multiplied as such, and the sums, in float32, are scaled group by group.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inflight.engine.cuda.kernels.launching import launch, power_of_two
+
+_MOST_ROWS = 64  # of a tile
+
+
+@triton.jit
+def _multiply(
+    x, values, scales, zeros, results, num_rows, num_outputs, num_inputs, x_row, value_row, num_groups, group_size,
+    FOUR_BITS: tl.constexpr, FLOAT4: tl.constexpr, FLOAT8: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the results. Grid: tiles of outputs, tiles of rows.
+
+    INPUTS divides the size of a group. Of 4 bits, INPUTS bytes after each other have as many inputs in their lower
+    halves, and those behind them in their upper halves.
+    """
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_output, is_row = outputs < num_outputs, rows < num_rows
+    of_rows = x + rows.to(tl.int64)[:, None] * x_row
+    of_outputs = values + outputs.to(tl.int64)[None, :] * value_row
+    inner = tl.arange(0, INPUTS)
+    total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
+    for begin in range(0, num_inputs, INPUTS):
+        inputs = begin + inner
+        is_input = inputs < num_inputs
+        if FOUR_BITS:
+            is_upper = (begin // INPUTS) % 2
+            place = (begin // INPUTS) // 2 * INPUTS + inner
+            both = tl.load(of_outputs + place[:, None], mask=is_input[:, None] & is_output[None, :], other=0)
+            bits = (both.to(tl.int32) >> (4 * is_upper)) & 15
+            if FLOAT4:  # twice its size is a whole number: 0, 1, and from an exponent of 1 on 2 or 3, shifted
+                exponent = (bits >> 1) & 3
+                least = tl.where(exponent == 0, 0, 2) + (bits & 1)
+                size = (least << tl.maximum(exponent - 1, 0)).to(tl.float32) * 0.5
+                levels = tl.where(bits >= 8, -size, size)
+            else:
+                levels = bits.to(tl.float32)
+        else:
+            stored = tl.load(
+                of_outputs + inputs[:, None], mask=is_input[:, None] & is_output[None, :], other=0
+            )
+            if FLOAT8:  # as a float16 of a 256th, which processors without float8 have too
+                byte = stored.to(tl.int16)
+                half = ((byte & 128) << 8) | ((byte & 127) << 7)
+                levels = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
+            else:
+                levels = stored.to(tl.float32)
+        group = outputs * num_groups + begin // group_size
+        if HAS_ZEROS:
+            levels -= tl.load(zeros + group, mask=is_output, other=0).to(tl.float32)[None, :]
+        read = tl.load(of_rows + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+        product = tl.dot(read, levels.to(read.dtype), input_precision="ieee")
+        scale = tl.load(scales + group, mask=is_output, other=0)
+        if FLOAT4:  # of a power of 2 the exponent's bits in float32; that of 0 is there one place lower
+            power = scale.to(tl.int32)
+            scale = tl.where(power == 0, 1 << 22, power << 23).to(tl.float32, bitcast=True)
+        total += product * scale[None, :]
+    target = results + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
+    tl.store(target, total.to(results.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+def multiply(
+    x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, bits: int, tile: int
+) -> Tensor:
+    """x times a matrix, [rows, outputs] in x's dtype.
+
+    Args:
+        x: [rows, inputs], the last dimension contiguous.
+        values: [outputs, inputs] int8, uint8 or float8; or of 4 bits uint8 [outputs, bytes], as `_multiply` says.
+        scales: [outputs, groups] float32, contiguous; float8_e8m0fnu where 4 bits are floats.
+        zeros: Likewise uint8; None: all are 0.
+        group_size: Inputs of a group.
+        bits: 4 or 8.
+        tile: Inputs that are multiplied at a time: a power of two >= 16 that divides `group_size`, or any such if
+            there is one group.
+    """
+    num_rows, num_inputs = x.shape
+    num_outputs, num_groups = scales.shape
+    is_float4 = scales.dtype is torch.float8_e8m0fnu
+    factors = scales.view(torch.uint8) if is_float4 else scales
+    is_float8 = values.dtype is torch.float8_e4m3fn
+    stored = values.view(torch.uint8) if is_float8 else values
+    results = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    rows = min(_MOST_ROWS, max(16, power_of_two(num_rows)))
+    outputs = 32 if num_rows <= 16 else 64
+    if num_rows and num_outputs:
+        launch(
+            _multiply, (-(-num_outputs // outputs), -(-num_rows // rows)),
+            x, stored, factors, factors if zeros is None else zeros, results, num_rows, num_outputs, num_inputs,
+            x.stride(0), values.stride(0), num_groups, group_size,
+            FOUR_BITS=bits == 4, FLOAT4=is_float4, FLOAT8=is_float8, HAS_ZEROS=zeros is not None,
+            ROWS=rows, OUTPUTS=outputs, INPUTS=tile,
+        )  # fmt: skip
+    return results

@@ -1,0 +1,50 @@
+"""Rows rounded to float8, each by a scale of its own, in one kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inflight.engine.cuda.kernels.launching import launch, power_of_two
+
+_OF_LARGEST = 1 / 448  # of float8_e4m3fn
+
+
+@triton.jit
+def _quantize_rows(
+    x, levels, scales, x_row, size, OF_LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A row's levels, and what they are multiplied by. Grid: rows.
+
+    Triton's `/` is off by a bit at times, by which a number may get another level.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    numbers = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(numbers), axis=0) * OF_LARGEST, LEAST)
+    tl.store(scales + row, scale)
+    tl.store(
+        levels + row * size + columns, tl.div_rn(numbers, scale).to(levels.dtype.element_ty), mask=inside
+    )
+
+
+def quantize_float8(x: Tensor, least_scale: float) -> tuple[Tensor, Tensor]:
+    """float8_e4m3fn [rows, size], and a float32 scale for each row; the largest of a row is 448 scales.
+
+    Args:
+        x: [rows, size], the last dimension contiguous.
+        least_scale: Of rows of zeros.
+    """
+    num_rows, size = x.shape
+    levels = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    block = power_of_two(size)
+    if num_rows:
+        launch(
+            _quantize_rows, (num_rows,), x, levels, scales, x.stride(0), size,
+            OF_LARGEST=_OF_LARGEST, LEAST=least_scale, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return levels, scales

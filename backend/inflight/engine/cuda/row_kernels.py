@@ -1,0 +1,43 @@
+"""Which kernels in Triton's language find the highest logits of rows on a device. Loading thread."""
+
+from __future__ import annotations
+
+import torch
+
+from inflight.engine.cuda.trial import IsOff, has_triton, say_left_out
+from inflight.sampling.nan_check import find_peaks
+from inflight.sampling.row_kernels import RowKernels
+
+
+def find_row_kernels(vocab_size: int, device: torch.device) -> RowKernels:
+    """What computes over rows of so many logits on a device."""
+    if device.type != "cuda" or not has_triton():
+        return RowKernels()
+    from inflight.engine.cuda.kernels.peaks import KernelRowKernels  # imports triton
+
+    try:
+        check_peaks_of(KernelRowKernels(), vocab_size, device)
+    except IsOff as reason:
+        say_left_out("the highest logit", reason)
+        return RowKernels()
+    return KernelRowKernels()
+
+
+def check_peaks_of(tried: RowKernels, vocab_size: int, device: torch.device) -> None:
+    """Compare the highest logits with torch's. IsOff where they are others, or finding them raises."""
+    draw = torch.Generator(device).manual_seed(0)
+    for num_rows in (1, 3):
+        logits = torch.randn((num_rows, vocab_size), generator=draw, device=device)
+        logits[0, ::7] = 9.0  # of equal ones, the first
+        if num_rows > 1:
+            logits[1] = -torch.inf
+            logits[2, vocab_size // 2] = torch.nan
+        expected = find_peaks(logits)
+        try:
+            found = tried.find_peaks(logits)
+        except Exception as error:  # a kernel that cannot do it may raise anything
+            raise IsOff(str(error).split("\n")[0]) from error
+        if not torch.equal(found.highest.nan_to_num(), expected.highest.nan_to_num()):
+            raise IsOff(f"the highest logits of {num_rows} rows are {found.highest.tolist()}")
+        if found.tokens[0] != 0 or (num_rows > 1 and found.tokens[2] != vocab_size // 2):
+            raise IsOff(f"the tokens with the highest logits of {num_rows} rows are {found.tokens.tolist()}")

@@ -1,0 +1,22 @@
+"""What the trials share that kernels in Triton's language go through when a model is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+_log = logging.getLogger(__name__)
+
+
+class IsOff(Exception):
+    """Why a kernel cannot be used."""
+
+
+def has_triton() -> bool:
+    """Whether the package `triton` is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def say_left_out(what: str, reason: IsOff) -> None:
+    """Log that a kernel is left out."""
+    _log.warning("the kernel for %s is left out, torch's operators do it: %s", what, str(reason))

@@ -1,0 +1,432 @@
+"""The forward pass in torch's operators, one class for all families.
+
+A pipeline stage has some of the layers, and starts from the hidden states of the stage before. The two ends of a
+model, embedding and logits, are here for compiled layers too: several ranks may hold parts of their vocabulary.
+
+Everything that is per family was settled when the checkpoint was read; the branches here are on properties that a
+DecoderConfig names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.core.schedule.batch import AdapterLoad
+from inflight.engine.adapter_pool import ActiveAdapters, AdapterPool
+from inflight.engine.additional_outputs import HiddenStates
+from inflight.engine.attention.gathering import GATHERING
+from inflight.engine.attention.interface import Attention
+from inflight.engine.collectives import ALONE, Collectives, join_logits
+from inflight.engine.kv_cache import KvCache, cache_places
+from inflight.engine.layers.layer_operations import LayerOperations, apply_norm, rotate
+from inflight.engine.packing import PackedBatch, TileLimits, tile_limits
+from inflight.engine.windows import AttentionWindow
+from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeights
+from inflight.models.decoder_config import ExpertsConfig, LatentAttention, RopeConfig
+from inflight.models.decoder_weights import ExpertWeights, LatentWeights
+from inflight.models.rope import rope_tables
+from inflight.models.sharding import Part, Range
+from inflight.sampling.row_kernels import RowKernels
+
+_BY_TORCH = RowKernels()
+_LEAST_SUM = 1e-20  # of probabilities that are divided by their sum
+
+
+class Decoder:
+    """A model, or a part of one: its weights, and the tables of its rotary positions.
+
+    Args:
+        config: What the checkpoint says.
+        weights: Of that model, or of this part of it.
+        layer_windows: Per layer of the whole model what a token sees, instead of `config.sliding_windows`.
+        max_sequence_length: Longest sequence in tokens.
+        part: Which part of the model this is; None: all of it.
+        collectives: The ranks that have the other parts of these layers; all of them run the same batches.
+        attention: How rows read keys and values.
+        operations: What there is between products and attention; None: in torch's operators.
+        row_kernels: As the attribute.
+
+    Attributes:
+        config: Of the whole model.
+        dtype: Of activations and KV cache, and of weights that are not quantized.
+        adapters: Where its LoRA adapters are; None: it takes none.
+        kernels: Who computes the layers.
+        has_fixed_shapes: As `attention` says.
+        takes_fixed_rows: Likewise.
+        needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
+        row_kernels: Computes over its rows of logits when tokens are chosen.
+    """
+
+    kernels = "torch"
+    needs_cleared_blocks = True
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: PlainWeights,
+        layer_windows: tuple[AttentionWindow | None, ...],
+        max_sequence_length: int,
+        part: Part | None = None,
+        collectives: Collectives = ALONE,
+        attention: Attention = GATHERING,
+        operations: LayerOperations | None = None,
+        row_kernels: RowKernels = _BY_TORCH,
+    ) -> None:
+        part = part or Part.whole(config)
+        self.config = config
+        self.adapters: AdapterPool | None = None
+        # Which experts have rows is asked of the host.
+        self.has_fixed_shapes = attention.has_fixed_shapes and config.experts is None
+        self.takes_fixed_rows = self.has_fixed_shapes and attention.takes_fixed_rows
+        self._attention = attention
+        self._part = part
+        self._held = part.held_config(config)
+        self._operations = operations or LayerOperations(self._held)
+        self.row_kernels = row_kernels
+        self._vocabulary = part.shard.split(config.vocab_size)
+        self._collectives = collectives
+        self._first_layer = part.layers[0]
+        self._layer_windows = layer_windows[slice(*part.layers)]
+        self._windows = tuple(dict.fromkeys(self._layer_windows))
+        self._weights = weights
+        any_linear = weights.layers[0].qkv
+        self.dtype, self._device = any_linear.dtype, any_linear.weight.device
+        self._layer_ropes = config.ropes[slice(*part.layers)]
+        self._rope_tables = {
+            rope: tuple(
+                table.to(self._device)
+                for table in rope_tables(rope, config.rotary_head_dim, max_sequence_length)
+            )
+            for rope in dict.fromkeys(self._layer_ropes)
+            if rope is not None
+        }
+
+    def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits:
+        """As `RecordedDecoder.tile_limits`: it takes a batch of any size."""
+        return tile_limits(num_rows, num_chunks)
+
+    def forward(
+        self,
+        packed: PackedBatch,
+        cache: KvCache,
+        hidden: Tensor | None = None,
+        between: HiddenStates | None = None,
+        active: ActiveAdapters | None = None,
+    ) -> Tensor:
+        """The last layer's output [rows, hidden_size]; fills the cache.
+
+        The next stage takes it as `hidden`, and at the last stage `logits` does. At the first, `hidden` is None.
+        `between` keeps what it wants of the hidden states between layers. `active` are the rows' adapters; None:
+        those that `packed` names. ValueError if one of these is not there.
+        """
+        weights = self._weights
+        if active is None and packed.adapters is not None:
+            active = self._pool().activate(packed.adapters)
+        plans = self._attention.plan(packed, cache, self._windows)
+        places = cache_places(packed, cache.tokens_per_block)
+        x = self._embed(packed) if hidden is None else hidden
+        rotations: dict[RopeConfig | None, Any] = {
+            rope: self._operations.rotation(cos, sin, packed.positions)
+            for rope, (cos, sin) in self._rope_tables.items()
+        }
+        read = self._norm(x, weights.layers[0].attention_norm) if weights.layers else x
+        for index, layer in enumerate(weights.layers):
+            if between is not None:
+                between.keep(self._first_layer + index, x)
+            plan = plans[self._layer_windows[index]]
+            if active is not None:
+                layer = active.adapt(index, layer)
+            rotation = rotations.get(self._layer_ropes[index])
+            attended = self._attend(read, rotation, index, layer, places, plan, cache)
+            following = weights.layers[index + 1].attention_norm if index + 1 < len(weights.layers) else None
+            if self.config.parallel_residual:
+                computed = self._mlp(self._norm(x, layer.mlp_norm), layer)
+                x, _ = self._add(x, attended, layer.attention_post_norm, None)
+            else:
+                x, read = self._add(x, attended, layer.attention_post_norm, layer.mlp_norm)
+                computed = self._mlp(read, layer)
+            x, read = self._add(x, computed, layer.mlp_post_norm, following)
+        return x
+
+    def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
+        """At the last stage, `logits` of the rows that choose tokens, of what `forward` returns."""
+        return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """[n, vocab_size] float32, of the rows [n] int64 of what `forward` returned."""
+        norm, head = self._weights.final_norm, self._weights.lm_head
+        assert norm is not None and head is not None, "the last stage makes the logits"
+        logits = head(self._norm(hidden[rows], norm)).float()
+        logits = finish_logits(logits, self.config)
+        return join_logits(logits, self.config.vocab_size, self._collectives)
+
+    def reserve_adapters(self, num_pages: int, page_rank: int) -> None:
+        """Make room for adapters, in pages of so many ranks, before the first of them is loaded. At most once."""
+        self.adapters = AdapterPool(self.config, self._part, num_pages, page_rank, self.dtype, self._device)
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """Put an adapter into its pages, for rows of later batches."""
+        self._pool().load(load)
+
+    def _pool(self) -> AdapterPool:
+        assert self.adapters is not None, "there is no room for adapters"
+        return self.adapters
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """The final norm of rows [n, hidden_size] of what `forward` returned, at the last stage."""
+        norm = self._weights.final_norm
+        assert norm is not None, "the last stage has the final norm"
+        return self._norm(hidden, norm)
+
+    def _embed(self, packed: PackedBatch) -> Tensor:
+        learned = self._weights.position_embedding
+        return embed(packed, self.config, self._vocabulary, self._look_up, self._collectives, learned)
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
+        assert self._weights.embedding is not None, "the first stage embeds the tokens"
+        return F.embedding(token_ids, self._weights.embedding)
+
+    def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
+        """Every rank has some of the inputs; the bias is added once, to the sum."""
+        if self._collectives.size == 1:
+            return linear(x)
+        total = self._collectives.all_reduce(replace(linear, bias=None)(x))
+        return total if linear.bias is None else total + linear.bias
+
+    def _attend(
+        self,
+        x: Tensor,
+        rotation: Any,
+        index: int,
+        layer: LayerWeights,
+        places: Tensor,
+        plan: Any,
+        cache: KvCache,
+    ) -> Tensor:
+        if self.config.latent is not None and layer.latent is not None:
+            queries, keys = self._compress(x, rotation, layer.qkv, layer.latent, self.config.latent)
+            values = keys
+            cache.write(index, places, keys, values)
+        else:
+            queries, keys, values = self._queries_keys_values(x, rotation, index, layer, places, cache)
+        read = self._attention.attend(queries, keys, values, index, plan, cache, layer.sinks)
+        if self.config.latent is not None and layer.latent is not None:
+            read = self._decompress(read, layer.latent, self.config.latent)
+        return self._row_parallel(layer.output, read)
+
+    def _queries_keys_values(
+        self, x: Tensor, rotation: Any, index: int, layer: LayerWeights, places: Tensor, cache: KvCache
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Each [rows, heads, head_dim]; keys and values are in the cache then."""
+        heads, kv_heads = self._held.num_heads, self._held.num_kv_heads
+        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self._held.head_dim)
+        norms = None
+        if layer.query_norm is not None and layer.key_norm is not None:
+            norms = layer.query_norm, layer.key_norm
+            if self.config.qk_norm != "heads":
+                queries, keys, values = qkv.split((heads, kv_heads, kv_heads), dim=1)
+                queries = self._norm_together(queries, layer.query_norm, self.config.num_heads)
+                keys = self._norm_together(keys, layer.key_norm, self.config.num_kv_heads)
+                qkv, norms = torch.cat((queries, keys, values), dim=1), None
+        return self._operations.heads(qkv, norms, rotation, places, index, cache)
+
+    def _compress(
+        self,
+        x: Tensor,
+        rotation: Any,
+        down: Linear,
+        weights: LatentWeights,
+        config: LatentAttention,
+    ) -> tuple[Tensor, Tensor]:
+        """What latent attention reads with, and what it caches.
+
+        Returns:
+            Queries multiplied by their heads' projection of keys [rows, heads, cached_dim]; the latent and the
+            shared key, as the key of the only key head and as its value [rows, 1, cached_dim].
+        """
+        rank, heads = config.kv_rank, self._held.num_heads
+        query_width = config.query_rank or heads * config.query_head_dim
+        queries, latent, shared_key = down(x).split((query_width, rank, config.rope_head_dim), dim=1)
+        if weights.query_up is not None and weights.query_norm is not None:
+            queries = weights.query_up(apply_norm(queries, weights.query_norm, config.norm_eps))
+        queries = queries.unflatten(1, (heads, config.query_head_dim))
+        plain, turned = queries.split((config.nope_head_dim, config.rope_head_dim), dim=2)
+        turned = torch.cat([turned, shared_key[:, None]], dim=1)
+        if config.interleaved:
+            turned = torch.cat([turned[..., ::2], turned[..., 1::2]], dim=-1)
+        if rotation is not None:
+            turned = rotate(turned, *rotation)
+        key_up, _ = self._by_head(weights, config)
+        absorbed = (plain.transpose(0, 1) @ key_up).transpose(0, 1)
+        latent = apply_norm(latent, weights.kv_norm, config.norm_eps)
+        keys = torch.cat([latent[:, None], turned[:, heads:]], dim=2)
+        return torch.cat([absorbed, turned[:, :heads]], dim=2), keys
+
+    def _decompress(self, read: Tensor, weights: LatentWeights, config: LatentAttention) -> Tensor:
+        """The heads' values [rows, heads * value_head_dim], of what they have read [rows, heads * cached_dim].
+
+        What they have read of shared keys is of no use.
+        """
+        _, value_up = self._by_head(weights, config)
+        read = read.unflatten(1, (self._held.num_heads, config.cached_dim))[..., : config.kv_rank]
+        return (read.transpose(0, 1) @ value_up.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def _by_head(self, weights: LatentWeights, config: LatentAttention) -> tuple[Tensor, Tensor]:
+        """The heads' projections of the latent to keys [heads, nope_head_dim, kv_rank], and to values."""
+        widths = config.nope_head_dim, config.value_head_dim
+        keys, values = weights.kv_up.weight.unflatten(0, (self._held.num_heads, -1)).split(widths, dim=1)
+        return keys, values
+
+    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        if layer.experts is not None:
+            return self._mix(x, layer, layer.experts)
+        assert layer.up is not None and layer.down is not None, "a layer has experts or an MLP"
+        return self._row_parallel(layer.down, self._operations.activate(layer.up(x)))
+
+    def _mix(self, x: Tensor, layer: LayerWeights, experts: ExpertWeights[Linear]) -> Tensor:
+        """A layer's experts, and the MLP beside them. Of a sum over ranks each has computed what it holds."""
+        config = self._held.experts
+        assert config is not None, "the layer has experts"
+        given = mix_experts(x, experts, config, self._operations.activate)
+        if layer.up is not None and layer.down is not None:
+            shared = layer.down(self._operations.activate(layer.up(x)))
+            if experts.shared_gate is not None:
+                shared = torch.sigmoid(experts.shared_gate(x)) * shared
+            given = given + shared
+        return self._collectives.all_reduce(given) if self._collectives.size > 1 else given
+
+    def _add(
+        self, x: Tensor, computed: Tensor, post_norm: Norm | None, norm: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream with what attention or MLP gave, and that as `norm` hands it on."""
+        return self._operations.add_norm(x, self._norm(computed, post_norm), norm)
+
+    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
+        return x if norm is None else apply_norm(x, norm, self.config.norm_eps)
+
+    def _norm_together(self, x: Tensor, norm: Norm, num_heads: int) -> Tensor:
+        """RMSNorm over all `num_heads` of the model, of which this rank has x [rows, heads, head_dim].
+
+        Where there are fewer heads than ranks, several have the same one, which counts once.
+        """
+        if self._collectives.size == 1:
+            return self._norm(x.flatten(1), norm).view_as(x)
+        wide = x.float()
+        squares = self._collectives.all_reduce(wide.square().sum((1, 2)))
+        copies = max(1, self._collectives.size // num_heads)
+        mean = squares / (copies * num_heads * self.config.head_dim)
+        scale = torch.rsqrt(mean + self.config.norm_eps)
+        return (wide * scale[:, None, None]).to(x.dtype) * norm.weight.view(x.shape[1:])
+
+
+def mix_experts(
+    x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig, activate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """[rows, hidden_size]: what each row's experts give, weighed by the router; of a rank, those that it holds.
+
+    Rows are sorted by expert, so that each expert that any row goes to is two products. A row's results are added
+    up in the order of its experts' numbers, whatever the other rows are. Every rank chooses experts for all rows,
+    and leaves out what goes to experts of others.
+    """
+    chances, chosen = route(x, experts, config)
+    by_expert, order = chosen.flatten().sort(stable=True)
+    counts = torch.bincount(by_expert, minlength=config.count).tolist()
+    given = x.new_zeros(x.shape, dtype=torch.float32)
+    if config.held is not None:
+        first, last = config.held
+        order = order[sum(counts[:first]) : sum(counts[:last])]
+        counts = counts[first:last]
+        if not len(order):
+            return given.to(x.dtype)
+    rows = order // config.num_per_token
+    parts = x.index_select(0, rows).split(counts)
+    results = [
+        experts.down.at(index)(activate(experts.up.at(index)(part)))
+        for index, part in enumerate(parts)
+        if len(part)
+    ]
+    weighed = torch.cat(results).float() * chances.flatten()[order, None]
+    return given.index_add_(0, rows, weighed).to(x.dtype)
+
+
+def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> tuple[Tensor, Tensor]:
+    """What each row's experts are weighed with, float32, and which they are, int64: [rows, num_per_token] each."""
+    if config.has_float32_router:
+        logits = F.linear(x.float(), experts.router.weight.float())
+    else:
+        logits = experts.router(x).float()
+    chances = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
+    wanted = chances if experts.choice_bias is None else chances + experts.choice_bias
+    if config.num_groups_per_token < config.num_groups:
+        wanted = wanted.masked_fill(~_is_in_best_groups(wanted, config), -torch.inf)
+    chosen = wanted.topk(config.num_per_token, dim=-1).indices
+    chances = chances.gather(-1, chosen)
+    if config.is_normalized:
+        chances = chances / chances.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
+    return chances * config.result_scale, chosen
+
+
+def _is_in_best_groups(wanted: Tensor, config: ExpertsConfig) -> Tensor:
+    """Whether each expert is of one of the groups that the row [rows, count] goes to."""
+    grouped = wanted.unflatten(-1, (config.num_groups, -1))
+    of_groups = grouped.topk(config.scores_per_group, dim=-1).values.sum(-1)
+    best = of_groups.topk(config.num_groups_per_token, dim=-1).indices
+    is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, best, True)
+    return is_best.repeat_interleave(grouped.shape[-1], dim=-1)
+
+
+def finish_logits(logits: Tensor, config: DecoderConfig) -> Tensor:
+    """Logits [rows, ids] float32 of the output projection, with the model's own scale and cap."""
+    if config.logits_scale != 1:
+        logits = logits * config.logits_scale
+    if config.logits_soft_cap is not None:
+        logits = torch.tanh(logits / config.logits_soft_cap) * config.logits_soft_cap
+    return logits
+
+
+def embed(
+    packed: PackedBatch,
+    config: DecoderConfig,
+    here: Range,
+    look_up: Callable[[Tensor], Tensor],
+    collectives: Collectives,
+    position_embedding: Tensor | None,
+) -> Tensor:
+    """The embeddings of the rows' tokens, [rows, hidden_size], with those of their positions if these are learned.
+
+    Virtual tokens have theirs already, of which every rank has all.
+
+    Args:
+        packed: Token ids of the whole vocabulary, virtual ones, and positions.
+        config: What is done to embeddings.
+        here: Which ids this rank has, maybe none.
+        look_up: From ids, counted from the first of `here`, to [rows, hidden_size].
+        collectives: The ranks that have the others.
+        position_embedding: [max_positions, hidden_size]; None if positions are not learned.
+    """
+    virtual = packed.virtual
+    if collectives.size == 1:
+        known = packed.token_ids if virtual is None else packed.token_ids.index_fill(0, virtual.rows, 0)
+        x = look_up(known)
+    else:
+        begin, end = here
+        if begin == end:
+            x = look_up(packed.token_ids[:0]).new_zeros((len(packed.token_ids), config.hidden_size))
+        else:  # a row for every token: how many are here, only the device knows
+            x = look_up((packed.token_ids - begin).clamp(0, end - begin - 1))
+            is_here = (packed.token_ids >= begin) & (packed.token_ids < end)
+            x = x.masked_fill(~is_here[:, None], 0)
+        x = collectives.all_reduce(x)
+    if virtual is not None:
+        x = x.index_copy(0, virtual.rows, virtual.embeddings)
+    if config.embedding_scale != 1:
+        x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)  # rounded as transformers rounds it
+    if position_embedding is None:
+        return x
+    return x + F.embedding(packed.positions + config.position_offset, position_embedding)

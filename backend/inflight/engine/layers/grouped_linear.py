@@ -1,0 +1,304 @@
+"""Linear layers whose weights stay on the device as a checkpoint has quantized them, for torch's operators.
+
+4 bits stay 4 bits, and 8 bits 8. Float8 with a scale for each row, or for the matrix, is multiplied as float8 by a
+GPU that does that (`quantized_linear.py`). Everything else is unpacked in a kernel in Triton's language, and
+activations are not rounded. A kernel that does not compute a matrix's shape correctly here, which is tried once
+while the model is loaded, is left out, and torch's operators unpack the matrix each time.
+
+Used by the loading thread; the layers are called by the loop thread.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.config import FP8
+from inflight.engine.layers.quantized_linear import QuantizedLinear, Quantizing
+from inflight.errors import ConfigError
+from inflight.models import LayerWeights, Linear
+from inflight.models.finisher import Finisher
+from inflight.models.levels import GroupedMatrix, Kind, Levels, float4_pairs
+
+_log = logging.getLogger(__name__)
+_LEAST_GROUP = 16  # of what divides the size of groups, a tile's least side
+_POWERS = torch.float8_e8m0fnu  # of 2, a byte each: scales of 4-bit floats
+_NUMBERS_OF_TILE = 1 << 20  # 2 MiB in bfloat16
+_MANY_ROWS = 256  # from which on it pays to unpack a matrix for all of them
+_TRIED_ROWS = (1, 17, 64)
+_TOLERANCE = 0.02  # of the largest result, as in quantized_linear.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedLinear(Linear):
+    """A `Linear` whose `weight` is levels: [out, in] of 8 bits, or of 4 bits packed, [out, bytes] uint8.
+
+    A stack of experts is one too, with an axis in front of all tensors.
+
+    Attributes:
+        scales: [out, groups] float32; float8_e8m0fnu where levels are 4-bit floats.
+        zeros: [out, groups] uint8; None: all are 0.
+        order: [in] int64, which input is multiplied by each column of `weight`; None: its own.
+        group_size: Inputs of a group.
+        bits: 4 or 8.
+        tile: As `pack`: so many inputs the kernel multiplies at a time. 1 is of 4-bit floats on a CPU alone.
+        computed: Dtype of inputs and outputs.
+        has_kernel: Whether the kernel multiplies.
+    """
+
+    scales: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+    group_size: int
+    bits: int
+    tile: int
+    computed: torch.dtype
+    has_kernel: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As `Linear.dtype`."""
+        return self.computed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.has_kernel and x.shape[0] < _MANY_ROWS:
+            from inflight.engine.cuda.kernels.grouped import multiply  # imports triton
+
+            taken = x.contiguous() if self.order is None else x.index_select(1, self.order)
+            groups = self.scales, self.zeros, self.group_size
+            y = multiply(taken, self.weight, *groups, self.bits, self.tile)
+            return y if self.bias is None else y.add_(self.bias)
+        if self.tile == 1:
+            return self._by_tile(x)
+        return F.linear(x, self.dequantized().to(x.dtype), self.bias)
+
+    def at(self, index: int) -> Linear:
+        """As `Linear.at`."""
+
+        def of(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[index]
+
+        scales = self.scales[index]
+        parts = {"bias": of(self.bias), "zeros": of(self.zeros), "order": of(self.order)}
+        return replace(self, weight=self.weight[index], scales=scales, **parts)
+
+    def dequantized(self) -> Tensor:
+        """The weight that the levels stand for, [out, in] float32."""
+        num_inputs = self.group_size * self.scales.shape[1]
+        values = unpack(self.weight, self.tile)[:, :num_inputs] if self.bits == 4 else self.weight
+        is_float4 = self.scales.dtype is _POWERS
+        levels = Levels(values, self.scales.float(), self.zeros, None, self.bits, is_float4)
+        weight = levels.dequantized()
+        return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
+
+    def _by_tile(self, x: Tensor) -> Tensor:
+        """The product with 4-bit floats, of which a tile's rows at a time are unpacked to what they stand for.
+
+        A byte's two are looked up at once, in bfloat16, which has room for all of them. What a tile has stays in a
+        processor's cache until it is multiplied.
+        """
+        num_outputs, num_groups = self.scales.shape
+        num_inputs = self.group_size * num_groups
+        y = x.new_empty((len(x), num_outputs))
+        step = max(1, _NUMBERS_OF_TILE // num_inputs)
+        for begin in range(0, num_outputs, step):
+            rows = slice(begin, begin + step)
+            values = float4_pairs(self.weight[rows])[:, :num_inputs].unflatten(1, (num_groups, -1))
+            values = values.mul_(self.scales[rows, :, None].to(values.dtype)).flatten(1)
+            bias = None if self.bias is None else self.bias[rows]
+            y[:, rows] = F.linear(x, values.to(x.dtype), bias)
+        return y
+
+
+def tile_of(group_size: int, num_groups: int) -> int:
+    """How many inputs of one group a tile of the kernel has; 0: it does not multiply such groups."""
+    sizes = (64,) if num_groups == 1 else (64, 32, _LEAST_GROUP)
+    return next((size for size in sizes if num_groups == 1 or group_size % size == 0), 0)
+
+
+def pack(levels: Tensor, tile: int) -> Tensor:
+    """Levels 0 to 15 [out, in], two a byte: `tile` inputs in lower halves, those behind them in upper ones."""
+    padded = F.pad(levels, (0, -levels.shape[1] % (2 * tile))).unflatten(1, (-1, 2, tile))
+    return (padded[:, :, 0] | padded[:, :, 1] << 4).flatten(1)
+
+
+def unpack(packed: Tensor, tile: int) -> Tensor:
+    """The inverse of `pack`, with what that filled up."""
+    both = packed.unflatten(1, (-1, tile))
+    return torch.stack((both & 15, both >> 4), dim=2).flatten(1)
+
+
+@dataclass(slots=True)
+class KeepingLevels(Finisher[LayerWeights, Linear]):
+    """Keeps what the checkpoint has quantized, and everything else as it is read.
+
+    Args:
+        computed: Dtype of activations.
+        device: Where the model is.
+    """
+
+    computed: torch.dtype
+    device: torch.device
+    keeps_levels = True
+    _float8: Quantizing | None = None
+    _kept: Counter[Kind] = field(default_factory=Counter)
+    _unpacked: dict[str, list[str]] = field(default_factory=dict)
+    _tried: dict[tuple[object, ...], bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            try:
+                self._float8 = Quantizing(FP8, self.computed, self.device)
+            except ConfigError:  # it does not multiply float8
+                self._float8 = None
+
+    def linear(self, linear: Linear, is_gated: bool = False) -> Linear:
+        """As `Finisher.linear`."""
+        return linear
+
+    def stack(
+        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> Linear:
+        """As `Finisher.stack`."""
+        first = next(matrices)
+        stacked = first.new_empty(shape)
+        for target, matrix in zip(stacked, chain((first,), matrices), strict=True):
+            target.copy_(matrix)
+        return Linear(stacked, bias)
+
+    def layer(self, layer: LayerWeights) -> LayerWeights:
+        """As `Finisher.layer`."""
+        return layer
+
+    def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
+        """As `Finisher.why_unpacked`."""
+        if not tile_of(matrix.group_size, matrix.scales.shape[1]):
+            return f"groups of {matrix.group_size} inputs, which are no multiple of {_LEAST_GROUP}"
+        if matrix.zeros is not None and (matrix.zeros.min() < 0 or matrix.zeros.max() > 255):
+            return "zero points that are no bytes"
+        return ""
+
+    def note_unpacked(self, name: str, reason: str) -> None:
+        """As `Finisher.note_unpacked`."""
+        self._unpacked.setdefault(reason, []).append(name)
+
+    def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> Linear:
+        """As `Finisher.keep_levels`."""
+        self._kept[matrix.kind] += 1
+        parts = self._parts(matrix)
+        return self._made(matrix, parts, parts, bias)
+
+    def keep_stacked_levels(
+        self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> Linear:
+        """As `Finisher.keep_stacked_levels`."""
+        first = next(matrices)
+        parts = self._parts(first)
+        stacked = [None if part is None else part.new_empty((shape[0], *part.shape)) for part in parts]
+        for index, matrix in enumerate(chain((first,), matrices)):
+            for target, part in zip(stacked, self._parts(matrix), strict=True):
+                if target is not None and part is not None:
+                    target.view(part.dtype)[index].copy_(part)
+        self._kept[first.kind] += 1
+        return self._made(first, parts, stacked, bias)
+
+    def say(self) -> None:
+        """Log what has become of the quantized projections."""
+        kept = " and ".join(f"{count} in {kind.value}" for kind, count in self._kept.items())
+        _log.info(
+            "quantized projections stay as the checkpoint has them (%s); --dtype unpacks them", kept or "none"
+        )
+        for reason, names in self._unpacked.items():
+            _log.warning("%d quantized projections are unpacked (%s): %s", len(names), names[0], reason)
+
+    def _parts(self, matrix: GroupedMatrix) -> list[Tensor | None]:
+        """Values, scales, zero points and order, on the device."""
+        values = pack(matrix.values, self._tile(matrix)) if matrix.bits == 4 else matrix.values
+        zeros = None if matrix.zeros is None else matrix.zeros.to(torch.uint8)
+        # What is mapped may go away, and what is expanded has no memory of its own.
+        scales = matrix.scales.to(_POWERS) if matrix.is_float4 else matrix.scales
+        parts = (values, scales, zeros, matrix.order)
+        return [None if part is None else self._moved(part) for part in parts]
+
+    def _tile(self, matrix: GroupedMatrix) -> int:
+        """As `GroupedLinear.tile`; on a CPU, where no kernel runs, 4-bit floats are looked up in pairs."""
+        if matrix.is_float4 and self.device.type == "cpu":
+            return 1
+        return tile_of(matrix.group_size, matrix.scales.shape[1])
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor)
+
+    def _made(
+        self,
+        matrix: GroupedMatrix,
+        first: list[Tensor | None],
+        parts: list[Tensor | None],
+        bias: Tensor | None,
+    ) -> Linear:
+        """A layer of `parts`; `first` are those of a single matrix, which is tried."""
+        values, scales, zeros, order = parts
+        assert values is not None and scales is not None, "every matrix has them"
+        if matrix.kind is Kind.FLOAT8_BY_ROW and self._float8 is not None:
+            assert first[0] is not None and first[1] is not None, "likewise"
+            product = self._float8.product(first[0], first[1][:, 0])
+            by_row = scales[..., 0].contiguous()
+            return QuantizedLinear(values, bias, scales=by_row, computed=self.computed, product=product)
+        one = GroupedLinear(
+            first[0],  # pyright: ignore[reportArgumentType]
+            None,
+            scales=first[1],  # pyright: ignore[reportArgumentType]
+            zeros=first[2],
+            order=first[3],
+            group_size=matrix.group_size,
+            bits=matrix.bits,
+            tile=self._tile(matrix),
+            computed=self.computed,
+        )
+        made = replace(one, weight=values, scales=scales, zeros=zeros, order=order, bias=bias)
+        return replace(made, has_kernel=self._has_kernel(matrix, one))
+
+    def _has_kernel(self, matrix: GroupedMatrix, one: GroupedLinear) -> bool:
+        """Whether the kernel multiplies matrices of this form correctly here; on a CPU none runs."""
+        if self.device.type != "cuda":
+            return False
+        form = (*matrix.form, matrix.zeros is None)
+        if form not in self._tried:
+            reason = why_not(one, self.device)
+            if reason:
+                _log.warning(
+                    "matrices of %d x %d in %s are unpacked by torch's operators for every product, which is "
+                    "slower: the kernel is of no use here: %s",
+                    *matrix.shape,
+                    matrix.kind.value,
+                    reason,
+                )
+            self._tried[form] = not reason
+        return self._tried[form]
+
+
+def why_not(linear: GroupedLinear, device: torch.device) -> str:
+    """Why the kernel cannot be used for a matrix like this one; empty if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    tried, generator = replace(linear, has_kernel=True), torch.Generator().manual_seed(0)
+    weight = linear.dequantized()
+    for rows in _TRIED_ROWS if len(weight) else ():  # a rank may have none of them
+        x = torch.randn((rows, weight.shape[1]), generator=generator).to(device, linear.computed)
+        try:
+            found = tried(x).float()
+        except Exception as error:  # a kernel that cannot do it may raise anything
+            return str(error).split("\n")[0]
+        exact = F.linear(x.float(), weight)
+        error = (found - exact).abs().max().item()
+        if not error <= _TOLERANCE * exact.abs().max().item():
+            return f"its results of {rows} rows are off by {error:.3g}"
+    return ""

@@ -1,0 +1,83 @@
+"""Implements `LayerOperations` by kernels in Triton's language, and the rest by torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from torch import Tensor
+
+from inflight.engine.cuda.kernels.layers import ACTIVATIONS, add_norm, gated_activation, rotate_and_write
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.layers.layer_operations import LayerOperations
+from inflight.models import DecoderConfig, Norm
+
+ADD_NORM, HEADS, ACTIVATION = "sum and norm", "rotation and KV cache", "activation"
+
+
+class KernelLayerOperations(LayerOperations):
+    """Those `parts` of the operations by kernels that the model has in the form that they are written for.
+
+    Args:
+        decoder: As this rank computes it.
+        parts: Some of ADD_NORM, HEADS and ACTIVATION.
+
+    Attributes:
+        parts: Those of them that are by kernels.
+    """
+
+    def __init__(
+        self, decoder: DecoderConfig, parts: Set[str] = frozenset({ADD_NORM, HEADS, ACTIVATION})
+    ) -> None:
+        super().__init__(decoder)
+        fitting = {
+            ADD_NORM: decoder.residual_scale == 1,
+            HEADS: decoder.latent is None,
+            ACTIVATION: decoder.gated_mlp
+            and decoder.clamped_swiglu is None
+            and decoder.activation in ACTIVATIONS,
+        }
+        self.parts = frozenset(part for part in parts if fitting[part])
+
+    def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """As `LayerOperations.add_norm`; LayerNorms are torch's."""
+        if norm is None or norm.bias is not None or ADD_NORM not in self.parts:
+            return super().add_norm(x, computed, norm)
+        return add_norm(x, computed, norm.weight, self.decoder.norm_eps)
+
+    def rotation(self, all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> Any:
+        """As `LayerOperations.rotation`."""
+        if HEADS not in self.parts:
+            return super().rotation(all_cos, all_sin, positions)
+        return all_cos, all_sin, positions
+
+    def heads(
+        self,
+        qkv: Tensor,
+        norms: tuple[Norm, Norm] | None,
+        rotation: Any,
+        places: Tensor,
+        layer: int,
+        cache: KvCache,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `LayerOperations.heads`."""
+        if HEADS not in self.parts:
+            return super().heads(qkv, norms, rotation, places, layer, cache)
+        heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
+        queries, keys = rotate_and_write(
+            qkv,
+            heads,
+            None if norms is None else (norms[0].weight, norms[1].weight),
+            self.decoder.norm_eps,
+            rotation,
+            places,
+            cache.tokens(layer),
+            cache.scales(layer),
+        )
+        return queries, keys, qkv[:, heads + kv_heads :]
+
+    def activate(self, inner: Tensor) -> Tensor:
+        """As `LayerOperations.activate`."""
+        if ACTIVATION not in self.parts:
+            return super().activate(inner)
+        return gated_activation(inner, self.decoder.activation)

@@ -1,0 +1,152 @@
+"""Which operations of a layer kernels in Triton's language do on a device.
+
+As for attention nothing is known beforehand: each is tried with the model's own sizes, for numbers of rows at the
+edges of tiles, and compared with torch's operators. One that raises, or gives something else, is left to those.
+Used by the loading thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from inflight.engine.cuda.trial import IsOff, has_triton, say_left_out
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.kv_rounding import KvRounding
+from inflight.engine.layers.layer_operations import LayerOperations
+from inflight.models import DecoderConfig, Norm
+
+_ROWS = (1, 63, 64, 65, 128, 129)
+_TOLERANCE = 0.05  # values are around 1, and half precision is off by some hundredths of the largest
+_POSITIONS = 50
+_TOKENS_PER_BLOCK = 16
+
+
+def find_operations(
+    decoder: DecoderConfig, dtype: torch.dtype, device: torch.device, rounding: KvRounding | None = None
+) -> LayerOperations:
+    """Those of the model as a rank computes it, by kernels where these are right.
+
+    Args:
+        decoder: As this rank computes it.
+        dtype: Of activations.
+        device: Where they are.
+        rounding: How keys and values are stored.
+    """
+    torchs = LayerOperations(decoder)
+    if device.type != "cuda" or not has_triton():
+        return torchs
+    from inflight.engine.layers.kernel_operations import KernelLayerOperations  # imports triton
+
+    given = dtype, device, rounding
+    right = [
+        part
+        for part in sorted(KernelLayerOperations(decoder).parts)
+        if _is_right(part, lambda part=part: KernelLayerOperations(decoder, {part}), torchs, *given)
+    ]
+    return KernelLayerOperations(decoder, frozenset(right)) if right else torchs
+
+
+def _is_right(
+    part: str,
+    make: Callable[[], LayerOperations],
+    torchs: LayerOperations,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounding: KvRounding | None,
+) -> bool:
+    try:
+        check_operations(make(), torchs, dtype, device, rounding)
+    except IsOff as reason:
+        say_left_out(part, reason)
+        return False
+    return True
+
+
+def check_operations(
+    tried: LayerOperations,
+    torchs: LayerOperations,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounding: KvRounding | None = None,
+) -> None:
+    """Compare all operations with torch's. IsOff where one raises or gives something else."""
+    for num_rows in _ROWS:
+        results = []
+        for operations in (tried, torchs):
+            draw = torch.Generator(device).manual_seed(num_rows)
+            try:
+                found = dict(_results(operations, torchs.decoder, num_rows, dtype, device, draw, rounding))
+            except Exception as error:  # a kernel that cannot do it may raise anything
+                raise IsOff(str(error).split("\n")[0]) from error
+            results.append(found)
+        for what, expected in results[1].items():
+            error = (results[0][what].float() - expected.float()).abs().max()
+            if not error < _TOLERANCE:  # nor where it is nan
+                raise IsOff(f"{what} of {num_rows} rows is off by {float(error):.3g}")
+
+
+def _results(
+    operations: LayerOperations,
+    decoder: DecoderConfig,
+    num_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    draw: torch.Generator,
+    rounding: KvRounding | None,
+) -> Iterator[tuple[str, Tensor]]:
+    def random(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=draw, device=device).to(of)
+
+    for weight_dtype in {dtype, torch.float32}:
+        norm = Norm(random(decoder.hidden_size, of=weight_dtype) / 4 + 1)
+        x, computed = (random(num_rows, decoder.hidden_size) / 2 for _ in range(2))
+        total, normed = operations.add_norm(x, computed, norm)
+        yield f"a sum (weights of {weight_dtype})", total
+        yield f"its norm (weights of {weight_dtype})", normed
+    if decoder.latent is None:
+        yield from _heads(operations, decoder, num_rows, dtype, device, random, rounding)
+    inner = random(num_rows, decoder.intermediate_size * (2 if decoder.gated_mlp else 1))
+    yield "an activation", operations.activate(inner)
+
+
+def _heads(
+    operations: LayerOperations,
+    decoder: DecoderConfig,
+    num_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    random: Callable[..., Tensor],
+    rounding: KvRounding | None,
+) -> Iterator[tuple[str, Tensor]]:
+    num_blocks = -(-num_rows // _TOKENS_PER_BLOCK)
+    cache = KvCache(replace(decoder, num_layers=1), num_blocks, _TOKENS_PER_BLOCK, dtype, device, rounding)
+    places = torch.arange(num_rows, device=device).flip(0)
+    positions = torch.arange(num_rows, device=device) % _POSITIONS
+    norms = None
+    if decoder.qk_norm == "heads":
+        norms = Norm(random(decoder.head_dim) / 4 + 1), Norm(random(decoder.head_dim) / 4 + 1)
+    heads = decoder.num_heads + 2 * decoder.num_kv_heads
+    for rope in dict.fromkeys(decoder.ropes):
+        rotation, kind = None, "without positions"
+        if rope is not None:
+            rotary_dim = rope.rotary_dim(decoder.rotary_head_dim)
+            angles = random(_POSITIONS, rotary_dim // 2, of=torch.float32)
+            rotation = operations.rotation(angles.cos(), angles.sin(), positions)
+            kind = f"of which {rotary_dim} dimensions are turned"
+        qkv = random(num_rows, heads, decoder.head_dim)
+        queries, keys, values = operations.heads(qkv, norms, rotation, places, 0, cache)
+        yield f"queries, {kind},", queries
+        yield f"keys, {kind},", keys
+        yield "values", values
+        read = cache.gather(0, torch.arange(num_blocks, device=device))
+        for what, rows, stored in zip(("keys", "values"), (keys, values), read, strict=True):
+            stored = stored.clone()  # it is read again for the next rotation
+            if (
+                rounding is not None
+            ):  # a key that is right but for its last bit may have come to another level
+                stored[places] -= rounding.restore(*rounding.round(rows), dtype)
+            yield f"{what} in the cache, {kind},", stored

@@ -1,0 +1,122 @@
+"""What a decoder layer does between its matrix products and its attention, in torch's operators.
+
+A GPU may have a kernel for each (`kernel_operations.py`), which has to give the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.engine.kv_cache import KvCache
+from inflight.models import DecoderConfig, Norm
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and signed sin of each row's angles, [rows, 1, rotary_dim] float32."""
+
+
+class LayerOperations:
+    """The operations of one model.
+
+    Args:
+        decoder: As this rank computes it.
+
+    Attributes:
+        decoder: Likewise.
+    """
+
+    def __init__(self, decoder: DecoderConfig) -> None:
+        self.decoder = decoder
+        self._activation = _ACTIVATIONS[decoder.activation]
+
+    def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """The residual stream x with what attention or MLP gave, and that through `norm`, [rows, hidden_size]."""
+        scale = self.decoder.residual_scale
+        total = x + computed if scale == 1 else x + computed * scale
+        return total, total if norm is None else apply_norm(total, norm, self.decoder.norm_eps)
+
+    def rotation(self, all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> Any:
+        """What `heads` takes for rows at `positions`, of a table's [positions, rotary_dim / 2] float32."""
+        return rotation_of(all_cos, all_sin, positions)
+
+    def heads(
+        self,
+        qkv: Tensor,
+        norms: tuple[Norm, Norm] | None,
+        rotation: Any,
+        places: Tensor,
+        layer: int,
+        cache: KvCache,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [rows, heads, head_dim] of a product; keys and values are in the cache then.
+
+        Args:
+            qkv: [rows, heads + 2 * kv_heads, head_dim].
+            norms: Of each head of queries and of keys, before they are turned.
+            rotation: As `rotation` makes it; None: nothing is turned.
+            places: As `KvCache.write` takes them.
+            layer: Whose cache.
+            cache: Where keys and values go.
+        """
+        heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
+        queries_keys, values = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        if norms is not None:
+            parts = zip(queries_keys.split((heads, kv_heads), dim=1), norms, strict=True)
+            normed = [apply_norm(part, norm, self.decoder.norm_eps) for part, norm in parts]
+            queries_keys = torch.cat(normed, dim=1)
+        if rotation is not None:
+            queries_keys = rotate(queries_keys, *rotation)
+        queries, keys = queries_keys.split((heads, kv_heads), dim=1)
+        cache.write(layer, places, keys, values)
+        return queries, keys, values
+
+    def activate(self, inner: Tensor) -> Tensor:
+        """What the second projection of an MLP is given, of what the first gave."""
+        if not self.decoder.gated_mlp:
+            return self._activation(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        if (swiglu := self.decoder.clamped_swiglu) is not None:
+            gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
+            return gate.mul(torch.sigmoid(gate * swiglu.alpha)).mul_(up + 1)
+        return self._activation(gate).mul_(up)
+
+
+def rotation_of(all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> Rotation:
+    """cos and signed sin of rows at `positions`, of a table's [positions, rotary_dim / 2] float32."""
+    cos, sin = all_cos[positions], all_sin[positions]
+    return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + rotary_dim / 2) of the heads [rows, heads, head_dim], computed in float32.
+
+    Dimensions from rotary_dim on stay as they are.
+    """
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        return torch.cat([rotate(turned, cos, signed_sin), rest], dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    swapped = torch.cat([second, first], dim=-1)
+    return torch.addcmul(x * cos, swapped, signed_sin).to(x.dtype)
+
+
+def apply_norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
+    """An RMSNorm or a LayerNorm over the last dimension, in float32 where the norm's weights are."""
+    if norm.weight.dtype != x.dtype:
+        return apply_norm(x.to(norm.weight.dtype), norm, eps).to(x.dtype)
+    if norm.bias is None:
+        return F.rms_norm(x, x.shape[-1:], norm.weight, eps)
+    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, eps)

@@ -1,0 +1,267 @@
+"""Linear layers whose weights are int8 or float8 on the device, for torch's operators.
+
+Every row of a weight has a float32 scale, made as the matrix is read from the checkpoint. int8 multiplies
+activations as they are, on a GPU by a kernel in Triton's language. float8 rounds each row of them too, with a
+scale made from that row alone, and torch's own operator multiplies. Either is tried once for each shape while the
+model is loaded; where it is not right on this device, weights become the activations' dtype for every product.
+
+Used by the loading thread; the layers are called by the loop thread.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.config import FP8
+from inflight.engine.quantize import FLOAT8, LEAST_SCALE, quantize_float8, quantize_int8
+from inflight.errors import ConfigError
+from inflight.models import LayerWeights, Linear
+from inflight.models.finisher import Finisher
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of x [rows, in], levels [out, in] and scales [out] float32: [rows, out] in x's dtype."""
+
+Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Of rows [rows, inner]: levels of their shape, and a float32 scale for each row."""
+
+_log = logging.getLogger(__name__)
+_NUMBERS_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}  # of a matrix, in float32 while it is quantized
+_TRIED_ROWS = (1, 17, 33, 65, 129)
+_TRIED_OUTPUTS = 64
+_PROBE = 16  # outputs and inputs: a processor that multiplies float8 takes so many
+_TOLERANCE = 0.02  # of the largest result: bfloat16 rounds to 0.004, and a wrong operator is not near
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedLinear(Linear):
+    """A `Linear` whose `weight` is levels, int8 or float8_e4m3fn: row i stands for weight[i] * scales[i].
+
+    A stack of experts is one too, with an axis in front of weight, scales and bias.
+
+    Attributes:
+        scales: [out] float32.
+        computed: Dtype of inputs and outputs.
+        product: Multiplies.
+    """
+
+    scales: Tensor
+    computed: torch.dtype
+    product: Product
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As `Linear.dtype`."""
+        return self.computed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.product(x, self.weight, self.scales)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def at(self, index: int) -> Linear:
+        """As `Linear.at`."""
+        bias = None if self.bias is None else self.bias[index]
+        return replace(self, weight=self.weight[index], scales=self.scales[index], bias=bias)
+
+    def dequantized(self) -> Tensor:
+        """The weight that the levels stand for, float32."""
+        return self.weight.float() * self.scales[..., None]
+
+
+@dataclass(slots=True)
+class Quantizing(Finisher[LayerWeights, Linear]):
+    """Quantizes every matrix as it is read: no more than one is there in the checkpoint's size.
+
+    Routers, embeddings and the projections inside latent attention stay as they are; an embedding that is the
+    output projection's matrix too is kept beside that.
+
+    Args:
+        kind: int8 or fp8.
+        computed: Dtype of activations.
+        device: Where the model is.
+
+    Raises:
+        ConfigError: fp8 is for a GPU that does not multiply float8.
+    """
+
+    kind: str
+    computed: torch.dtype
+    device: torch.device
+    keeps_tied_embedding = True
+    _products: dict[tuple[int, ...], Product] = field(default_factory=dict)
+    _round: Rounding = field(default_factory=lambda: quantize_float8)
+
+    def __post_init__(self) -> None:
+        if self.kind != FP8 or self.device.type != "cuda":
+            return
+        if reason := self._try(self._float8_product, *self._quantize(torch.eye(_PROBE, device=self.device))):
+            name = torch.cuda.get_device_name(self.device)
+            raise ConfigError(
+                f"dtype is fp8, which torch {torch.__version__} does not multiply on {name} ({reason}): "
+                "processors of compute capability 8.9 (Ada) or later do; take int8 or bfloat16"
+            )
+        self._round = find_float8_rounding(self.device, self.computed)
+
+    def linear(self, linear: Linear, is_gated: bool = False) -> Linear:
+        """As `Finisher.linear`."""
+        levels, scales = self._quantize(linear.weight)
+        return self._made(levels, scales, linear.bias)
+
+    def stack(
+        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    ) -> Linear:
+        """As `Finisher.stack`."""
+        first = next(matrices)
+        levels = torch.empty(shape, dtype=_level_dtype(self.kind), device=first.device)
+        scales = torch.empty(shape[:2], device=first.device)
+        for index, matrix in enumerate(chain((first,), matrices)):
+            levels[index], scales[index] = self._quantize(matrix)
+        return self._made(levels, scales, bias)
+
+    def layer(self, layer: LayerWeights) -> LayerWeights:
+        """As `Finisher.layer`."""
+        return layer
+
+    def _quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Levels [out, in], and a scale for each row [out] float32; some rows at a time."""
+        levels = torch.empty(weight.shape, dtype=_level_dtype(self.kind), device=weight.device)
+        scales = torch.empty(weight.shape[0], device=weight.device)
+        step = max(1, _NUMBERS_AT_ONCE[weight.device.type] // max(1, weight.shape[1]))
+        rounded = _rounding(self.kind)
+        for begin in range(0, len(weight), step):
+            rows = slice(begin, begin + step)
+            levels[rows], scales[rows] = rounded(weight[rows])
+        return levels, scales
+
+    def _made(self, levels: Tensor, scales: Tensor, bias: Tensor | None) -> QuantizedLinear:
+        one = (levels, scales) if levels.dim() == 2 else (levels[0], scales[0])
+        product = self.product(*one)
+        return QuantizedLinear(levels, bias, scales=scales, computed=self.computed, product=product)
+
+    def product(self, levels: Tensor, scales: Tensor) -> Product:
+        """What multiplies matrices of this shape."""
+        shape = tuple(levels.shape)
+        if shape not in self._products:
+            self._products[shape] = self._find_product(levels, scales)
+        return self._products[shape]
+
+    def _find_product(self, levels: Tensor, scales: Tensor) -> Product:
+        """The first of several that is right on this device."""
+        reasons: list[str] = []
+        for product in self._fast_products():
+            if reason := self._try(product, levels, scales):
+                reasons.append(reason)
+            else:
+                return product
+        if reasons or self.device.type != "cpu":
+            _log.warning(
+                "%s matrices of %d x %d are multiplied as %s, which is slower: what multiplies them as they "
+                "are is of no use here: %s",
+                self.kind,
+                *levels.shape,
+                str(self.computed).removeprefix("torch."),
+                reasons[-1] if reasons else "the package triton is not installed",
+            )
+        return float8_reference if self.kind == FP8 else dequantizing_product
+
+    def _fast_products(self) -> list[Product]:
+        """Those of this kind, the quickest first."""
+        if self.kind != FP8:
+            found = find_int8_product(self.device)
+            return [] if found is None else [found]
+        if self.device.type == "cpu" or importlib.util.find_spec("triton") is None:
+            return [self._float8_product]
+        return [self._float8_product_of_any_rows, self._float8_product]
+
+    def _float8_product_of_any_rows(self, x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+        """By a kernel in Triton's language for few rows, by torch's operator for more."""
+        from inflight.engine.cuda.kernels.product import FEW_ROWS, float8_product  # imports triton
+
+        if len(x) > FEW_ROWS:
+            return self._float8_product(x, levels, scales)
+        rounded, row_scales = self._round(x)
+        return float8_product(rounded, row_scales, levels, scales, x.dtype)
+
+    def _float8_product(self, x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+        rounded, row_scales = self._round(x)
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            rounded, levels.t(), scale_a=row_scales[:, None], scale_b=scales[None], out_dtype=x.dtype
+        )
+
+    def _try(self, product: Product, levels: Tensor, scales: Tensor) -> str:
+        """Why a product cannot be used for such a matrix, by its first and last outputs; empty if it can."""
+        reference = float8_reference if self.kind == FP8 else dequantizing_product
+        count, inner = levels.shape
+        tried = torch.arange(count, device=self.device)
+        tried = torch.cat([tried[:_TRIED_OUTPUTS], tried[-_TRIED_OUTPUTS:]])
+        generator = torch.Generator().manual_seed(0)
+        for rows in _TRIED_ROWS if count else ():  # a rank may have none of the vocabulary
+            x = torch.randn((rows, inner), generator=generator).to(self.device, self.computed)
+            try:
+                found = product(x, levels, scales)[:, tried].float()
+            except Exception as error:  # a kernel that cannot do it may raise anything
+                return str(error).split("\n")[0]
+            exact = reference(x.float(), levels.view(torch.int8)[tried].view(levels.dtype), scales[tried])
+            error = (found - exact).abs().max().item()
+            if not error <= _TOLERANCE * exact.abs().max().item():
+                return f"its results of {rows} rows are off by {error:.3g}"
+        return ""
+
+
+def dequantizing_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    """A `Product` by a matrix product of x's dtype, which holds every int8 level exactly."""
+    return (F.linear(x, levels.to(x.dtype)).float() * scales).to(x.dtype)
+
+
+def float8_reference(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+    """A `Product` that rounds x as the processors' own product does, and multiplies in float32."""
+    rounded, row_scales = quantize_float8(x)
+    return (F.linear(rounded.float(), levels.float()) * row_scales[:, None] * scales).to(x.dtype)
+
+
+def find_int8_product(device: torch.device) -> Product | None:
+    """The kernel in Triton's language; None on a CPU, and without that package."""
+    if device.type == "cpu" or importlib.util.find_spec("triton") is None:
+        return None
+    from inflight.engine.cuda.kernels.product import int8_product  # imports triton
+
+    return int8_product
+
+
+def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:
+    """`quantize_float8`, or a kernel in Triton's language with the same levels: one launch instead of seven."""
+    if importlib.util.find_spec("triton") is None:
+        return quantize_float8
+    from inflight.engine.cuda.kernels import quantize as kernels  # imports triton
+
+    draw = torch.Generator(device).manual_seed(0)
+    for shape in ((1, 4096), (65, 7), (3, 2048)):
+        x = torch.randn(shape, generator=draw, device=device).to(dtype)
+        x[-1, 0] = 1000
+        expected = quantize_float8(x)
+        try:
+            found = kernels.quantize_float8(x, LEAST_SCALE)
+            is_right = all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
+            reason = "" if is_right else f"its results of {shape[0]} rows are others"
+        except Exception as error:  # a kernel that cannot do it may raise anything
+            reason = str(error).split("\n")[0]
+        if reason:
+            _log.warning("the kernel that rounds to float8 is left out, torch's operators do it: %s", reason)
+            return quantize_float8
+    return partial(kernels.quantize_float8, least_scale=LEAST_SCALE)
+
+
+def _rounding(kind: str) -> Rounding:
+    return quantize_float8 if kind == FP8 else quantize_int8
+
+
+def _level_dtype(kind: str) -> torch.dtype:
+    return FLOAT8 if kind == FP8 else torch.int8

@@ -1,0 +1,260 @@
+"""A decoder whose layers are transformers' own modelling code, over the same packed rows and the same KV blocks.
+
+The model is called with all rows of a batch as one sequence, their positions, and no cache of transformers. Every
+layer's attention comes back here, through the function that `transformers_model.py` registers with transformers:
+it stores the rows' keys and values in their blocks, and lets every row attend to its own sequence. All else that a
+layer does is done to each row by itself. Used by the loop thread; imports no transformers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inflight.core.schedule.batch import AdapterLoad
+from inflight.engine.additional_outputs import HiddenStates
+from inflight.engine.attention.check import pack_rows
+from inflight.engine.attention.interface import Attention
+from inflight.engine.kv_cache import KvCache, cache_places
+from inflight.engine.packing import PackedBatch, PackedChunk
+from inflight.engine.windows import AttentionWindow
+from inflight.models import DecoderConfig
+from inflight.sampling.row_kernels import RowKernels
+
+
+class AttentionCalls(ABC):
+    """What the attention of a model's layers does, from one forward pass to the next."""
+
+    @abstractmethod
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        """The attention output of every row, [1, rows, heads, head_dim].
+
+        Args:
+            module: The layer's attention; `layer_idx` says which layer it is.
+            query: [1, heads, rows, head_dim].
+            key: [1, kv_heads, rows, head_dim].
+            value: As `key`.
+            mask: What the modelling code made of the mask that `mask` returned.
+            options: What else the modelling code passes: scaling, sliding_window, softcap and more.
+        """
+
+    def mask(self, options: Mapping[str, Any]) -> Tensor | None:
+        """The mask that the modelling code asks for; rows need none, as blocks and positions say it all."""
+        return None
+
+
+_CALLS: ContextVar[AttentionCalls] = ContextVar("attention_calls")
+
+
+@contextmanager
+def answering(calls: AttentionCalls) -> Iterator[None]:
+    """Let `calls` answer what modelling code asks for meanwhile, on this thread."""
+    token = _CALLS.set(calls)
+    try:
+        yield
+    finally:
+        _CALLS.reset(token)
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """The attention function, as transformers' AttentionInterface calls it; it returns no weights."""
+    return _CALLS.get().attend(module, query, key, value, attention_mask, options), None
+
+
+def make_mask(**options: Any) -> Tensor | None:
+    """The mask function, as transformers' AttentionMaskInterface calls it."""
+    return _CALLS.get().mask(options)
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedAttention(AttentionCalls):
+    """Attention over the KV blocks of one batch's rows."""
+
+    attention: Attention
+    layer_windows: Sequence[AttentionWindow | None]
+    plans: Mapping[AttentionWindow | None, Any]
+    places: Tensor
+    cache: KvCache
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        """As `AttentionCalls.attend`."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        queries, keys, values = (
+            rows[0].transpose(0, 1).to(self.cache.dtype).contiguous() for rows in (query, key, value)
+        )
+        self.cache.write(layer, self.places, keys, values)
+        plan = self.plans[self.layer_windows[layer]]
+        read = self.attention.attend(queries, keys, values, layer, plan, self.cache)
+        return read.view(1, *queries.shape).to(query.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersModel:
+    """A model of transformers, loaded, and what it was found to compute.
+
+    Attributes:
+        decoder: What the KV cache, attention and the scheduler have to know. The fields that describe what is
+            inside a layer mean nothing: the layers are the modelling code's.
+        dtype: Of weights, activations and KV cache.
+        body: From token ids, or embeddings, and positions to the last layer's output behind the final norm.
+        head: From that output, as `inputs_embeds`, to logits.
+        examples: Token ids, and their logits [ids, vocab_size] float32 by the model's own attention.
+    """
+
+    decoder: DecoderConfig
+    dtype: torch.dtype
+    body: Any
+    head: Any
+    examples: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class TransformersDecoder:
+    """Stands where `Decoder` does, whose methods and attributes it has; takes no adapters.
+
+    Args:
+        model: What computes all but attention.
+        layer_windows: Per layer what a token sees.
+        attention: How rows read keys and values.
+    """
+
+    kernels = "transformers"
+    has_fixed_shapes = False
+    needs_cleared_blocks = True
+    row_kernels = RowKernels()
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        layer_windows: tuple[AttentionWindow | None, ...],
+        attention: Attention,
+    ) -> None:
+        self.config = model.decoder
+        self.dtype = model.dtype
+        self._body, self._head = model.body, model.head
+        self._layer_windows = layer_windows
+        self._windows = tuple(dict.fromkeys(layer_windows))
+        self._attention = attention
+
+    def forward(
+        self,
+        packed: PackedBatch,
+        cache: KvCache,
+        hidden: Tensor | None = None,
+        between: HiddenStates | None = None,
+    ) -> Tensor:
+        """The last layer's output behind the final norm [rows, hidden_size]; fills the cache.
+
+        `between` keeps what it wants of the hidden states between layers; `hidden` is None, as there is one stage.
+        """
+        wanted = between.wanted if between is not None else frozenset()
+        calls = _PagedAttention(
+            self._attention,
+            self._layer_windows,
+            self._attention.plan(packed, cache, self._windows),
+            cache_places(packed, cache.tokens_per_block),
+            cache,
+        )
+        with answering(calls):
+            output = self._body(
+                **self._inputs(packed),
+                position_ids=packed.positions[None],
+                use_cache=False,
+                output_hidden_states=bool(wanted),
+                return_dict=True,
+            )
+        if between is not None:
+            for number in wanted:
+                between.keep(number, output.hidden_states[number][0])
+        return output.last_hidden_state[0]
+
+    def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
+        """As `Decoder.forward_to_logits`."""
+        return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """[n, vocab_size] float32, of the rows [n] int64 of what `forward` returned."""
+        return (
+            self._head(inputs_embeds=hidden[rows][None], use_cache=False, return_dict=True).logits[0].float()
+        )
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """Rows of what `forward` returned, as they are: the final norm is in them."""
+        return hidden
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        """ValueError: there are no pages for adapters."""
+        raise ValueError(
+            "an adapter was to be loaded, expected none: transformers' own code takes no adapters"
+        )
+
+    def _inputs(self, packed: PackedBatch) -> dict[str, Tensor]:
+        """Token ids, or embeddings where rows of prompt tables are among them."""
+        virtual = packed.virtual
+        if virtual is None:
+            return {"input_ids": packed.token_ids[None]}
+        known = packed.token_ids.index_fill(0, virtual.rows, 0)
+        embeddings = self._body.get_input_embeddings()(known)
+        return {"inputs_embeds": embeddings.index_copy(0, virtual.rows, virtual.embeddings)[None]}
+
+
+EXAMPLE_LENGTHS = (23, 11)
+"""Tokens of the two sequences that `relative_error` computes."""
+
+
+@torch.inference_mode()
+def relative_error(decoder: TransformersDecoder, model: TransformersModel, tokens_per_block: int) -> float:
+    """How far the logits of two sequences are from those of the model's own attention.
+
+    The two are computed side by side, the first one's context in two chunks, and their last tokens one by one.
+    What a model keeps beside keys and values, or derives from anything but positions, is off here.
+
+    Returns:
+        The root mean square of the error over the standard deviation of the logits.
+    """
+    (first, expected_first), (second, expected_second) = model.examples
+    lengths = len(first), len(second)
+    device = first.device
+    blocks_each = -(-max(lengths) // tokens_per_block)
+    cache = KvCache(model.decoder, 2 * blocks_each, tokens_per_block, model.dtype, device)
+    tables = torch.arange(2 * blocks_each, device=device).view(2, blocks_each).flip(1)
+    both = len(second) - 2
+    batches = [
+        pack_rows((PackedChunk(0, 0, 12, 0), PackedChunk(1, 12, 12 + both, 0)), (), (), tables),
+        pack_rows((PackedChunk(0, 0, len(first) - 13, 12),), (1,), (len(second) - 1,), tables),
+        pack_rows((), (0, 1), lengths, tables),
+    ]
+    ids, expected = (first, second), (expected_first, expected_second)
+    errors, scales = [], []
+    for batch in batches:
+        rows = list(zip(batch.slots.tolist(), batch.positions.tolist(), strict=True))
+        token_ids = torch.stack([ids[slot][position] for slot, position in rows])
+        found = decoder.forward_to_logits(replace(batch, token_ids=token_ids), cache)
+        wanted = torch.stack([expected[slot][position] for slot, position in rows])
+        errors.append(found - wanted)
+        scales.append(wanted)
+    return float(torch.cat(errors).square().mean().sqrt() / torch.cat(scales).std())

@@ -1,0 +1,279 @@
+"""Loads a model, or one rank's part of it: a checkpoint or a folder of plans → an engine. Loading thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from inflight.config import QUANTIZED, EngineConfig
+from inflight.engine.adapter_pool import page_bytes
+from inflight.engine.collectives import ALONE, Collectives
+from inflight.engine.cuda.graph_capture import agree_on_capture, find_capture
+from inflight.engine.cuda.iteration_graphs import Capture, RecordedKinds
+from inflight.engine.debug_tensors import DebugTensors
+from inflight.engine.engine import ModelEngine
+from inflight.engine.kv_cache import KvCache, block_bytes
+from inflight.engine.kv_rounding import find_rounding
+from inflight.engine.layers.decoder import Decoder
+from inflight.engine.layers.transformers_decoder import TransformersModel
+from inflight.engine.load_decoder import AnyDecoder, computed_dtype, find_model, kept_kinds, load_decoder
+from inflight.engine.load_options import LoadOptions
+from inflight.engine.memory import allocating
+from inflight.engine.room import (
+    count_adapter_pages,
+    count_blocks,
+    find_device,
+    longest_sequence,
+    make_limits,
+    offer_outputs,
+)
+from inflight.engine.runner import ModelRunner
+from inflight.engine.windows import layer_windows
+from inflight.guided.grammars import Grammars
+from inflight.models.loader import check_weights, num_weight_bytes
+from inflight.models.registry import ModelDescription
+from inflight.models.sharding import Part
+from inflight.ranks.topology import Mapping
+from inflight.sampling import Sampler
+from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
+
+_LESS_WEIGHTS = (
+    "take a smaller dtype (bfloat16, int8, fp8), several ranks (--tp, --pp), or end what else uses memory"
+)
+_LESS_ADAPTERS = "lower lora_cache_gpu_memory_fraction"
+_LESS_CACHE = "lower kv_cache_free_gpu_mem_fraction or max_tokens_in_paged_kv_cache"
+
+MakeGrammars = Callable[[int], Grammars | None]
+
+
+def no_grammars(vocab_size: int) -> None:
+    """For an engine that follows no guides."""
+
+
+def load_engine(
+    config: EngineConfig,
+    processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+    make_grammars: MakeGrammars = no_grammars,
+) -> ModelEngine:
+    """Read a whole model and allocate its KV cache; requests may name `processors`.
+
+    Args:
+        config: What to load, and how.
+        processors: What requests may name.
+        make_grammars: Called with the size of the vocabulary: makes what follows guides.
+
+    Raises:
+        ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
+    """
+    runner = load_runner(LoadOptions(config, post_processor_names=processors.names))
+    grammars = make_grammars(runner.limits.vocab_size)
+    return make_engine(runner, config.normalize_log_probs, processors, grammars)
+
+
+def load_stage(
+    config: EngineConfig,
+    mapping: Mapping,
+    collectives: Collectives = ALONE,
+    agree: Callable[[int], int] = int,
+    processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+    make_grammars: MakeGrammars = no_grammars,
+) -> ModelRunner | ModelEngine:
+    """Read one rank's part of a model and allocate its KV cache: with the Sampler at the rank that chooses tokens.
+
+    Args:
+        config: What to load, and how.
+        mapping: Which rank this is of those that hold the model together.
+        collectives: Connects the ranks of this one's pipeline stage.
+        agree: Called with the number of pages for adapters that this rank has room for, then with its number of
+            KV blocks, on a GPU also with whether it is to record iterations, and how many kinds it has; returns
+            the least of all ranks'. With its ConfigError, this one's load fails too.
+        processors: What requests may name; those of all ranks have the same names.
+        make_grammars: As for `load_engine`; called at the rank that chooses tokens.
+
+    Raises:
+        ConfigError: As `load_engine`.
+    """
+    runner = load_runner(LoadOptions(config, mapping, collectives, agree, processors.names))
+    if mapping.is_sampler:
+        grammars = make_grammars(runner.limits.vocab_size)
+        return make_engine(runner, config.normalize_log_probs, processors, grammars)
+    if mapping.is_last_stage and processors.names and processors.replicate:
+        return make_engine(runner, processors=processors, chooses_tokens=False)
+    return runner
+
+
+@torch.inference_mode()
+def make_engine(
+    runner: ModelRunner,
+    normalize_log_probs: bool = False,
+    processors: LogitsPostProcessors = NO_POST_PROCESSORS,
+    grammars: Grammars | None = None,
+    chooses_tokens: bool = True,
+) -> ModelEngine:
+    """An engine of a runner, with a Sampler for all of its slots; arguments are as for these."""
+    sampler = Sampler(
+        runner.limits.max_num_sequences,
+        runner.limits.max_sequence_length,
+        runner.limits.vocab_size,
+        runner.cache.device,
+        runner.decoder.row_kernels,
+        normalize_log_probs,
+        processors,
+        grammars,
+    )
+    return ModelEngine(runner, sampler, chooses_tokens)
+
+
+@torch.inference_mode()
+def load_runner(options: LoadOptions) -> ModelRunner:
+    """Read one rank's part of a model and allocate its KV cache.
+
+    Raises:
+        ConfigError: As `load_engine`.
+    """
+    if options.config.implementation == "tensorrt":
+        from inflight.engine.tensorrt.load import load_runner as load_plans
+
+        return load_plans(options)
+    options.config.validate()
+    device = find_device(options.config.device)
+    if options.config.engine_threads is not None:
+        torch.set_num_threads(options.config.engine_threads)
+    loader = _Loader(options, _find_model(options, device), device)
+    decoder = loader.load_weights()
+    num_adapter_pages = loader.reserve_adapters(decoder)
+    capture = loader.find_graphs(decoder)
+    cache = loader.allocate_cache(decoder, num_adapter_pages, capture)
+    return loader.make_runner(decoder, cache, num_adapter_pages, capture)
+
+
+def _find_model(options: LoadOptions, device: torch.device) -> ModelDescription | TransformersModel:
+    config = options.config
+    assert config.gpt_model_path is not None, "build names the demo model where nothing is given"
+    with allocating("the weights", partial(_stored_bytes, config), device, _LESS_WEIGHTS):
+        model = find_model(config, device, options.mapping.world_size)
+    if not isinstance(model, TransformersModel):
+        check_weights(model)  # before anything that takes time
+    return model
+
+
+class _Loader:
+    """The steps by which a checkpoint becomes a runner, in the order in which they take the device's memory.
+
+    Making one checks what takes no time to check.
+    """
+
+    def __init__(
+        self, options: LoadOptions, model: ModelDescription | TransformersModel, device: torch.device
+    ) -> None:
+        config, mapping = options.config, options.mapping
+        if isinstance(model, TransformersModel):  # it takes no adapters
+            config = replace(config, lora_cache_gpu_memory_fraction=0.0)
+        self._options, self._config, self._mapping = options, config, mapping
+        self._model, self._device = model, device
+        self._offered = offer_outputs(config, model.decoder, mapping)
+        self._debug_tensors = DebugTensors.from_config(config, mapping.pp_rank, mapping.tp_rank)
+        self._max_sequence_length = longest_sequence(config, model.decoder)
+        self._part = Part.from_mapping(mapping, model.decoder)
+        self._held = self._part.held_config(model.decoder)
+
+    def load_weights(self) -> AnyDecoder:
+        """Read the rank's weights into the decoder that suits the machine."""
+        config, decoder, longest = self._config, self._model.decoder, self._max_sequence_length
+        windows = layer_windows(
+            decoder.sliding_windows, config.max_attention_window_size, config.sink_token_length, longest
+        )
+        num_bytes = partial(_weight_bytes, config, self._model, self._mapping)
+        with allocating("the weights", num_bytes, self._device, _LESS_WEIGHTS):
+            return load_decoder(
+                config, self._model, self._device, self._part, windows, longest, self._options.collectives
+            )
+
+    def reserve_adapters(self, decoder: AnyDecoder) -> int:
+        """Make room for LoRA adapters; returns how many pages there are."""
+        config, agree = self._config, self._options.agree
+        num_pages = count_adapter_pages(config, self._held, decoder.dtype, self._device, agree)
+        if num_pages and isinstance(decoder, Decoder):  # compiled layers take memory as adapters come
+            page_rank = config.lora_cache_optimal_adapter_size
+            num_bytes = num_pages * page_bytes(self._held, page_rank, decoder.dtype)
+            with allocating("LoRA adapters", lambda: num_bytes, self._device, _LESS_ADAPTERS):
+                decoder.reserve_adapters(num_pages, page_rank)
+        return num_pages
+
+    def find_graphs(self, decoder: AnyDecoder) -> Capture | None:
+        """What records iterations as CUDA graphs, if all ranks record them."""
+        has_debug_tensors = self._debug_tensors is not None
+        capture = find_capture(
+            self._config, decoder.has_fixed_shapes, self._mapping, self._device, has_debug_tensors
+        )
+        return agree_on_capture(capture, self._device, self._options.agree)
+
+    def allocate_cache(self, decoder: AnyDecoder, num_adapter_pages: int, capture: Capture | None) -> KvCache:
+        """Allocate the KV cache in the memory that is left, but for what recordings will take."""
+        config, held, dtype, device = self._config, self._held, decoder.dtype, self._device
+        reserved = 0
+        if capture is not None and isinstance(decoder, Decoder):
+            kinds = RecordedKinds.of(
+                decoder.takes_fixed_rows,
+                config.max_num_sequences,
+                config.max_num_tokens,
+                bool(num_adapter_pages),
+            )
+            reserved = kinds.num_bytes
+        num_blocks = count_blocks(
+            config, held, self._max_sequence_length, dtype, device, reserved, self._options.agree
+        )
+        rounding, size = find_rounding(config.kv_cache_dtype), config.tokens_per_block
+        num_bytes = (num_blocks + 1) * block_bytes(held, size, dtype, rounding)
+        with allocating("the KV cache", lambda: num_bytes, device, _LESS_CACHE):
+            return KvCache(held, num_blocks, size, dtype, device, rounding)
+
+    def make_runner(
+        self, decoder: AnyDecoder, cache: KvCache, num_adapter_pages: int, capture: Capture | None
+    ) -> ModelRunner:
+        """Put the parts together; on a GPU, record iterations."""
+        limits = make_limits(
+            self._config,
+            self._model.decoder,
+            self._max_sequence_length,
+            cache.num_blocks,
+            num_adapter_pages,
+            self._device,
+            self._mapping,
+        )
+        limits = replace(
+            limits,
+            logits_post_processors=self._options.post_processor_names,
+            additional_outputs=self._offered,
+        )
+        runner = ModelRunner(
+            decoder,
+            cache,
+            limits,
+            self._config.max_num_tokens,
+            self._mapping,
+            capture,
+            self._debug_tensors,
+        )
+        if self._device.type == "cuda":
+            runner.agree_on_recordings(self._options.agree)
+        return runner
+
+
+def _stored_bytes(config: EngineConfig) -> int:
+    """What the checkpoint's weights take on disk, and about that in memory if transformers reads them."""
+    return sum(file.stat().st_size for file in Path(str(config.gpt_model_path)).glob("*.safetensors"))
+
+
+def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersModel, mapping: Mapping) -> int:
+    """About what a rank's weights take."""
+    if isinstance(model, TransformersModel):  # it has them already
+        return 0
+    dtype = computed_dtype(config, model)
+    of_linear = torch.int8 if config.dtype in QUANTIZED else dtype
+    kept = kept_kinds(config, model, find_device(config.device))
+    return num_weight_bytes(model, dtype, of_linear, kept) // mapping.world_size

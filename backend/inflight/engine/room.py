@@ -1,0 +1,171 @@
+"""What an engine on torch's tensors has room for, and what it declares: lengths, blocks, pages for adapters.
+
+Used while a model is loaded, whoever computes its layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+from inflight.adapters.lora_modules import module_sizes
+from inflight.additional_outputs import OfferedOutput
+from inflight.config import EngineConfig
+from inflight.core.schedule.batch import EngineLimits
+from inflight.engine.adapter_pool import page_bytes
+from inflight.engine.additional_outputs import offer
+from inflight.engine.kv_cache import block_bytes, describe_rounding
+from inflight.engine.kv_rounding import find_rounding
+from inflight.engine.memory import (
+    check_adapter_pages,
+    free_memory,
+    largest_adapter_pages,
+    plan_adapter_pages,
+    plan_kv_cache,
+)
+from inflight.errors import ConfigError
+from inflight.models import DecoderConfig
+from inflight.models.decoder_config import DynamicScaling
+from inflight.ranks.topology import Mapping
+
+_logger = logging.getLogger(__name__)
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device that the parameter `device` names; None: a GPU if there is one. ConfigError without it."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}, expected cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(
+            f"device is {name!r}, which this machine does not have or this engine does not run on"
+        )
+    return device
+
+
+def offer_outputs(
+    config: EngineConfig, decoder: DecoderConfig, mapping: Mapping
+) -> tuple[OfferedOutput, ...]:
+    """What requests may ask for; the same on all ranks, or ConfigError on all."""
+    last_stage = Mapping(mapping.tp_size, mapping.pp_size, mapping.sampler)
+    first_layer = last_stage.layers(decoder.num_layers)[0]
+    return offer(
+        config.additional_model_outputs,
+        decoder.num_layers,
+        decoder.hidden_size,
+        decoder.vocab_size,
+        first_layer,
+    )
+
+
+def longest_sequence(config: EngineConfig, decoder: DecoderConfig) -> int:
+    """What was asked for, or all that the positions reach. ConfigError for more than that."""
+    wanted, longest = config.max_sequence_length, decoder.max_positions
+    if wanted is None or wanted <= longest:
+        return wanted or longest
+    reason = ""
+    if any(rope is not None and isinstance(rope.scaling, DynamicScaling) for rope in decoder.ropes):
+        reason = (
+            ": its rotary positions are of type dynamic, which change for all tokens of a sequence with every one "
+            "beyond that, so that cached keys would be wrong; type yarn or linear in config.json reaches further"
+        )
+    raise ConfigError(
+        f"max_sequence_length is {wanted}, expected at most {longest}, which is how far the positions of "
+        f"{config.gpt_model_path} reach{reason}"
+    )
+
+
+def count_adapter_pages(
+    config: EngineConfig,
+    held: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    agree: Callable[[int], int],
+) -> int:
+    """How much room for adapters there is beside the weights; ConfigError if what was asked for is too little."""
+    if config.lora_cache_gpu_memory_fraction == 0:
+        return 0
+    if not module_sizes(held):
+        if config.lora_cache_gpu_memory_fraction is not None:
+            raise ConfigError(
+                f"lora_cache_gpu_memory_fraction is {config.lora_cache_gpu_memory_fraction}, expected 0 or "
+                "nothing: models with latent attention take no adapters"
+            )
+        _logger.info("LoRA adapters are not taken: the model has latent attention")
+        return 0
+    page_rank = config.lora_cache_optimal_adapter_size
+    size = page_bytes(held, page_rank, dtype)
+    free_bytes = free_memory(device) // (1 if device.type == "cuda" else config.ranks_on_host)
+    num_pages = check_adapter_pages(config, agree(plan_adapter_pages(config, size, free_bytes)), size)
+    largest = config.lora_cache_max_adapter_size
+    if num_pages:
+        _logger.info(
+            "LoRA adapters: %d pages of %d ranks, %.1f MiB, room for %d adapters of rank %d, the largest",
+            num_pages,
+            page_rank,
+            num_pages * size / 2**20,
+            num_pages // largest_adapter_pages(config),
+            largest,
+        )
+    else:
+        _logger.warning("LoRA adapters are not taken: there is no memory for one of rank %d", largest)
+    return num_pages
+
+
+def count_blocks(
+    config: EngineConfig,
+    decoder: DecoderConfig,
+    max_sequence_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    reserved: int,
+    agree: Callable[[int], int],
+) -> int:
+    """How many blocks the cache gets; `reserved` bytes are left for what the device is asked for after it."""
+    on_gpu = device.type == "cuda"
+    rounding = find_rounding(config.kv_cache_dtype)
+    size = block_bytes(decoder, config.tokens_per_block, dtype, rounding)
+    free_bytes = max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host)
+    plan = plan_kv_cache(config, max_sequence_length, size, free_bytes, on_gpu)
+    num_blocks = agree(plan.num_blocks)
+    _logger.info(
+        "KV cache: %d blocks of %d tokens, %.0f MiB%s; %s decides",
+        num_blocks,
+        config.tokens_per_block,
+        num_blocks * size / 2**20,
+        "" if rounding is None else f", {describe_rounding(decoder, rounding)}",
+        plan.decided_by if num_blocks == plan.num_blocks else "another rank",
+    )
+    return num_blocks
+
+
+def make_limits(
+    config: EngineConfig,
+    decoder: DecoderConfig,
+    max_sequence_length: int,
+    num_blocks: int,
+    num_adapter_pages: int,
+    device: torch.device,
+    mapping: Mapping,
+) -> EngineLimits:
+    """What an engine with torch's tensors declares, but for what it offers by name."""
+    return EngineLimits(
+        vocab_size=decoder.vocab_size,
+        max_sequence_length=max_sequence_length,
+        max_num_sequences=config.max_num_sequences,
+        num_blocks=num_blocks,
+        tokens_per_block=config.tokens_per_block,
+        num_micro_batches=mapping.pp_size,
+        overlaps_iterations=device.type == "cuda" and mapping.world_size == 1,
+        takes_all_processors=device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0)),
+        hidden_size=decoder.hidden_size,
+        num_adapter_pages=num_adapter_pages,
+        adapter_page_rank=config.lora_cache_optimal_adapter_size,
+        max_adapter_rank=config.lora_cache_max_adapter_size if num_adapter_pages else 0,
+    )

@@ -1,0 +1,278 @@
+"""Runs a model's forward passes over packed batches: torch's layers, compiled ones, transformers' or TensorRT's.
+
+It owns the weights, the KV cache and the slots; `inflight.sampling` owns how tokens are chosen. Loop thread. On a
+GPU a forward pass waits for the device only where context outputs are wanted (or a top-p comes with a top-k that
+keeps the whole vocabulary), iterations are recorded once and replayed (`cuda/iteration_graphs.py`), and the next
+batch is forwarded while one is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.core.schedule.batch import ContextDetails, EngineLimits, ModelOutput, ScheduledBatch
+from inflight.engine.additional_outputs import AdditionalOutputs, HiddenStates, LayerOutputs, TokenRows
+from inflight.engine.context_outputs import ContextOutputs
+from inflight.engine.cuda.iteration_graphs import Capture, IterationGraphs, RecordedKinds
+from inflight.engine.debug_tensors import DebugTensors
+from inflight.engine.interfaces import BlockCache, RecordedDecoder, RunnerDecoder
+from inflight.engine.memory import computing
+from inflight.engine.packing import PackedBatch, pack
+from inflight.engine.prompt_tables import PromptTables
+from inflight.engine.slots import SlotTable, VoidSlots
+from inflight.ranks.topology import Mapping
+from inflight.sampling.transfer import upload
+
+_logger = logging.getLogger(__name__)
+_ALONE = Mapping()
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutputs:
+    """What a forward pass makes of a batch.
+
+    Attributes:
+        rows: [rows, vocab_size] float32 logits to choose tokens from; before the last stage, hidden states.
+        context: By slot, of chunks that want context outputs.
+        additional: By slot, of rows that want additional outputs.
+    """
+
+    rows: Tensor
+    context: dict[int, ContextDetails] = field(default_factory=dict[int, ContextDetails])
+    additional: TokenRows = field(default_factory=dict[int, Sequence[Tensor]])
+
+
+class ModelRunner:
+    """Runs a model, or one rank's part of it, and keeps everything that its slots hold between iterations.
+
+    Implements `inflight.core.ports.Runner` for every kind of decoder, each over its own kind of KV cache.
+
+    Args:
+        decoder: Computes the layers.
+        cache: Their KV cache.
+        limits: What requests and batches may ask for.
+        max_num_tokens: Most rows of a forward pass.
+        mapping: Which rank's part this is.
+        capture: Records iterations, if they are to be recorded; `decoder` is then all of a model and has fixed
+            shapes.
+        debug_tensors: Writes iterations down, none of which is replayed then.
+
+    Attributes:
+        limits: As given.
+        slots: What is remembered of each slot.
+        void_slots: Slots of failed batches.
+        decoder_config: What the checkpoint says of the model.
+        dtype: Of weights, activations and KV cache: float32, bfloat16 or float16.
+        kernels: What computes the layers: "native", "torch", "transformers" or "tensorrt".
+        recorded: Of which iterations there are recordings.
+    """
+
+    def __init__(
+        self,
+        decoder: RunnerDecoder,
+        cache: BlockCache,
+        limits: EngineLimits,
+        max_num_tokens: int,
+        mapping: Mapping = _ALONE,
+        capture: Capture | None = None,
+        debug_tensors: DebugTensors | None = None,
+    ) -> None:
+        self.limits = limits
+        self.slots = slots = SlotTable(limits, cache.null_block, cache.device)
+        self.void_slots = VoidSlots()
+        self.decoder_config = decoder.config
+        self.dtype = str(decoder.dtype).removeprefix("torch.")
+        self.kernels = decoder.kernels
+        self.decoder = decoder
+        self.cache = cache
+        self._max_num_tokens = max_num_tokens
+        self._graphs = None
+        if capture is not None and debug_tensors is None:
+            self._graphs = _record(cast(RecordedDecoder, decoder), slots, cache, capture, max_num_tokens)
+        self.recorded = RecordedKinds(()) if self._graphs is None else self._graphs.kinds
+        self._is_last_stage, self._is_sampler = mapping.is_last_stage, mapping.is_sampler
+        self.additional_outputs = AdditionalOutputs(decoder.config.num_layers)
+        self.context_outputs = ContextOutputs(limits.vocab_size, mapping.is_sampler, self.additional_outputs)
+        self.debug_tensors = debug_tensors
+        self.prompt_tables = PromptTables(
+            limits.vocab_size, decoder.dtype, cache.device, mapping.is_first_stage
+        )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence, by the checkpoint."""
+        return self.decoder_config.eos_token_ids
+
+    def run(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
+        """Apply the batch to slots and blocks, then run the packed forward pass; on a GPU, queue it.
+
+        Args:
+            batch: What to run; it carries on in no void slot.
+            hidden: Behind the first pipeline stage, what the stage before returned.
+
+        Returns:
+            At the last stage logits to choose tokens from, in the order of `ScheduledBatch.sampled_slots`: 1 +
+            num_draft_tokens rows for a chunk and one for a generation slot. Before the last stage hidden states
+            for the next one, [batch.num_tokens, hidden_size] in the model's dtype, and nothing by slot.
+
+        Raises:
+            ValueError: The batch breaks the contract: more than max_num_tokens rows, or a row without a block.
+        """
+        try:
+            return self._run(batch, hidden)
+        except BaseException:  # whatever it is, nobody knows what has been written to the cache
+            self.cache.forget(batch)
+            raise
+
+    @torch.inference_mode()
+    def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Tensor:
+        """The logits, or hidden states, that `run` returns, for a rank that chooses no tokens.
+
+        Raises:
+            ValueError: As `ModelEngine.forward`.
+            StepFailed: Likewise.
+        """
+        with self.void_slots.watch(batch), computing(batch.num_rows):
+            self.void_slots.refuse(batch)
+            return self.run(batch, hidden).rows
+
+    @torch.inference_mode()
+    def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
+        """As `Runner.remember`: feed the chosen tokens to their slots next."""
+        self.slots.remember(batch, output)
+
+    def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
+        """As `Runner.forget`: the batch's slots are void, as if it had failed here."""
+        self.void_slots.add(batch, since)
+
+    def agree_on_recordings(self, agree: Callable[[int], int]) -> None:
+        """Launch one by one what some rank has no recording of: the ranks of a stage add up theirs row by row.
+
+        A replayed batch has rows that fill it up, and generation rows in an order of its own. `agree` returns the
+        least of all ranks' numbers.
+        """
+        lacking = ""
+        if not agree(len(self.recorded.generation_sizes)):
+            lacking = "iterations run" if self._graphs is not None else ""
+            self._graphs, self.recorded = None, RecordedKinds(())
+        elif not agree(len(self.recorded.mixed_sizes)) and self._graphs is not None:
+            lacking = "iterations with chunks run" if self.recorded.mixed_sizes else ""
+            self._graphs.drop_mixed()
+            self.recorded = self._graphs.kinds
+        if lacking:
+            _logger.warning("%s without CUDA graphs, because another rank cannot record them", lacking)
+
+    def close(self) -> None:
+        """Free the device's memory. Idempotent; a later forward raises."""
+        for name in (
+            "decoder", "cache", "slots", "context_outputs", "additional_outputs", "prompt_tables", "_graphs",
+        ):  # fmt: skip
+            vars(self).pop(name, None)
+
+    def _run(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
+        for load in batch.adapter_loads:
+            self.decoder.load_adapter(load)
+        fresh_blocks = self.slots.apply(batch)
+        self.prompt_tables.apply(batch)
+        self.context_outputs.apply(batch)
+        self.additional_outputs.apply(batch)
+        self._prepare_blocks(batch, fresh_blocks)
+        self.cache.prepare(batch, self.slots.num_tokens)
+        if batch.num_tokens > self._max_num_tokens:
+            raise ValueError(f"batch of {batch.num_tokens} tokens, max_num_tokens is {self._max_num_tokens}")
+        computed = self._compute(batch, hidden)
+        self.slots.advance(batch)
+        return computed
+
+    def _compute(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
+        between = HiddenStates()
+        if are_wanted := self.additional_outputs.are_wanted(batch):
+            between = self.additional_outputs.between_layers(batch)
+        virtual = self.prompt_tables.virtual_rows(batch)
+        if self._graphs is not None and batch.num_tokens and virtual is None and not between.wanted:
+            replayed = self._graphs.forward(batch)
+            if replayed is not None:
+                return self._outputs(batch, *replayed, between, are_wanted)
+        packed = pack(batch, self.slots, virtual)
+        outputs = self._compute_packed(batch, packed, hidden, between, are_wanted)
+        if self.debug_tensors is not None:
+            logits = outputs.rows if self._is_last_stage else None
+            self.debug_tensors.write(batch.iteration, packed, logits)
+        return outputs
+
+    def _compute_packed(
+        self,
+        batch: ScheduledBatch,
+        packed: PackedBatch,
+        hidden: Tensor | None,
+        between: HiddenStates,
+        are_wanted: bool,
+    ) -> RowOutputs:
+        arguments = (packed, self.cache, hidden)
+        if not self._is_last_stage:
+            return RowOutputs(self.decoder.forward(*arguments))
+        if not (are_wanted or any(chunk.wants_context for chunk in batch.context)):
+            return RowOutputs(self.decoder.forward_to_logits(*arguments))
+        hidden = self.decoder.forward(*arguments, between)
+        return self._outputs(batch, hidden, packed.sampled_rows, between, are_wanted)
+
+    def _outputs(
+        self,
+        batch: ScheduledBatch,
+        hidden: Tensor,
+        sampled_rows: Tensor,
+        between: HiddenStates,
+        are_wanted: bool,
+    ) -> RowOutputs:
+        """The logits of rows that choose tokens, and what is wanted beside, of what the last layer returned."""
+        layers = LayerOutputs(hidden, self.decoder.normalize, between.found)
+        context: dict[int, ContextDetails] = {}
+        if any(chunk.wants_context for chunk in batch.context):
+            context = self.context_outputs.compute(batch, layers, self.decoder.logits)
+        logits = self.decoder.logits(hidden, sampled_rows)
+        if not (are_wanted and self._is_sampler):
+            return RowOutputs(logits, context)
+        additional = self.additional_outputs.of_tokens(batch, layers, sampled_rows, logits)
+        return RowOutputs(logits, context, additional)
+
+    def _prepare_blocks(self, batch: ScheduledBatch, fresh_blocks: list[int]) -> None:
+        """Copy blocks, then clear new ones: a block that is copied may not be cleared or written before."""
+        device = self.cache.device
+        if batch.block_copies:
+            self.cache.copy(*upload(np.array(batch.block_copies), device).unbind(1))
+        if fresh_blocks and self.decoder.needs_cleared_blocks:
+            self.cache.clear(upload(np.array(fresh_blocks), device))
+
+
+def _record(
+    decoder: RecordedDecoder, slots: SlotTable, cache: BlockCache, capture: Capture, max_num_tokens: int
+) -> IterationGraphs | None:
+    started = time.monotonic()
+    try:
+        graphs = IterationGraphs(decoder, slots, cache, capture, max_num_tokens)
+    except RuntimeError as error:  # what a device raises
+        _logger.warning("iterations run without CUDA graphs, because they cannot be recorded: %s", error)
+        return None
+    kinds, took = graphs.kinds, time.monotonic() - started
+    _logger.info(
+        "generation of up to %d rows, and iterations with chunks %s, in %d CUDA graphs, recorded in %.1f s",
+        kinds.generation_sizes[-1],
+        f"of up to {kinds.mixed_sizes[-1]}" if kinds.mixed_sizes else "not",
+        graphs.count,
+        took,
+    )
+    if graphs.adapter_ranks:
+        _logger.info(
+            "iterations whose LoRA adapters have more than %d ranks together, or magnitudes (DoRA), run without "
+            "CUDA graphs",
+            graphs.adapter_ranks,
+        )
+    return graphs

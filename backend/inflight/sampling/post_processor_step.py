@@ -1,0 +1,256 @@
+"""The pipeline's first step: calls the logits post-processors of the rows whose requests name one.
+
+A call gets the rows of one sequence: the row of its next token, or of a beam search the rows of all its beams. A
+row behind draft tokens has a call of its own, with the drafts as tokens, as it is not known yet whether they are
+accepted. The batched post-processor gets all rows but those in one call.
+
+What a post-processor does wrong fails the rows of that call and no others. Called on the loop thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.core.request.request import BATCHED_POST_PROCESSOR_NAME, Request
+from inflight.errors import InflightError, StepFailed
+from inflight.sampling.history import History
+from inflight.sampling.logits_post_processors import LogitsPostProcessors, takes_client_id
+from inflight.sampling.rows import Failures, Rows, Step, select_rows
+from inflight.sampling.transfer import as_array, to_host
+
+_log = logging.getLogger(__name__)
+
+_MAX_ERROR_TEXT = 2000  # characters; a message travels in the header of an answer
+
+
+class _WrongResult(Exception):
+    """What a post-processor has left is not what was asked of it; the message goes on after its name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """What a slot remembers; the beams of a search share one."""
+
+    request: Request
+    process: Callable[..., Any]
+    has_client_id: bool
+
+    @property
+    def name(self) -> str:
+        return self.request.logits_post_processor_name
+
+    @property
+    def client_id(self) -> int | None:
+        return self.request.client_id or None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a post-processor gets of one sequence.
+
+    Attributes:
+        asked: Who asked for it.
+        rows: [beams] indices, consecutive.
+        logits: [1, beams, vocab_size], a view.
+        token_ids: Per beam, the tokens so far, prompt included.
+        is_behind_draft: Whether it stands behind a draft token.
+        shape, address: Those of `logits`, as they were given.
+    """
+
+    asked: _Asked
+    rows: range
+    logits: Tensor
+    token_ids: list[list[int]]
+    is_behind_draft: bool
+    shape: torch.Size
+    address: int
+
+    @property
+    def is_batched(self) -> bool:
+        return self.asked.name == BATCHED_POST_PROCESSOR_NAME and not self.is_behind_draft
+
+
+class PostProcessorStep:
+    """Calls post-processors. Its `step` is the pipeline's."""
+
+    def __init__(self, processors: LogitsPostProcessors, history: History) -> None:
+        self._functions: dict[str, Callable[..., Any]] = dict(processors.processor_map)
+        if processors.processor_batched is not None:
+            self._functions[BATCHED_POST_PROCESSOR_NAME] = processors.processor_batched
+        self._have_client_id = {name: takes_client_id(name, f) for name, f in self._functions.items()}
+        self._history = history
+
+    @property
+    def step(self) -> Step:
+        """Its place in the pipeline."""
+        return Step(self._prepare, self._apply)
+
+    def _prepare(self, request: Request, _: torch.device) -> _Asked | None:
+        name = request.logits_post_processor_name
+        return _Asked(request, self._functions[name], self._have_client_id[name]) if name else None
+
+    def _apply(self, rows: Rows, indices: NDArray[np.int64], asked: Sequence[_Asked]) -> Failures:
+        device = rows.logits.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        calls = list(self._calls(rows, indices, asked))
+        failures: dict[int, InflightError] = {}
+        together = [call for call in calls if call.is_batched]
+        if together:
+            failures |= _call_batched(together, stream)
+        for call in calls:
+            if not call.is_batched:
+                failures |= _call_one(call, stream)
+        return _check_numbers(rows, indices, asked) | failures
+
+    def _calls(self, rows: Rows, indices: NDArray[np.int64], asked: Sequence[_Asked]) -> Iterator[_Call]:
+        """Divide the rows among calls."""
+        positions, slots = rows.positions[indices].tolist(), rows.slots[indices].tolist()
+        (seen,) = to_host(self._history.before(rows.slots[indices], rows.positions[indices]).token_ids)
+        token_ids = [part.tolist() for part in np.split(seen, np.cumsum(positions)[:-1])]
+        first = 0
+        for end in range(1, len(indices) + 1):
+            start = int(indices[first])
+            if (
+                end < len(indices)
+                and asked[end] is asked[first]
+                and positions[end] == positions[first]
+                and indices[end] == start + end - first
+            ):
+                continue  # another beam of the same search
+            of_call = range(start, start + end - first)
+            logits = rows.logits[of_call.start : of_call.stop].unsqueeze(0)
+            yield _Call(
+                asked[first],
+                of_call,
+                logits,
+                token_ids[first:end],
+                is_behind_draft=first > 0 and slots[first] == slots[first - 1],
+                shape=logits.shape,
+                address=logits.data_ptr(),
+            )
+            first = end
+
+
+def _call_one(call: _Call, stream: int) -> dict[int, InflightError]:
+    asked = call.asked
+    process, request_id = asked.process, asked.request.request_id
+    client_id = [asked.client_id] if asked.has_client_id else []
+    try:
+        if asked.name == BATCHED_POST_PROCESSOR_NAME:
+            of_each = [[each] for each in client_id]
+            returned = process([request_id], [call.logits], [call.token_ids], stream, *of_each)
+            (returned,) = _as_list(returned, 1)
+        else:
+            returned = process(request_id, call.logits, call.token_ids, stream, *client_id)
+        _take(call, returned)
+    except BaseException as error:  # whatever the operator's code does, asyncio.CancelledError for one
+        return _failed(call, error)
+    return {}
+
+
+def _call_batched(calls: Sequence[_Call], stream: int) -> dict[int, InflightError]:
+    asked = calls[0].asked
+    client_ids = [[call.asked.client_id for call in calls]] if asked.has_client_id else []
+    try:
+        returned = asked.process(
+            [call.asked.request.request_id for call in calls],
+            [call.logits for call in calls],
+            [call.token_ids for call in calls],
+            stream,
+            *client_ids,
+        )
+        each_returned = _as_list(returned, len(calls))
+    except BaseException as error:  # as in `_call_one`
+        others = f"; it does not say for which of the {len(calls)} requests of this call, so all of them end"
+        failures: dict[int, InflightError] = {}
+        for call in calls:
+            failures |= _failed(call, error, others if len(calls) > 1 else "", is_logged=call is calls[0])
+        return failures
+    failures = {}
+    for call, one in zip(calls, each_returned, strict=True):
+        try:
+            _take(call, one)
+        except Exception as error:  # what the operator's code returned may raise anything when it is used
+            failures |= _failed(call, error)
+    return failures
+
+
+def _as_list(returned: object, count: int) -> list[object]:
+    """What a batched post-processor has returned for each of its requests."""
+    if returned is None:
+        return [None] * count
+    each = list(cast(Sequence[object], returned)) if isinstance(returned, list | tuple) else []
+    if len(each) != count:
+        shown = f"a list of {len(each)}" if each else _shown(cast(object, returned))
+        raise _WrongResult(f"returned {shown}, expected None or a list of {count} tensors")
+    return each
+
+
+def _take(call: _Call, returned: object) -> None:
+    """Put returned logits in their place. Raises for anything but the logits that were given, or like those."""
+    expected = list(call.shape)
+    if call.logits.shape != call.shape or call.logits.data_ptr() != call.address:
+        raise _WrongResult(
+            f"left {_shown(call.logits)} in another place, expected {expected} changed in place"
+        )
+    if returned is None or returned is call.logits:
+        return
+    if not isinstance(returned, Tensor) or returned.shape != call.shape:
+        raise _WrongResult(f"returned {_shown(returned)}, expected None or a tensor {expected}")
+    if not returned.is_floating_point():
+        raise _WrongResult(f"returned a tensor of {returned.dtype}, expected logits: floating-point numbers")
+    call.logits.copy_(returned)
+
+
+def _check_numbers(
+    rows: Rows, indices: NDArray[np.int64], asked: Sequence[_Asked]
+) -> dict[int, InflightError]:
+    """The rows from which no token can be chosen: some logit is nan or +inf. Waits for the device."""
+    highest = as_array(select_rows(rows.logits, indices).amax(dim=-1).cpu())
+    failures: dict[int, InflightError] = {}
+    found: list[int] = np.flatnonzero(np.isnan(highest) | np.isposinf(highest)).tolist()
+    for at in found:
+        name = asked[at].request.logits_post_processor_name
+        failures[int(indices[at])] = StepFailed(
+            f"the logits post-processor {name!r} left a logit that is {highest[at]}, expected numbers, or -inf to "
+            "ban a token"
+        )
+    return failures
+
+
+def _failed(
+    call: _Call, error: BaseException, others: str = "", is_logged: bool = True
+) -> dict[int, InflightError]:
+    name, request_id = call.asked.name, call.asked.request.request_id
+    if is_logged:
+        # It may well raise for a draft that it has banned itself.
+        level = logging.DEBUG if call.is_behind_draft else logging.WARNING
+        _log.log(
+            level, "the logits post-processor %r failed for request %d", name, request_id, exc_info=error
+        )
+    did = (
+        str(error) if isinstance(error, _WrongResult) else f"raised {type(error).__name__}: {_text_of(error)}"
+    )
+    failure = StepFailed(f"the logits post-processor {name!r} {did}{others}")
+    return dict.fromkeys(call.rows, failure)
+
+
+def _text_of(error: BaseException) -> str:
+    """An error's text, cut where it is too long for a message; its class may be the operator's own."""
+    try:
+        text = str(error)
+    except BaseException as second:  # the operator's `__str__` may do anything too
+        return f"(its text raised {type(second).__name__})"
+    return text if len(text) <= _MAX_ERROR_TEXT else f"{text[:_MAX_ERROR_TEXT]}…"
+
+
+def _shown(value: object) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,144 @@
+"""What reads whole rows of logits, and so takes most of the time that choosing tokens takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.sampling.argmax import first_highest
+from inflight.sampling.history import History
+from inflight.sampling.nan_check import Peaks, find_peaks
+from inflight.sampling.rows import Needs, Rows, select_rows
+from inflight.sampling.top_k_top_p import Drawn, draw
+from inflight.sampling.transfer import as_array, as_tensor
+
+LARGEST_LOGIT = 1e30
+
+PENALTIES = np.dtype([(name, np.float64) for name in ("repetition", "presence", "frequency")])
+"""What a row loses; presence and frequency are times the temperature, which divides the logits only later."""
+
+_UPPER_BOUNDS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(np.inf),
+    np.float32(-np.inf),
+)
+"""[256, 8] what the logits of eight tokens may be at most, by their byte of a mask."""
+
+
+class RowKernels:
+    """The kernels in torch's operators, for any device. An engine may have faster ones for its own."""
+
+    def find_peaks(self, logits: Tensor) -> Peaks:
+        """Find the highest logits as `nan_check.find_peaks` does, of logits as the model made them."""
+        return find_peaks(logits)
+
+    def penalize(self, rows: Rows, indices: NDArray[np.int64], history: History) -> None:
+        """Apply repetition, presence and frequency penalties to the logits of the rows `indices`, in place."""
+        penalties = penalties_of(rows, indices)
+        seen = history.before(rows.slots[indices], rows.positions[indices])
+        if (rows.numbers["needs"][indices] & int(Needs.PROMPT_TABLE)).any():
+            seen = seen.below(rows.vocab_size)
+        where = rows.upload(indices)[seen.rows] * rows.vocab_size + seen.token_ids
+        logits = rows.logits.view(-1)
+        values = logits.take(where)
+        impossible = values == -torch.inf
+
+        def per_token(name: str) -> Tensor:
+            return rows.upload(penalties[name].astype(np.float32))[seen.rows]
+
+        if (penalties["repetition"] != 1.0).any():
+            factor = per_token("repetition")
+            values = torch.where(values < 0, values * factor, values / factor)
+        if penalties["presence"].any():
+            values -= per_token("presence")
+        if penalties["frequency"].any():
+            # The logits themselves are the table that the tokens are counted in. All values come back below.
+            logits[where] = 0.0
+            logits.scatter_add_(0, where, torch.ones_like(values))
+            values -= per_token("frequency") * logits.take(where)
+        # A token that was seen twice is written twice, the same value.
+        logits[where] = bounded(values, impossible)
+
+    def find_likeliest(self, rows: Rows, indices: NDArray[np.int64]) -> Tensor:
+        """Find [n] int64 tokens with the highest logits of the rows `indices`; of equal ones, the first."""
+        return first_highest(select_rows(rows.logits, indices))
+
+    def apply_masks(self, rows: Rows, indices: NDArray[np.int64], masks: NDArray[np.int32]) -> Tensor:
+        """Ban what masks do not have, in the logits of the rows `indices`, in place.
+
+        Args:
+            rows: Their logits.
+            indices: [n].
+            masks: [n, words] contiguous; bit i of word w is 1 if token 32 * w + i may come. Bits behind the
+                vocabulary mean nothing.
+
+        Returns:
+            [n] int64 tokens with the highest logits that are left; of equal ones, the first. Any where none is.
+
+        Raises:
+            ValueError: There is not a mask for each row, or it has fewer bits than the vocabulary.
+        """
+        check_shape(masks, len(indices), rows.vocab_size)
+        if rows.logits.device.type == "cpu":
+            return as_tensor(_apply_on_host(as_array(rows.logits), indices, masks))
+        logits = select_rows(rows.logits, indices)
+        logits.masked_fill_(banned_by(rows.upload(masks), rows.vocab_size), -torch.inf)
+        if logits.data_ptr() != rows.logits[int(indices[0])].data_ptr():  # a copy: others are between them
+            rows.logits[rows.upload(indices)] = logits
+        return first_highest(logits)
+
+    def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
+        """Draw tokens as `top_k_top_p.draw` does."""
+        return draw(rows, sampled, may_guess)
+
+
+def _apply_on_host(
+    logits: NDArray[np.float32], indices: NDArray[np.int64], masks: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """Apply masks as `RowKernels.apply_masks` does, row by row, as a row stays in the cache meanwhile."""
+    vocab_size = logits.shape[1]
+    pieces = masks.view(np.uint8)[:, : -(-vocab_size // 8)]
+    bounds = np.empty((pieces.shape[1], 8), dtype=np.float32)
+    tokens = np.empty(len(indices), dtype=np.int64)
+    for place, index in enumerate(indices.tolist()):
+        np.take(_UPPER_BOUNDS, pieces[place], axis=0, out=bounds, mode="clip")  # other modes fill a copy
+        np.minimum(logits[index], bounds.reshape(-1)[:vocab_size], out=logits[index])
+        tokens[place] = logits[index].argmax()
+    return tokens
+
+
+def check_shape(masks: NDArray[np.int32], num_rows: int, vocab_size: int) -> None:
+    """Raise ValueError unless masks [n, words] are one for each row, with a bit for each token."""
+    if len(masks) != num_rows or 32 * masks.shape[1] < vocab_size:
+        raise ValueError(f"masks are {list(masks.shape)} words for {num_rows} rows of {vocab_size} logits")
+
+
+def banned_by(masks: Tensor, vocab_size: int) -> Tensor:
+    """[n, vocab_size] bool: what masks, [n, words] int32 on a device, do not have."""
+    shifts = torch.arange(32, dtype=torch.int32, device=masks.device)
+    bits = (masks[:, :, None] >> shifts) & 1
+    return bits.view(len(masks), -1)[:, :vocab_size] == 0
+
+
+def penalties_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
+    """The penalties of the rows `indices`, [n] of PENALTIES."""
+    numbers = rows.numbers[indices]
+    penalties = np.empty(len(indices), PENALTIES)
+    penalties["repetition"] = numbers["repetition_penalty"]
+    penalties["presence"] = numbers["presence_penalty"] * numbers["temperature"]
+    penalties["frequency"] = numbers["frequency_penalty"] * numbers["temperature"]
+    return penalties
+
+
+def bounded(logits: Tensor, impossible: Tensor) -> Tensor:
+    """Clamp logits to [-1e30, 1e30], and make those -inf that are `impossible` [the same shape, bool].
+
+    A bias may be infinite, and penalties multiply. Were a logit to overflow, differences between two would be no
+    numbers, and a token that was only made unlikely could not be told from one that is banned.
+    """
+    return logits.clamp(-LARGEST_LOGIT, LARGEST_LOGIT).masked_fill_(impossible, -torch.inf)

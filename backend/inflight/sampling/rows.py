@@ -1,0 +1,268 @@
+"""What slots remember of their requests, and the rows of one batch's logits with it.
+
+A slot has a record of numbers, so that a batch is one index operation, and beside it what the steps of the
+pipeline have prepared. All of it is host memory, except for biases; called by the loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import IntFlag
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.core.request.request import FloatTensor, Request
+from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.schedule.batch import BeamMove, SlotStart
+from inflight.errors import InflightError
+from inflight.sampling.transfer import as_tensor, upload
+
+Failures = Mapping[int, InflightError]
+"""Rows that have failed alone, by their index, and why."""
+
+
+class Needs(IntFlag):
+    """What a row asks for beyond an argmax; 0 for most."""
+
+    SAMPLE = 1
+    HISTORY = 2
+    TOP_P_RESET = 4
+    DETAILS = 8
+    RAW_LOGITS = 16
+    CHANGES = 32  # a step of the pipeline changes its logits
+    BANS = 64  # and may ban every token
+    GUIDE = 128
+    HOST = 256  # sees a token before the next one is chosen
+    PROMPT_TABLE = 512  # its prompt may have ids beyond the vocabulary
+
+
+_NUMBERS = [each.name for each in fields(SamplingConfig) if isinstance(each.default, int | float)]
+_TYPES = {
+    each.name: np.float64 if isinstance(each.default, float) else np.int64 for each in fields(SamplingConfig)
+} | {"random_seed": np.uint64}
+
+PARAMETERS = np.dtype(
+    [
+        ("needs", np.int64),
+        ("steps", np.int64),  # bit i: the pipeline's step i is used
+        ("sequence_index", np.int64),
+        ("prompt_length", np.int64),
+        ("top_p_since", np.int64),  # position from which on generated tokens have made top_p smaller
+        *((name, _TYPES[name]) for name in _NUMBERS),
+    ]
+)
+"""One record per slot, or per row of a batch. The numbers of a SamplingConfig are as they are there, but for a
+temperature of 0 and a top_p of 0, which are 1 here, and a top_p_decay without a top_p."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How a sampling control, or a few together, change the logits of the rows whose requests use it.
+
+    Attributes:
+        prepare: What a slot remembers of a request for this step, given the logits' device; None if the request
+            does not use it.
+        apply: Changes the logits of some rows in place, given the indices of those that use it, and what was
+            prepared for each. It may return rows that have failed: their requests end, unless the row stands
+            behind a draft that was refused. What it raises fails the whole batch. Only a step of requests that
+            need the host may return failures.
+        bans: Whether it may ban every token of a row.
+    """
+
+    prepare: Callable[[Request, torch.device], Any]
+    apply: Callable[[Rows, NDArray[np.int64], list[Any]], Failures | None]
+    bans: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """What a slot remembers beside numbers: its request, and by a step's index what the step has prepared."""
+
+    request: Request
+    prepared: dict[int, Any]
+
+
+class SlotParameters:
+    """The parameters of every slot.
+
+    Attributes:
+        numbers: [slots] of PARAMETERS.
+        requests: [slots]; None: nobody has the slot.
+        demanding: Slots whose requests ask for more than an argmax; of slots that nobody has, any.
+        steps: Those of the pipeline, in order.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device, steps: Sequence[Step] = ()) -> None:
+        self.numbers: NDArray[Any] = np.zeros(num_slots, dtype=PARAMETERS)
+        self.demanding: set[int] = set()
+        self.steps = steps
+        self.requests: list[SlotRequest | None] = [None] * num_slots
+        self._device = device
+
+    def start(self, start: SlotStart) -> None:
+        """Remember how the sequence that takes a slot chooses its tokens."""
+        request = start.request
+        found = ((index, step.prepare(request, self._device)) for index, step in enumerate(self.steps))
+        prepared = {index: value for index, value in found if value is not None}
+        self.requests[start.slot] = SlotRequest(request, prepared)
+        needs = _needs(request)
+        needs |= Needs.CHANGES if prepared else 0
+        needs |= Needs.BANS if any(self.steps[index].bans for index in prepared) else 0
+        self.numbers[start.slot] = _record(start, needs, sum(1 << index for index in prepared))
+        self._note_demands(start.slot)
+
+    def release(self, slot: int) -> None:
+        """Forget a sequence."""
+        self.requests[slot] = None
+
+    def move(self, moves: Sequence[BeamMove]) -> None:
+        """Each slot gets its parent's parameters, all at once."""
+        targets, parents = [move.slot for move in moves], [move.parent_slot for move in moves]
+        self.numbers[targets] = self.numbers[parents]
+        for slot, request in zip(targets, [self.requests[parent] for parent in parents], strict=True):
+            self.requests[slot] = request
+            self._note_demands(slot)
+
+    def __getitem__(self, slot: int) -> SlotRequest:
+        """What a running slot remembers beside numbers."""
+        found = self.requests[slot]
+        assert found is not None, f"slot {slot} was never started"
+        return found
+
+    def _note_demands(self, slot: int) -> None:
+        # What the host is for, drafts too, is known otherwise; a prompt table asks for nothing itself.
+        if self.numbers["needs"][slot] & ~int(Needs.HOST | Needs.PROMPT_TABLE):
+            self.demanding.add(slot)
+        else:
+            self.demanding.discard(slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of logits; arrays are on the host.
+
+    Attributes:
+        logits: [rows, vocab_size] float32, contiguous.
+        slots: [rows].
+        positions: [rows] absolute position of the token to be chosen.
+        numbers: [rows] of PARAMETERS.
+    """
+
+    logits: Tensor
+    slots: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    numbers: NDArray[Any]
+
+    @property
+    def vocab_size(self) -> int:
+        """How many logits a row has."""
+        return self.logits.shape[-1]
+
+    def needing(self, needs: Needs) -> NDArray[np.int64]:
+        """Indices of the rows that ask for any of `needs`."""
+        return np.flatnonzero(self.numbers["needs"] & int(needs))
+
+    def select(self, indices: NDArray[np.int64]) -> Rows:
+        """The rows `indices`, in that order."""
+        return Rows(
+            select_rows(self.logits, indices),
+            self.slots[indices],
+            self.positions[indices],
+            self.numbers[indices],
+        )
+
+    def upload(self, values: NDArray[Any]) -> Tensor:
+        """A copy of a host array on the logits' device."""
+        return upload(values, self.logits.device)
+
+
+def select_rows(tensor: Tensor, indices: NDArray[np.int64]) -> Tensor:
+    """tensor[indices]: a view where the indices are consecutive, else a copy."""
+    if len(indices) and (np.diff(indices) == 1).all():
+        return tensor[int(indices[0]) : int(indices[-1]) + 1]
+    return tensor[upload(indices, tensor.device)]
+
+
+class RawLogits:
+    """The logits as the model made them, while the pipeline works on them in place.
+
+    Copies the rows that are both about to be changed and asked for, and no others.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._logits = rows.logits
+        needs = rows.numbers["needs"]
+        is_saved = (needs & int(Needs.CHANGES) != 0) & (needs & int(Needs.RAW_LOGITS) != 0)
+        self._indices = np.flatnonzero(is_saved)
+        self._saved = select_rows(rows.logits, self._indices).clone() if len(self._indices) else None
+
+    def select(self, indices: NDArray[np.int64]) -> Tensor:
+        """[n, vocab_size] of rows that ask for their raw logits; not to be changed."""
+        rows = select_rows(self._logits, indices)
+        is_saved = np.isin(indices, self._indices)
+        if self._saved is None or not is_saved.any():
+            return rows
+        places = upload(np.searchsorted(self._indices, indices[is_saved]), rows.device)
+        if is_saved.all():
+            return self._saved[places]
+        rows = rows.clone()
+        rows[upload(np.flatnonzero(is_saved), rows.device)] = self._saved[places]
+        return rows
+
+    def restore(self) -> None:
+        """Put the logits back as they came, in the rows that ask for them."""
+        if self._saved is not None:
+            self._logits[upload(self._indices, self._logits.device)] = self._saved
+
+
+def host_tensor(tensor: FloatTensor) -> Tensor:
+    """A copy in host memory that torch may write to."""
+    return as_tensor(np.frombuffer(tensor.data, dtype=np.float32).reshape(tensor.shape).copy())
+
+
+def _needs(request: Request) -> Needs:
+    sampling, output = request.sampling, request.output
+    asked = {
+        Needs.SAMPLE: not sampling.greedy and not sampling.uses_beams,
+        Needs.HISTORY: request.looks_back,
+        Needs.TOP_P_RESET: sampling.top_p_decay < 1.0 and sampling.top_p_reset_id >= 0,
+        Needs.DETAILS: output.wants_details,
+        Needs.RAW_LOGITS: output.wants_details or output.wants_context,
+        Needs.GUIDE: request.guide is not None,
+        Needs.HOST: request.needs_host,
+        Needs.PROMPT_TABLE: request.prompt_table is not None,
+    }
+    needs = Needs(0)
+    for need, is_asked in asked.items():
+        needs |= need if is_asked else 0
+    return needs
+
+
+def _record(start: SlotStart, needs: Needs, steps: int) -> tuple[float, ...]:
+    sampling, prompt_length = start.request.sampling, start.request.prompt_length
+    changed = {
+        "temperature": sampling.temperature or 1.0,
+        "top_p": sampling.top_p or 1.0,
+        "top_p_decay": sampling.top_p_decay if sampling.top_p else 1.0,
+    }
+    return (
+        int(needs),
+        steps,
+        start.sequence_index,
+        prompt_length,
+        _after_last(sampling.top_p_reset_id, start.token_ids, prompt_length),
+        *(changed[name] if name in changed else getattr(sampling, name) for name in _NUMBERS),
+    )
+
+
+def _after_last(token_id: int, token_ids: Sequence[int], prompt_length: int) -> int:
+    """Position after the last generated `token_id`; without one, of the first generated token."""
+    for position in range(len(token_ids) - 1, prompt_length - 1, -1):
+        if token_ids[position] == token_id:
+            return position + 1
+    return prompt_length

@@ -1,0 +1,204 @@
+"""The compiled layers beside torch's operators: the same tokens, whatever is asked for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.config import EngineConfig
+from inflight.engine import load, load_decoder
+from inflight.engine.cpu import packing
+from inflight.engine.cpu.library import load_library
+from inflight.engine.cpu.packing import Packer
+from inflight.engine.quantize import quantize_int8
+from inflight.errors import ConfigError
+from inflight.models import Linear
+from inflight.sampling.nan_check import find_peaks
+from inflight.testing.make_model import Shape, make_model
+from tests.engine.driver import alone, load_engine
+from tests.engine.kernels import needs_native
+from tests.engine.serving import Served, serve
+from tests.engine.thread_ranks import ThreadRanks
+from tests.models.zoo import Zoo
+from tests.ranks.requests import CONFIG, ENGINE, answers, make_requests
+
+TOLERANCE = 1e-4
+PROMPT = tuple(range(5, 40))
+
+
+def _tokens(served: Served) -> list[Any]:
+    return [(answer["key"], answer["tokens"]) for answer in answers(served)]
+
+
+@needs_native
+@pytest.mark.parametrize(("windows", "num_sinks"), [((12,), 0), ((12,), 3), ((9, 1000), 0)])
+@pytest.mark.parametrize("tokens_per_block", [7, 16, 32])
+def test_windows_sinks_and_blocks_of_any_size(
+    zoo: Zoo, windows: tuple[int, ...], num_sinks: int, tokens_per_block: int
+) -> None:
+    model = zoo["llama-gqa"]
+    prompt = model.prompt(150)
+    rows = [
+        alone(
+            load_engine(
+                model.folder,
+                kernels=kernels,
+                max_attention_window_size=windows,
+                sink_token_length=num_sinks,
+                tokens_per_block=tokens_per_block,
+            ),
+            prompt,
+            20,
+        )
+        for kernels in ("native", "torch")
+    ]
+    torch.testing.assert_close(*(torch.stack(row.logits) for row in rows), rtol=0, atol=TOLERANCE)
+    assert rows[0].generated == rows[1].generated
+
+
+@needs_native
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "qwen3"])
+def test_beams_drafts_sampling_chunks_and_pauses_are_as_with_torch(zoo: Zoo, case: str) -> None:
+    served = [
+        serve(
+            load.load_engine(EngineConfig(str(zoo[case].folder), **ENGINE, kernels=kernels)),
+            CONFIG,
+            make_requests(),
+        )
+        for kernels in ("native", "torch")
+    ]
+    assert _tokens(served[0]) == _tokens(served[1])
+
+
+@needs_native
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_answer_as_one(zoo: Zoo, tp_size: int, pp_size: int) -> None:
+    config = EngineConfig(str(zoo["llama-gqa"].folder), **ENGINE, kernels="native")
+    one = serve(load.load_engine(config), CONFIG, make_requests())
+    several = serve(ThreadRanks(config, tp_size, pp_size), CONFIG, make_requests())
+    assert _tokens(several) == _tokens(one)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("shape", "dtype", "tokens_per_block", "reason"),
+    [
+        ((96, 16, 1), "float32", 8, "it takes 12 query heads for a key head, and the model has 16"),
+        ((640, 2, 1), "float32", 8, "it takes heads of 256, and the model's are of 320"),
+        ((64, 4, 2), "bfloat16", 7, "in bfloat16 it takes even numbers, and tokens_per_block is 7"),
+        ((64, 4, 2), "int8", 1, "in bfloat16 it takes even numbers, and tokens_per_block is 1"),
+    ],
+)
+def test_sizes_that_it_has_no_room_for_are_computed_by_torch(
+    tmp_path: Path,
+    shape: tuple[int, int, int],
+    dtype: str,
+    tokens_per_block: int,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hidden, heads, kv_heads = shape
+    folder = make_model(tmp_path, shape=Shape(1, hidden, heads, kv_heads, 32, 300, 64, 10_000.0))
+    settings = {"dtype": dtype, "tokens_per_block": tokens_per_block}
+    with caplog.at_level(logging.WARNING):
+        engine = load_engine(folder, **settings)
+    assert [reason in record.getMessage() for record in caplog.records] == [True]
+    assert len(alone(engine, (5, 6, 7), 4).generated) == 4
+    with pytest.raises(ConfigError, match=reason):
+        load_engine(folder, kernels="native", **settings)
+
+
+@needs_native
+@pytest.mark.parametrize(("shape", "tokens_per_block"), [((96, 12, 1), 7), ((512, 2, 2), 1)])
+def test_the_largest_sizes_that_it_has_room_for(
+    tmp_path: Path, shape: tuple[int, int, int], tokens_per_block: int
+) -> None:
+    hidden, heads, kv_heads = shape
+    folder = make_model(tmp_path, shape=Shape(2, hidden, heads, kv_heads, 32, 300, 64, 10_000.0))
+    rows = [
+        alone(
+            load_engine(folder, dtype="float32", kernels=kernels, tokens_per_block=tokens_per_block),
+            PROMPT,
+            8,
+        )
+        for kernels in ("native", "torch")
+    ]
+    torch.testing.assert_close(*(torch.stack(row.logits) for row in rows), rtol=0, atol=1e-4)
+
+
+@needs_native
+def test_its_threads_run_once_it_is_loaded(zoo: Zoo) -> None:
+    before = set(os.listdir("/proc/self/task"))
+    engine = load_engine(zoo["llama"].folder, kernels="native", engine_threads=7)
+    started = set(os.listdir("/proc/self/task")) - before  # threads of other tests may end meanwhile
+    assert len(started) >= 6
+    engine.close()
+
+
+@needs_native
+def test_threads_that_cannot_be_had_fail_the_load(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = load_library("float32")
+
+    class WithoutThreads:
+        def create(self, *_: object) -> None:
+            return None
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    monkeypatch.setattr(load_decoder, "load_library", lambda *_: WithoutThreads())
+    with pytest.raises(
+        ConfigError, match=r"^5 threads for the forward pass cannot be started.*engine_threads"
+    ):
+        load_engine(zoo["llama"].folder, engine_threads=5)
+
+
+@needs_native
+def test_peaks_are_as_with_torch(zoo: Zoo) -> None:
+    engine = load_engine(zoo["llama-gqa"].folder, kernels="native")
+    alone(engine, PROMPT, 1)
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(40, 1003, generator=generator)
+    logits[3, 77] = logits[3, 900] = 50.0
+    logits[4, 1002] = torch.inf
+    logits[5, 11] = torch.nan
+    logits[6] = -torch.inf
+    logits[7, :1002] = -torch.inf
+    found, expected = engine.runner.decoder.row_kernels.find_peaks(logits), find_peaks(logits)
+    torch.testing.assert_close(found.highest, expected.highest, rtol=0, atol=0, equal_nan=True)
+    usable = torch.arange(40) != 5
+    assert found.tokens[3] == 77, "of equal ones, the first"
+    assert torch.equal(found.tokens[usable], expected.tokens[usable])
+
+
+@needs_native
+@pytest.mark.parametrize("shape", [(7, 33), (100, 576), (3, 4)])
+def test_int8_weights_are_what_torch_makes_of_them(shape: tuple[int, int]) -> None:
+    packer = Packer(load_library("bfloat16", int8=True), torch.bfloat16, int8=True, num_threads=2)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[1] = 0
+    found = torch.empty_like(weight, dtype=torch.int8)
+    scales, sums = packer._quantize(weight, found)
+    expected, expected_scales = quantize_int8(weight)
+    assert torch.equal(found, expected) and torch.equal(scales, expected_scales)
+    assert torch.equal(sums, expected.sum(1, dtype=torch.int32))
+
+
+@needs_native
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_int8_weights_are_packed_piece_by_piece(monkeypatch: pytest.MonkeyPatch, is_gated: bool) -> None:
+    linear = Linear(torch.randn(2 * 83, 41, generator=torch.Generator().manual_seed(1)).bfloat16())
+
+    def pack() -> list[torch.Tensor]:
+        packer = Packer(load_library("bfloat16", int8=True), torch.bfloat16, int8=True, num_threads=2)
+        return list(packer.linear(linear, is_gated).tensors)
+
+    whole = pack()
+    assert whole[0].count_nonzero() > 0.9 * linear.weight.numel()
+    monkeypatch.setattr(packing, "_NUMBERS_AT_ONCE", 1)
+    assert all(torch.equal(a, b) for a, b in zip(pack(), whole, strict=True))

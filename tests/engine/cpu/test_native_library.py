@@ -1,0 +1,497 @@
+"""Where the compiled code comes from: it is built once, kept where it is safe, and whatever fails is said."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from inflight.engine.cpu import library
+from inflight.engine.cpu.library import CannotBuild, begin_loading, load_library
+from tests.engine.kernels import needs_native
+
+FAILURES = {
+    "an error": (
+        "echo 'In file x' >&2; echo 'x.h:1: fatal error: no such file' >&2; exit 1",
+        "x.h:1: fatal error",
+    ),
+    "words in no known encoding": (
+        "printf '\\377\\376 error' >&2; exit 1",
+        "failed with status 1: \ufffd\ufffd error",
+    ),
+    "silence": ("exit 3", "failed with status 3: no word"),
+    "a signal": ("kill -9 $$", "failed with status -9"),
+    "nothing to show for it": ("exit 0", "failed with status 0"),
+    "something that cannot be loaded": ('echo junk > "$target"', "cannot be kept or loaded"),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One with an empty cache, and a compiler that is a shell script.
+
+    Attributes:
+        root: All of it is in there.
+        real: A library that was really compiled.
+    """
+
+    root: Path
+    real: Path
+
+    def compiler(self, body: str) -> None:
+        """What it does with `$target`; by then it has left a trace."""
+        lines = ("#!/bin/sh", '[ "$1" = --version ] && exec echo 1', f"echo run >> '{self.root}/runs'")
+        script = self.root / "bin" / "c++"
+        script.write_text("\n".join((*lines, "for target; do :; done", body, "")))
+        script.chmod(0o700)
+
+    def working_compiler(self) -> None:
+        """It gives the real library, without the digest behind it."""
+        self.compiler(f"head -c -{library._DIGEST_BYTES} '{self.real}' > \"$target\"")
+
+    @property
+    def num_builds(self) -> int:
+        runs = self.root / "runs"
+        return len(runs.read_text().splitlines()) if runs.exists() else 0
+
+    @property
+    def cache(self) -> Path:
+        return self.root / "cache" / "inflight"
+
+    def kept(self) -> list[Path]:
+        return sorted(self.cache.iterdir())
+
+    @property
+    def path(self) -> Path:
+        """Where the library is kept."""
+        command = library._compiler_command("float32", int8=False)
+        key = library._key(command, library._processor_flags())
+        return self.cache / f"decoder-{key}.so"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    real = Path(load_library("float32")._name)
+    if not real.exists():
+        pytest.skip("this machine has no place to keep compiled code")
+    for name in ("bin", "cache", "tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(library, "_load", library._load.__wrapped__)  # remembers nothing
+    monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
+    return Machine(tmp_path, real)
+
+
+@needs_native
+def test_it_is_built_once_and_kept(machine: Machine) -> None:
+    machine.working_compiler()
+    for _ in range(2):
+        assert isinstance(load_library("float32"), ctypes.CDLL)
+    assert machine.num_builds == 1
+    assert machine.kept() == [machine.path]
+    assert machine.cache.stat().st_mode & 0o777 == 0o700, "what lies there is run"
+
+
+@needs_native
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.4, 0.9, 1.0])
+def test_a_damaged_file_is_built_again(machine: Machine, share: float) -> None:
+    """To run code that lies behind a file's end would kill the process; the last one lacks a byte."""
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    content = machine.real.read_bytes()
+    machine.path.write_bytes(content[: min(int(share * len(content)), len(content) - 1)])
+    load_library("float32")
+    assert machine.num_builds == 1
+    assert machine.path.read_bytes() == content
+
+
+@needs_native
+def test_a_file_whose_inside_was_changed_is_built_again(machine: Machine) -> None:
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    content = bytearray(machine.real.read_bytes())
+    content[len(content) // 2] ^= 1
+    machine.path.write_bytes(content)
+    load_library("float32")
+    assert machine.num_builds == 1
+
+
+@needs_native
+def test_a_whole_file_that_cannot_be_loaded_is_built_again_once(machine: Machine) -> None:
+    """One that was made where another C library is, say."""
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    junk = b"no library"
+    machine.path.write_bytes(junk + library._digest(junk))
+    for _ in range(2):
+        assert isinstance(load_library("float32"), ctypes.CDLL)
+    assert machine.num_builds == 1
+    assert machine.path.read_bytes() == machine.real.read_bytes()
+
+
+@needs_native
+def test_where_nothing_can_be_run_it_is_kept_and_loaded_from_memory(machine: Machine) -> None:
+    """A cache folder on a file system that was mounted noexec, in a mount namespace of a child's own."""
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    program = machine.root / "program.py"
+    program.write_text(NOEXEC_PROGRAM)
+    mount = 'mount -t tmpfs -o noexec,mode=700 none "$0" && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mount, machine.cache, sys.executable, program]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this process may not mount anything")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["failed", "loaded", "loaded"]
+    assert machine.num_builds == 1, "the second load finds what the first has kept"
+
+
+NOEXEC_PROGRAM = """
+import ctypes
+from inflight.engine.cpu import library
+for load in range(2):
+    found = library._load.__wrapped__(library._processor_flags(), "float32", False)
+    assert found.create.restype is ctypes.c_void_p
+    if load == 0:
+        kept = next(library._cache_folder().glob("*.so"))
+        try:
+            ctypes.CDLL(str(kept))
+        except OSError:
+            print("failed")
+    print("loaded")
+"""
+
+
+@needs_native
+def test_what_is_loaded_from_memory_is_not_mixed_up(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader knows libraries by their names, which for these are numbers of open files."""
+    other = tmp_path / "other.so"
+    subprocess.run(
+        ["cc", "-shared", "-x", "c", "-", "-o", other], input=b"int other;", check=True, timeout=60
+    )
+    first, second = library._load_from_memory(machine.real), library._load_from_memory(other)
+    assert hasattr(first, "create") and not hasattr(second, "create")
+    assert hasattr(second, "other")
+
+
+@needs_native
+def test_what_was_prebuilt_needs_no_compiler(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.working_compiler()
+    path = library.prebuild("float32")
+    assert machine.num_builds == 1
+    monkeypatch.setenv("PATH", str(machine.root / "nothing"))
+    assert load_library("float32")._name == str(path)
+    with pytest.raises(CannotBuild, match="there is no C"):
+        load_library("bfloat16")
+
+
+@needs_native
+def test_what_was_prebuilt_from_other_sources_is_not_used(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.working_compiler()
+    library.prebuild("float32")
+    sources = machine.root / "source"
+    shutil.copytree(library._SOURCES, sources)
+    (sources / "team.h").write_text("// changed")
+    monkeypatch.setattr(library, "_SOURCES", sources)
+    assert Path(load_library("float32")._name).parent == machine.cache
+    assert machine.num_builds == 2
+
+
+def test_a_build_for_many_processors_names_the_instructions_that_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(library, "_find_compiler", lambda: "c++")
+    monkeypatch.setattr(library, "_build", lambda command, path: commands.append(command))
+    paths = {
+        library.prebuild("float32"),
+        library.prebuild("bfloat16"),
+        library.prebuild("bfloat16", int8=True),
+    }
+    assert len(paths) == 3
+    assert all("-march=x86-64-v4" in command and "-march=native" not in command for command in commands)
+    assert ["-mavx512bf16" in command for command in commands] == [False, True, True]
+    assert ["-mavx512vnni" in command for command in commands] == [False, False, True]
+
+
+@needs_native
+def test_what_was_begun_is_found(machine: Machine) -> None:
+    machine.working_compiler()
+    begin_loading("float32")
+    (begun,) = [thread for thread in threading.enumerate() if thread.name == "inflight-compile"]
+    begun.join(60)
+    load_library("float32")
+    assert machine.num_builds == 1
+
+
+@needs_native
+def test_of_several_at_once_one_builds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have nothing in common but the folder, as processes have."""
+    machine.working_compiler()
+    meet_before_the_lock(monkeypatch, 3)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(load_library, ["float32"] * 3))
+    assert all(isinstance(each, ctypes.CDLL) for each in found)
+    assert machine.num_builds == 1
+    assert machine.kept() == [machine.path]
+
+
+@needs_native
+def test_without_locks_several_build_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has compiled before any puts its file in place."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    machine.working_compiler()
+    monkeypatch.setattr(library.fcntl, "flock", refuse)
+    meeting, compile_ = threading.Barrier(3), library._compile
+
+    def meet(compiler: list[str], target: Path, tick: Callable[[], None]) -> None:
+        compile_(compiler, target, tick)
+        meeting.wait(30)
+
+    monkeypatch.setattr(library, "_compile", meet)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(load_library, ["float32"] * 3))
+    assert all(isinstance(each, ctypes.CDLL) for each in found)
+    assert machine.num_builds == 3
+    assert machine.kept() == [machine.path]
+    assert library._is_whole(machine.path)
+
+
+DAY_S = 24 * 3600
+
+
+def aged(path: Path, days: float) -> Path:
+    """A file, or a folder with one, that was last touched so many days ago; made if it is not there."""
+    if not path.exists() and path.suffix:
+        path.write_bytes(b"of another version")
+    elif not path.exists():
+        path.mkdir()
+        (path / "decoder-1.so").touch()
+    then = time.time() - days * DAY_S
+    os.utime(path, (then, then))
+    return path
+
+
+@needs_native
+def test_a_build_removes_what_nobody_has_used_for_a_month(machine: Machine) -> None:
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    names = {"decoder-a.so": 31, "decoder-b.so": 400, "build-dead": 2}
+    old = [aged(machine.cache / name, days) for name, days in names.items()]
+    names = {"decoder-c.so": 29, "decoder-d.so": 0, "decoder-e.so": -1, "build-alive": 0.5, "other.so": 400}
+    recent = [aged(machine.cache / name, days) for name, days in names.items()]
+    load_library("float32")
+    assert machine.kept() == sorted([*recent, machine.path])
+    assert not any(path.exists() for path in old)
+
+
+@needs_native
+def test_what_is_loaded_counts_as_used(machine: Machine) -> None:
+    machine.working_compiler()
+    load_library("float32")
+    aged(machine.path, 400)
+    load_library("float32")
+    load_library("bfloat16")
+    assert machine.num_builds == 2 and len(machine.kept()) == 2 and machine.path in machine.kept()
+    aged(machine.path, 400)
+    load_library("bfloat16")
+    assert len(machine.kept()) == 2, "only a build looks at what there is"
+
+
+@needs_native
+def test_what_another_process_runs_may_be_removed(machine: Machine) -> None:
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    other = machine.cache / "decoder-other.so"
+    shutil.copyfile(machine.real, other)
+    aged(other, 400)
+    program = (
+        "import ctypes, sys; found = ctypes.CDLL(sys.argv[1]); print('loaded', flush=True); input(); "
+        "found.destroy(None); print('ran')"
+    )
+    command = [sys.executable, "-c", program, str(other)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "loaded\n"
+        load_library("float32")
+        assert not other.exists()
+        assert process.communicate("\n", timeout=60)[0] == "ran\n"
+    assert process.returncode == 0
+
+
+@needs_native
+def test_what_is_removed_while_it_is_being_loaded_is_built_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process had looked at its age before it was marked as used."""
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    shutil.copyfile(machine.real, machine.path)
+    is_whole = library._is_whole
+
+    def remove(path: Path) -> bool:
+        found = is_whole(path)
+        if found:
+            path.unlink()
+            monkeypatch.setattr(library, "_is_whole", is_whole)
+        return found
+
+    monkeypatch.setattr(library, "_is_whole", remove)
+    assert isinstance(load_library("float32"), ctypes.CDLL)
+    assert machine.num_builds == 1 and machine.kept() == [machine.path]
+
+
+@needs_native
+def test_processes_that_start_at_once_prune_and_load(machine: Machine) -> None:
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    for number in range(50):
+        aged(machine.cache / f"decoder-{number}.so", 40)
+    load = "from inflight.engine.cpu.library import load_library; load_library(%r)"
+    commands = [[sys.executable, "-c", load % dtype] for dtype in ("float32", "bfloat16") * 2]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE) for command in commands]
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, said
+    assert machine.num_builds == 2 and len(machine.kept()) == 2 and machine.path in machine.kept()
+
+
+def test_what_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    old = aged(tmp_path / "decoder-a.so", 40)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    library._prune(tmp_path, but=tmp_path / "decoder-b.so")
+    assert old.exists()
+
+
+def meet_before_the_lock(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """All have seen that nothing is there before any builds."""
+    meeting, wait = threading.Barrier(count), library._one_at_a_time
+
+    def meet(folder: Path) -> object:
+        meeting.wait(30)
+        return wait(folder)
+
+    monkeypatch.setattr(library, "_one_at_a_time", meet)
+
+
+@needs_native
+@pytest.mark.parametrize("cache", ["file", "file/below", "relative", ""])
+def test_without_a_place_to_keep_it_it_is_built_every_time(
+    machine: Machine, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.working_compiler()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(machine.root / cache) if cache.startswith("file") else cache)
+    for _ in range(2):
+        load_library("float32")
+    assert machine.num_builds == 2
+    assert list((machine.root / "tmp").iterdir()) == []
+
+
+@needs_native
+@pytest.mark.parametrize("harm", ["writable by others", "another user's"])
+def test_a_folder_that_others_can_write_to_is_not_used(machine: Machine, harm: str) -> None:
+    machine.working_compiler()
+    machine.cache.mkdir(mode=0o700)
+    if harm == "writable by others":
+        machine.cache.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(machine.cache, 12345, -1)
+    else:
+        pytest.skip("only root can give a folder away")
+    load_library("float32")
+    assert machine.num_builds == 1
+    assert machine.kept() == []
+
+
+@needs_native
+def test_a_full_disk_is_said_and_leaves_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.working_compiler()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(library.os, "replace", fail)
+    with pytest.raises(CannotBuild, match="No space left on device"):
+        load_library("float32")
+    monkeypatch.undo()
+    assert machine.kept() == []
+
+
+@needs_native
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_compiler_that_fails_says_why_and_leaves_nothing(machine: Machine, failure: str) -> None:
+    body, message = FAILURES[failure]
+    machine.compiler(body)
+    with pytest.raises(CannotBuild) as error:
+        load_library("float32")
+    assert message in str(error.value)
+    assert machine.kept() == []
+
+
+@needs_native
+@pytest.mark.parametrize("body", ["", "sleep 300"])
+def test_a_compiler_that_cannot_be_run_or_does_not_end(
+    machine: Machine, body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is no program, and one whose child hangs: it is ended too, or it would keep the pipes open."""
+    monkeypatch.setattr(library, "_BUILD_TIMEOUT_S", 2.0)
+    if body:
+        machine.compiler(f"{body} & echo $! > '{machine.root}/child'; wait")
+    else:
+        (machine.root / "bin" / "c++").write_bytes(b"\0\1\2")
+        (machine.root / "bin" / "c++").chmod(0o700)
+    with pytest.raises(CannotBuild, match="cannot be run: "):
+        load_library("float32")
+    child = machine.root / "child"
+    if child.exists():
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(int(child.read_text()))
+            assert select.select([handle], [], [], 10)[0], "the compiler's own child goes on"
+            os.close(handle)
+
+
+def test_the_compiler_that_the_environment_names_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("mine", "c++", "clang++"):
+        (tmp_path / name).touch(mode=0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "mine")
+    assert library._find_compiler() == str(tmp_path / "mine")
+    assert not caplog.messages
+    monkeypatch.setenv("CXX", "not-there")
+    assert library._find_compiler() == str(tmp_path / "c++")
+    assert "CXX is not-there, which is no program" in caplog.text
+    (tmp_path / "c++").unlink()
+    monkeypatch.delenv("CXX")
+    assert library._find_compiler() == str(tmp_path / "clang++")

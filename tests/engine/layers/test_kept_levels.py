@@ -1,0 +1,329 @@
+"""Quantized checkpoints whose weights stay as they are: near the logits of what they stand for, in every setting.
+
+Weights lose nothing. Compiled layers round what these are multiplied with to int8, and the output projection; on
+torch's operators nothing is rounded but to the dtype.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.core.request.request import OutputConfig, Request
+from inflight.engine.cpu import library
+from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.engine import ModelEngine
+from inflight.engine.layers.decoder import Decoder
+from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels, pack, unpack
+from inflight.models import Linear
+from inflight.models.levels import GroupedMatrix
+from inflight.models.loader import load_finished_weights, num_weight_bytes, quantized_kinds
+from inflight.models.registry import read_model_description
+from inflight.models.sharding import Part
+from inflight.testing.make_model import make_model
+from inflight.testing.quantize import FORMATS as WRITTEN
+from tests.engine.driver import Driver, alone, load_engine
+from tests.engine.kernels import needs_native
+from tests.engine.merged import LLAMA, make_adapter
+from tests.engine.ranks import assert_same, ranks
+from tests.engine.serving import config_of, serve, to_torch
+from tests.engine.serving import load as load_served
+from tests.models.quantized import FORMATS, write
+from tests.models.zoo import Zoo, ZooModel
+
+BOUND = 0.2
+"""Of the logits' deviation; bfloat16 alone is off by half of it, and 4 bits by five times as much."""
+ELEMENT, INT8, INT4 = 0, 1, 2
+KEPT = {
+    "ct-int8": INT8, "ct-int8-tensor": INT8, "ct-int4": INT4, "ct-int4-channel": INT4, "ct-int4-zeros": INT4,
+    "ct-int4-act-order": INT4, "awq": INT4, "awq-one-group": INT4, "gptq": INT4, "gptq-one-group": INT4,
+    "gptq-zeros": INT4, "gptq-act-order": INT4, "gptq-v2": INT4,
+}  # fmt: skip
+
+
+def error_of(row: Any, model: ZooModel) -> float:
+    begin = row.prompt_length - 1
+    exact = model.logits(row.tokens)[begin:-1]
+    return ((torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()).item()
+
+
+def kinds_of(engine: ModelEngine) -> set[int]:
+    decoder = engine.runner.decoder
+    assert isinstance(decoder, NativeDecoder) and decoder.dtype is torch.bfloat16
+    names = ("qkv", "output", "up", "down")
+    return {getattr(layer.struct, name).kind for layer in decoder._packed for name in names}
+
+
+@needs_native
+@pytest.mark.parametrize("name", KEPT)
+def test_compiled_layers_keep_them(
+    zoo: Zoo, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
+    with caplog.at_level(logging.INFO):
+        engine = load_engine(tmp_path)
+    assert kinds_of(engine) == {KEPT[name]} and engine.runner.decoder._lm_head.kind == INT8
+    assert "quantized projections stay as the checkpoint has them (12 in " in caplog.text
+    assert error_of(alone(engine, model.prompt(20), 8), model) < BOUND
+
+
+@needs_native
+def test_float16_is_computed_in_bfloat16(zoo: Zoo, tmp_path: Path) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS["awq"], dtype="float16")
+    engine = load_engine(tmp_path)
+    assert kinds_of(engine) == {INT4} and engine.dtype == "bfloat16"
+    assert error_of(alone(engine, model.prompt(20), 4), model) < BOUND
+    assert load_engine(tmp_path, dtype="float32").dtype == "float32", "a dtype that is asked for wins"
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fp8-block", "(14 in float8 in blocks) are unpacked to bfloat16: compiled layers do not"),
+        ("fbgemm", "(14 in float8 with a scale for each row) are unpacked to bfloat16"),
+        ("gptq-8", "(14 in 8 bits with zero points, or in groups of inputs) are unpacked to bfloat16"),
+        ("gptq-any-order", "unpacked to bfloat16 (model.layers.0.self_attn.q_proj.weight): others that are"),
+    ],
+)
+def test_what_they_do_not_keep_is_unpacked_and_said(
+    zoo: Zoo, tmp_path: Path, name: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
+    with caplog.at_level(logging.INFO):
+        engine = load_engine(tmp_path)
+    assert said.replace("14", str(7 * len(engine.runner.decoder._packed))) in caplog.text
+    assert ELEMENT in kinds_of(engine)
+    assert error_of(alone(engine, model.prompt(20), 4), model) < BOUND
+
+
+@needs_native
+def test_a_dtype_that_is_asked_for_is_what_they_are_unpacked_to(
+    zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], dtype="bfloat16")
+    with caplog.at_level(logging.INFO):
+        assert kinds_of(load_engine(tmp_path, dtype="bfloat16")) == {ELEMENT}
+    assert "are unpacked to bfloat16: dtype is bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("kernels", [None, "torch"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_that_a_dtype_rounds_them_again_is_said(
+    zoo: Zoo, tmp_path: Path, dtype: str, kernels: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], dtype="bfloat16")
+    with caplog.at_level(logging.INFO):
+        load_engine(tmp_path, dtype=dtype, kernels=kernels)
+    said = f"in 4 bits) are unpacked to bfloat16: dtype is {dtype}, which rounds them again, by rows"
+    assert caplog.text.count(said) == 1
+
+
+@needs_native
+@pytest.mark.parametrize("case", ["mixtral", "qwen3-moe", "qwen2", "phi3", "qwen3"])
+@pytest.mark.parametrize("name", ["gptq-one-group", "ct-int8"])
+def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
+    """With experts a token near the border of two may go to the other one; most do not."""
+    model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
+    engine = load_engine(tmp_path)
+    layers = [layer.struct for layer in engine.runner.decoder._packed]
+    assert {layer.qkv.kind for layer in layers} == {KEPT[name]}
+    with_experts = [layer for layer in layers if layer.router.data]
+    assert bool(with_experts) == (case in ("mixtral", "qwen3-moe"))
+    for layer in with_experts:
+        assert layer.expert_up.kind == layer.expert_down.kind == KEPT[name] and layer.router.kind == ELEMENT
+    row = alone(engine, model.prompt(20), 8)
+    exact = model.logits(row.tokens)[19:-1]
+    errors = (torch.stack(row.logits) - exact).square().mean(1).sqrt() / exact.std()
+    assert errors.median() < (2 * BOUND if with_experts else BOUND)
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "ct-int4-zeros", "awq-one-group", "ct-int8"])
+@pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+def test_ranks_cut_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]) -> None:
+    """Of 96 inputs in groups of 32 two ranks have 48 each, which are groups of 16; in another order none."""
+    from tests.engine.test_ranks import _some_of_everything
+
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
+    described = Request(90, model.prompt(30), 1, output=OutputConfig(return_generation_logits=True))
+    requests = [described, *_some_of_everything(model)]
+    with ranks(tmp_path, topology, 64, 8, dtype=None) as engine:
+        many = serve(engine, config_of("chunked"), requests)
+    one = serve(load_served(tmp_path, 64, 8, dtype=None), config_of("chunked"), requests)
+    assert many.responses.keys() == one.responses.keys()
+    exact = model.logits(described.input_token_ids)[-1]
+    (logits,) = many.result(described).generation_logits
+    assert (to_torch(logits)[0] - exact).square().mean().sqrt() < BOUND * exact.std()
+    if topology == (1, 2):
+        assert_same(many, one)
+
+
+@pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_native), "torch"])
+@pytest.mark.parametrize("name", ["gptq-act-order", "ct-int8"])
+def test_adapters(zoo: Zoo, tmp_path: Path, name: str, kernels: str) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
+    adapter = make_adapter(model, 8, LLAMA, seed=1)
+    driver = Driver(load_engine(tmp_path, kernels=kernels, max_num_sequences=8))
+    with_it = driver.start(model.prompt(20), adapter=driver.put(adapter.stored))
+    without = driver.start(model.prompt(20))
+    driver.step({with_it: 20, without: 20})
+    for _ in range(4):
+        driver.step(generation=[with_it, without])
+    assert error_of(with_it, adapter.model) < BOUND and error_of(without, model) < BOUND
+    assert error_of(with_it, model) > 2 * BOUND, "the adapter is seen"
+
+
+@needs_native
+def test_a_row_depends_on_no_other_and_neither_on_chunks_nor_reuse(zoo: Zoo, tmp_path: Path) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS["awq"], dtype="bfloat16")
+    requests = [
+        Request(
+            n, model.prompt(20)[:12] + model.prompt(9 + n, n), 8, output=OutputConfig(return_log_probs=True)
+        )
+        for n in range(5)
+    ]
+    found = [
+        serve(load_served(tmp_path, 64, 8, dtype=None), config_of(way), requests)
+        for way in ("chunked", "no-reuse")
+    ]
+    lone = [
+        serve(load_served(tmp_path, 64, 8, dtype=None), config_of("no-reuse"), [each]) for each in requests
+    ]
+    for request, alone_ in zip(requests, lone, strict=True):
+        assert found[0].tokens(request) == found[1].tokens(request) == alone_.tokens(request)
+
+
+def test_older_processors_unpack_them(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"fpu", "avx2"}))
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS["gptq-act-order"], dtype="float16")
+    with caplog.at_level(logging.INFO):
+        engine = load_engine(tmp_path)
+    assert isinstance(engine.runner.decoder, Decoder) and engine.dtype == "float16"
+    assert type(engine.runner.decoder._weights.layers[0].qkv) is Linear
+    assert "unpacked to float16: torch's operators would unpack them for every product" in caplog.text
+    assert error_of(alone(engine, model.prompt(20), 4), model) < BOUND / 2
+
+
+# On torch's operators
+
+
+def draw(kind: str, outputs: int, inputs: int, size: int, shuffled: bool = False) -> GroupedMatrix:
+    generator = torch.Generator().manual_seed(1)
+    scales = torch.rand(outputs, inputs // size, generator=generator) + 0.1
+    zeros = torch.randint(0, 17, scales.shape, generator=generator).short() if "zeros" in kind else None
+    levels = torch.randint(0, 256, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    if kind.startswith("int4"):
+        levels &= 15
+    elif kind == "int8":
+        levels = levels.view(torch.int8)
+    elif kind == "float8":
+        levels = torch.randn(outputs, inputs, generator=generator).to(torch.float8_e4m3fn)
+    elif kind == "float4":
+        levels, scales = levels & 15, scales.log2().round().exp2()
+    order = torch.randperm(inputs, generator=generator) if shuffled and kind != "float4" else None
+    bits = 4 if kind.startswith(("int4", "float4")) else 8
+    return GroupedMatrix(levels, scales, zeros, size, order, bits, kind == "float4")
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "uint8-zeros", "float8", "float4"])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "size"), [(40, 96, 32), (8, 96, 16), (33, 100, 100), (64, 256, 128)]
+)
+def test_a_module_multiplies_by_what_it_stands_for(kind: str, outputs: int, inputs: int, size: int) -> None:
+    matrix = draw(kind, outputs, inputs, size, shuffled=size == 32)
+    keeping = KeepingLevels(torch.float32, torch.device("cpu"))
+    assert keeping.why_unpacked(matrix, False) == ""
+    bias, x = torch.randn(outputs), torch.randn(5, inputs)
+    linear = keeping.keep_levels(matrix, bias, False)
+    assert isinstance(linear, GroupedLinear) and linear.dtype is torch.float32
+    assert linear.weight.nbytes <= (inputs + 127) * outputs // (2 if matrix.bits == 4 else 1)
+    assert torch.equal(linear.dequantized(), matrix.dequantized())
+    expected = torch.nn.functional.linear(x, matrix.dequantized(), bias)
+    torch.testing.assert_close(linear(x), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("inputs", "tile"), [(128, 64), (96, 32), (100, 64), (16, 16), (48, 16)])
+def test_two_levels_are_in_a_byte(inputs: int, tile: int) -> None:
+    levels = torch.randint(0, 16, (3, inputs), dtype=torch.uint8)
+    assert torch.equal(unpack(pack(levels, tile), tile)[:, :inputs], levels)
+
+
+@pytest.mark.parametrize("name", [*KEPT, "fp8-tensor", "fbgemm", "gptq-8", "ct-packed-int8", "fp8-block"])
+def test_modules_keep_them(zoo: Zoo, tmp_path: Path, name: str) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
+    engine = load_engine(tmp_path, kernels="torch")
+    assert isinstance(engine.runner.decoder, Decoder)
+    layer = engine.runner.decoder._weights.layers[0]
+    kept = {type(getattr(layer, each)) for each in ("qkv", "output", "up", "down")}
+    # Blocks of 40 of 96 inputs are groups of 8, which are too small for a tile.
+    assert kept == ({Linear} if name == "fp8-block" else {GroupedLinear})
+    assert error_of(alone(engine, model.prompt(20), 4), model) < BOUND / 2
+
+
+@pytest.mark.parametrize("case", ["mixtral", "llama-gqa"])
+@pytest.mark.parametrize("name", ["gptq-act-order", "ct-int8", "fbgemm"])
+def test_modules_in_float32_give_exact_logits(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
+    model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
+    description = read_model_description(tmp_path)
+    part, device = Part.whole(description.decoder), torch.device("cpu")
+    keeping = KeepingLevels(torch.float32, device)
+    weights = load_finished_weights(description, torch.float32, device, part, keeping)
+    assert isinstance(weights.layers[0].qkv, GroupedLinear)
+    if case == "mixtral":
+        assert weights.layers[0].experts is not None and isinstance(
+            weights.layers[0].experts.up, GroupedLinear
+        )
+    engine = load_engine(tmp_path, dtype="float32", kernels="torch")
+    engine.runner.decoder._weights = weights
+    row = alone(engine, model.prompt(12), 6)
+    assert row.generated == model.greedy(model.prompt(12), 6)
+    exact = model.logits(row.tokens)[11:-1]
+    torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "fbgemm"])
+def test_ranks_on_torchs_operators(zoo: Zoo, tmp_path: Path, name: str) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
+    request = Request(90, model.prompt(30), 1, output=OutputConfig(return_generation_logits=True))
+    with ranks(tmp_path, (2, 1), 64, 8, dtype=None, kernels="torch") as engine:
+        found = serve(engine, config_of("chunked"), [request])
+    exact = model.logits(request.input_token_ids)[-1]
+    (logits,) = found.result(request).generation_logits
+    assert (to_torch(logits)[0] - exact).square().mean().sqrt() < BOUND * exact.std()
+
+
+# What is written, and what it takes
+
+
+@pytest.mark.parametrize("quantize", WRITTEN)
+def test_written_checkpoints_are_near_what_was_drawn(tmp_path: Path, quantize: str) -> None:
+    plain, made = tmp_path / "plain", tmp_path / "made"
+    make_model(plain, standard_deviation=0.1)
+    make_model(made, standard_deviation=0.1, quantize=quantize)
+    kinds = quantized_kinds(read_model_description(made))
+    assert kinds.total() == 14
+
+    def weights(folder: Path) -> list[Tensor]:
+        layer = load_engine(folder, dtype="float32", kernels="torch").runner.decoder._weights.layers[0]
+        return [getattr(layer, name).weight for name in ("qkv", "output", "up", "down")]
+
+    for found, drawn in zip(weights(made), weights(plain), strict=True):
+        error = (found - drawn).square().mean().sqrt() / drawn.std()
+        assert 0 < error < (0.02 if quantize == "int8" else 0.05 if quantize == "fp8" else 0.2)
+
+
+def test_bytes_of_what_is_kept(tmp_path: Path) -> None:
+    make_model(tmp_path, quantize="gptq")
+    model = read_model_description(tmp_path)
+    matrices = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128)
+    unpacked = num_weight_bytes(model, torch.bfloat16, torch.bfloat16)
+    kept = num_weight_bytes(model, torch.bfloat16, torch.bfloat16, frozenset(quantized_kinds(model)))
+    assert matrices / 2 < kept - (unpacked - 2 * matrices) < 0.8 * matrices
