@@ -1,7 +1,6 @@
 """Guides by llguidance: derivatives of regular expressions and an Earley parser.
 
-Both are lazy: little is compiled ahead. What a sequence may take is bounded: one call by counts of the library's
-work, and all calls by processor time of the thread that makes them, whatever else the machine does meanwhile.
+Both are lazy: little is compiled ahead. What one call may take is bounded by counts of the library's work.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from time import monotonic, thread_time
 
 import llguidance
 import numpy as np
@@ -19,13 +17,10 @@ from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
-from inflight.guided.backend import MaskJob, Matcher, refusal
+from inflight.guided.backend import MaskJob, Matcher, over_budget, refusal
 from inflight.guided.schemas import followed_schema
 from inflight.guided.structural_tags import as_lark, read_tags
 from inflight.guided.vocabulary import GuideVocabulary
-
-_FEW_MASKS = 8
-"""Filling so many takes no longer than to wake other threads for it, tens of microseconds each."""
 
 _ANY_JSON = '{"type": ["object", "array"]}'
 
@@ -37,13 +32,6 @@ def _most_items(vocab_size: int) -> int:
     """Open rules, of all bytes that tokens may go on with, that one mask may need; more is an error, too."""
     return 10_000 + vocab_size // 4
 
-
-_AT_ONCE_S = 0.1
-_A_TOKEN_S = 0.005
-_A_TOKEN_AND_WORD_S = 1e-7
-"""Processor time that a sequence may take for its guide: `_AT_ONCE_S` to begin with, and with every token
-`_A_TOKEN_S` more, plus `_A_TOKEN_AND_WORD_S` for each word of the vocabulary; never more than `_AT_ONCE_S` is
-kept."""
 
 _OVER_BUDGET = re.compile("too many items|too many expressions|current row has [0-9]+ items", re.IGNORECASE)
 """How the library says that a bound on its work was exceeded."""
@@ -68,50 +56,28 @@ class _Tokenizer:
 
 
 class LLMatcher:
-    """A matcher of llguidance, and the processor time that is left to it. One in error stays so, and says it.
+    """A matcher of llguidance. One in error stays so, and says it."""
 
-    Args:
-        matcher: The library's.
-        token_s: Seconds that every token adds to what is left, up to as much as there was at first.
-        left_s: Seconds that are left.
-    """
-
-    def __init__(
-        self, matcher: llguidance.LLMatcher, token_s: float = _A_TOKEN_S, left_s: float = _AT_ONCE_S
-    ) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self.matcher = matcher
-        self._token_s = token_s
-        self._left_s = left_s
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """As `Matcher.consume`."""
-        if not token_ids:
-            return
-        began_s = thread_time()
-        is_allowed = self.matcher.consume_tokens(list(token_ids))
-        self._left_s += len(token_ids) * self._token_s - (thread_time() - began_s)
-        self._left_s = min(self._left_s, _AT_ONCE_S)
-        if not is_allowed:
+        if token_ids and not self.matcher.consume_tokens(list(token_ids)):
             raise _failure(self.matcher, f"it does not allow the tokens {list(token_ids)}")
-        if self._left_s < 0:
-            raise _over_budget()
 
-    def fill(self, address: int, num_bytes: int) -> None:
-        """Fill one mask, on the caller's thread."""
-        began_s = thread_time()
-        self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
-        self._left_s -= thread_time() - began_s
+    def rollback(self, num_tokens: int) -> None:
+        """As `Matcher.rollback`."""
+        self.matcher.rollback(num_tokens)
 
     @property
     def failure(self) -> InvalidArgument | None:
         """Why the guide cannot be followed on, if it cannot."""
-        if self.matcher.is_error():
-            return _failure(self.matcher)
-        return _over_budget() if self._left_s < 0 else None
+        return _failure(self.matcher) if self.matcher.is_error() else None
 
     def fork(self) -> LLMatcher:
         """As `Matcher.fork`."""
-        return LLMatcher(self.matcher.deep_copy(), self._token_s, self._left_s)
+        return LLMatcher(self.matcher.deep_copy())
 
 
 class LLGuidanceBackend:
@@ -125,10 +91,7 @@ class LLGuidanceBackend:
             step_max_items=_most_items(len(vocabulary.tokens)),
             verbose_errors=False,
         )
-        self._token_s = _A_TOKEN_S + len(vocabulary.tokens) * _A_TOKEN_AND_WORD_S
-        self._num_threads = len(os.sched_getaffinity(0))
-        self._executor = llguidance.LLExecutor(self._num_threads)
-        self._is_to_measure = False
+        self._executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
 
     def compile(self, guide: Guide) -> bytes:
         """As `GuideBackend.compile`: the guide as llguidance's own kind of grammar, and its first mask."""
@@ -143,41 +106,21 @@ class LLGuidanceBackend:
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
         """As `GuideBackend.load`. The GIL is released meanwhile."""
-        return LLMatcher(self._matcher(compiled.decode()), self._token_s)
+        return LLMatcher(self._matcher(compiled.decode()))
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """As `GuideBackend.fill`, without the GIL: few masks on the caller's thread, many on the library's own.
-
-        What each of many takes cannot be told. If all together take long, the next masks are filled one by one.
-        """
+        """As `GuideBackend.fill`, without the GIL."""
         matchers = [job.matcher for job in jobs]
         own = [each for each in matchers if isinstance(each, LLMatcher)]
         assert len(own) == len(jobs), "matchers of another backend"
         address, stride = masks.ctypes.data, masks.strides[0]
-        place = (address, stride, len(masks))
-        single = [(matcher, job.row) for matcher, job in zip(own, jobs) if not job.draft]
-        if len(single) > _FEW_MASKS and not self._is_to_measure:
-            began_s = monotonic()
-            self._executor.unsafe_compute_mask_ptr([(each.matcher, row) for each, row in single], *place)
-            expected_s = self._token_s * (1 + len(single) / self._num_threads / _FEW_MASKS)
-            self._is_to_measure = monotonic() - began_s > expected_s
+        if len(own) == 1:
+            own[0].matcher.unsafe_compute_mask_ptr(address + jobs[0].row * stride, stride)
         else:
-            self._is_to_measure = False
-            for matcher, row in single:
-                matcher.fill(address + row * stride, stride)
-        for matcher, job in zip(own, jobs):
-            if job.draft:
-                self._fill_behind(matcher.matcher, job, place)
+            rows = [(each.matcher, job.row) for each, job in zip(own, jobs)]
+            self._executor.unsafe_compute_mask_ptr(rows, address, stride, len(masks))
         failures = ((index, each.failure) for index, each in enumerate(own))
         return {index: failure for index, failure in failures if failure is not None}
-
-    def _fill_behind(self, matcher: llguidance.LLMatcher, job: MaskJob, place: tuple[int, int, int]) -> None:
-        """Fill the masks of a job with a draft, as far as that is allowed; beyond, a matcher would fail."""
-        allowed = list(job.draft[: matcher.validate_tokens(list(job.draft))])
-        if allowed:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token([(matcher, job.row, allowed)], *place)
-        else:
-            self._executor.unsafe_compute_mask_ptr([(matcher, job.row)], *place)
 
     def _prove(self, grammar: str) -> None:
         matcher = self._matcher(grammar)
@@ -239,14 +182,7 @@ def _check(matcher: llguidance.LLMatcher) -> None:
 def _failure(matcher: llguidance.LLMatcher, otherwise: str = "") -> InvalidArgument:
     """Why a guide cannot be followed on: what the library says, or `otherwise` if it says nothing."""
     said = matcher.get_error()
-    return _over_budget() if _OVER_BUDGET.search(said) else refusal(_explained(said) if said else otherwise)
-
-
-def _over_budget() -> InvalidArgument:
-    return refusal(
-        "its tokens take more work than one request may ask for. Send a simpler guide: one whose rules cannot "
-        "match the same text in many ways, and with fewer expressions that may come at one place"
-    )
+    return over_budget() if _OVER_BUDGET.search(said) else refusal(_explained(said) if said else otherwise)
 
 
 def _explained(reason: str) -> str:
