@@ -132,7 +132,7 @@ def steps_until_over(grammars: Grammars, drafts: tuple[int, ...], num_steps: int
 def test_a_sequence_may_take_a_bounded_time_at_once_and_for_every_token(
     name: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step makes a mask and consumes a token, and both for each draft token. A token adds 5 ms to the first 100."""
+    """A step makes a mask and consumes a token, and both for each draft. A token adds 5 ms to the first 100."""
     grammars = grammars_with(LETTERS, name=name)
     num_calls, added_s = 2 * (1 + num_drafts), Budget.of_vocabulary(tiny_vocabulary()).token_s
     for share, expected in ((0.9, 100), (3.0, 100 / (2 * 5))):
