@@ -174,7 +174,7 @@ def test_hard_masks(model, beam_width, early_stopping):
 
 
 class _StopAtWords(transformers.StoppingCriteria):
-    """Stop words as transformers' own stop strings are made, a criterion for each row; they count after `after`."""
+    """Stop words as transformers has its stop strings, a criterion for each row; they count after `after`."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...], prompt_length: int, after: int = 0) -> None:
         self._words, self._prompt_length, self._after = words, prompt_length, after

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import llguidance
@@ -19,6 +20,7 @@ from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import MaskJob, Matcher, over_budget, refusal
 from inflight.guided.schemas import followed_schema
+from inflight.guided.schemas.distinct import EqualItems, ItemWatch, Places
 from inflight.guided.structural_tags import as_lark, read_tags
 from inflight.guided.vocabulary import GuideVocabulary
 
@@ -56,19 +58,37 @@ class _Tokenizer:
 
 
 class LLMatcher:
-    """A matcher of llguidance. One in error stays so, and says it."""
+    """A matcher of llguidance. One in error stays so, and says it.
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    Args:
+        matcher: The library's.
+        tokens: The bytes of every token.
+        watch: Watches arrays whose items differ, if the guide has such.
+    """
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, tokens: Sequence[bytes] = (), watch: ItemWatch | None = None
+    ) -> None:
         self.matcher = matcher
+        self.watch = watch
+        self._tokens = tokens
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """As `Matcher.consume`."""
         if token_ids and not self.matcher.consume_tokens(list(token_ids)):
             raise _failure(self.matcher, f"it does not allow the tokens {list(token_ids)}")
+        if self.watch is not None:
+            try:
+                for token_id in token_ids:
+                    self.watch.read(self._tokens[token_id])
+            except EqualItems:
+                raise _equal_items() from None
 
     def rollback(self, num_tokens: int) -> None:
         """As `Matcher.rollback`."""
         self.matcher.rollback(num_tokens)
+        if self.watch is not None:
+            self.watch.take_back(num_tokens)
 
     @property
     def failure(self) -> InvalidArgument | None:
@@ -77,7 +97,7 @@ class LLMatcher:
 
     def fork(self) -> LLMatcher:
         """As `Matcher.fork`."""
-        return LLMatcher(self.matcher.deep_copy())
+        return LLMatcher(self.matcher.deep_copy(), self._tokens, self.watch and self.watch.copy())
 
 
 class LLGuidanceBackend:
@@ -91,6 +111,7 @@ class LLGuidanceBackend:
             step_max_items=_most_items(len(vocabulary.tokens)),
             verbose_errors=False,
         )
+        self._sorted = sorted((token, index) for index, token in enumerate(vocabulary.tokens) if token)
         self._executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
 
     def compile(self, guide: Guide) -> bytes:
@@ -106,7 +127,9 @@ class LLGuidanceBackend:
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
         """As `GuideBackend.load`. The GIL is released meanwhile."""
-        return LLMatcher(self._matcher(compiled.decode()))
+        is_watched = guide.type is GuideType.JSON_SCHEMA and "uniqueItems" in guide.text
+        watch = ItemWatch(Places(guide.text)) if is_watched else None
+        return LLMatcher(self._matcher(compiled.decode()), self._vocabulary.tokens, watch)
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
         """As `GuideBackend.fill`, without the GIL."""
@@ -119,8 +142,25 @@ class LLGuidanceBackend:
         else:
             rows = [(each.matcher, job.row) for each, job in zip(own, jobs)]
             self._executor.unsafe_compute_mask_ptr(rows, address, stride, len(masks))
-        failures = ((index, each.failure) for index, each in enumerate(own))
-        return {index: failure for index, failure in failures if failure is not None}
+        errors: dict[int, InvalidArgument] = {}
+        for index, (each, job) in enumerate(zip(own, jobs)):
+            failure = each.failure
+            if failure is None and each.watch is not None:
+                failure = self._ban(each.watch.banned(), masks[job.row])
+            if failure is not None:
+                errors[index] = failure
+        return errors
+
+    def _ban(self, beginnings: Sequence[bytes], mask: NDArray[np.int32]) -> InvalidArgument | None:
+        """Ban all tokens that begin so; returns what is wrong if no other is left."""
+        words = mask.view(np.uint32)
+        for beginning in beginnings:
+            place = bisect_left(self._sorted, (beginning, 0))
+            while place < len(self._sorted) and self._sorted[place][0].startswith(beginning):
+                token_id = self._sorted[place][1]
+                words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+                place += 1
+        return _equal_items() if beginnings and not words.any() else None
 
     def _prove(self, grammar: str) -> None:
         matcher = self._matcher(grammar)
@@ -149,7 +189,8 @@ class LLGuidanceBackend:
             if guide.type is GuideType.JSON:
                 return llguidance.LLMatcher.grammar_from_json_schema(followed_schema(_ANY_JSON))
             if guide.type is GuideType.JSON_SCHEMA:
-                return llguidance.LLMatcher.grammar_from_json_schema(followed_schema(guide.text))
+                schema = followed_schema(guide.text, is_watched=True)
+                return llguidance.LLMatcher.grammar_from_json_schema(schema)
             if guide.type is GuideType.REGEX:
                 return llguidance.LLMatcher.grammar_from_regex(guide.text)
             if guide.type is GuideType.EBNF_GRAMMAR:
@@ -183,6 +224,13 @@ def _failure(matcher: llguidance.LLMatcher, otherwise: str = "") -> InvalidArgum
     """Why a guide cannot be followed on: what the library says, or `otherwise` if it says nothing."""
     said = matcher.get_error()
     return over_budget() if _OVER_BUDGET.search(said) else refusal(_explained(said) if said else otherwise)
+
+
+def _equal_items() -> InvalidArgument:
+    return refusal(
+        "the text came to where an item of an array has to be equal to one before it, and uniqueItems is true "
+        "there. Leave uniqueItems out and check the answer, or lower minItems"
+    )
 
 
 def _explained(reason: str) -> str:
