@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from inflight.guided.schemas.documents import Node, keywords_of, refused
-from inflight.guided.schemas.overlap import SAYING, TYPES, Facts, is_same, type_of, words_about
+from inflight.guided.schemas.overlap import SAYING, TYPES, Facts, is_same, type_of, types_of, words_about
 from inflight.guided.schemas.patterns import other_than
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _one_of(writer: Writer, node: Node, given: list[Node]) -> Written:
                     or _part_arrays(writer, other, one, kind)
                     or _part_objects(other, one, kind)
                     or _part_untyped(other, one, kind)
-                    or _part_by_opposites(writer, other, one)
+                    or _part_by_opposites(writer, other, one, kind)
                 ):
                     raise refused(
                         one.node.path,
@@ -328,15 +328,25 @@ def _part_untyped(first: _Option, second: _Option, kind: str) -> bool:
 _MOST_OPPOSITES = 12
 
 
-def _part_by_opposites(writer: Writer, first: _Option, second: _Option) -> bool:
+def _part_by_opposites(writer: Writer, first: _Option, second: _Option, kind: str) -> bool:
     """Keep each alternative's values out of the other, as far as the opposite of an alternative can be written."""
     found = [_outside(writer, one, other) for one, other in ((first, second), (second, first))]
-    if any(each is None or each is False for each in found):
+    if not all(_leaves(each, kind) for each in found):
         return False
     for option, opposite in zip((first, second), found):
         if opposite is not None and opposite not in option.opposites:
             option.opposites.append(opposite)
     return max(len(first.opposites), len(second.opposites)) <= _MOST_OPPOSITES
+
+
+def _leaves(opposite: Written | None, kind: str) -> bool:
+    """Whether a schema may have values of a type."""
+    if opposite is None or isinstance(opposite, bool):
+        return opposite is True
+    options = cast("list[Written]", opposite.get("anyOf", [opposite]))
+    return any(
+        "type" not in each or kind in types_of(each["type"]) for each in options if not isinstance(each, bool)
+    )
 
 
 def _outside(writer: Writer, option: _Option, other: _Option) -> Written | None:
