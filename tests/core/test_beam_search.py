@@ -15,8 +15,11 @@ from .factories import make_request
 END = 99
 
 
+_OF_REQUESTS = ("end_ids", "stop_words", "stop_words_after")
+
+
 def make_search(beam_width: int = 2, new: int = 10, **fields) -> BeamSearch:
-    request_fields = {name: fields.pop(name) for name in ("end_ids", "stop_words") if name in fields}
+    request_fields = {name: fields.pop(name) for name in _OF_REQUESTS if name in fields}
     request: Request = make_request(
         new=new,
         sampling=SamplingConfig(beam_width=beam_width, **fields),
@@ -120,6 +123,16 @@ def test_a_stop_word_finishes_a_beam_that_generated_all_of_it_and_is_returned():
     assert (search.parents, search.token_ids) == ((1, 0), (7, 8))
     best = search.hypotheses()[0]
     assert (best.token_ids, best.finish_reason) == ((5, 7), FinishReason.STOP_WORDS)
+
+
+def test_a_stop_word_ends_no_beam_before_it_counts():
+    search = make_search(2, stop_words=((5,),), stop_words_after=1)
+    search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0)))
+    assert search.token_ids == (5, 6)
+    search.advance(make_candidates((0, 5, -1.5), (1, 7, -2.5), (0, 8, -3.0), (1, 8, -4.0)))
+    assert (search.parents, search.token_ids) == ((1, 0), (7, 8))
+    best = search.hypotheses()[0]
+    assert (best.token_ids, best.finish_reason) == ((5, 5), FinishReason.STOP_WORDS)
 
 
 def test_a_stop_word_never_begins_in_the_prompt():

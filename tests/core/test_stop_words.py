@@ -40,9 +40,16 @@ def test_a_word_longer_than_what_there_is_does_not_match():
 
 
 def test_what_a_searcher_may_ask_first():
-    assert WORDS.may_end_with(0) and WORDS.may_end_with(7) and not WORDS.may_end_with(5)
+    assert WORDS.may_end_with(0, 1) and WORDS.may_end_with(7, 1) and not WORDS.may_end_with(5, 1)
     assert WORDS.longest == 3 and WORDS
     assert StopWords(()).longest == 0 and not StopWords(())
+
+
+def test_a_word_that_is_complete_too_early_ends_nothing():
+    words = StopWords([(1, 2), (2,)], after=3)
+    assert not words.matches([7, 1, 2], 3) and not words.may_end_with(2, 3)
+    assert words.matches([7, 7, 1, 2], 4) and words.may_end_with(2, 4)
+    assert words.matches([1, 2], 4), "only the last tokens are read"
 
 
 def test_against_comparing_every_word():

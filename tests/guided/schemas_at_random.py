@@ -17,7 +17,8 @@ from jsonschema import (
     Draft202012Validator,
 )
 
-from inflight.guided.backend import Matcher
+from inflight.errors import InvalidArgument
+from inflight.guided.backend import GuideBackend, MaskJob, Matcher
 from inflight.guided.llguidance_backend import LLMatcher
 from inflight.guided.vocabulary import GuideVocabulary
 
@@ -246,9 +247,12 @@ def make_text(rng: random.Random) -> str:
 def follows(matcher: Matcher, text: str) -> bool:
     """Whether a guide allows a text as a whole."""
     assert isinstance(matcher, LLMatcher)
-    own = matcher.matcher.deep_copy()
-    ids = list(text.encode())
-    return own.validate_tokens(ids) == len(ids) and own.consume_tokens(ids) and own.is_accepting()
+    own = matcher.fork()
+    try:
+        own.consume(list(text.encode()))
+    except InvalidArgument:
+        return False
+    return own.matcher.is_accepting()
 
 
 _LIKING = np.ones(len(BYTES.tokens) + 1)
@@ -258,21 +262,23 @@ for _byte, _liking in ((b"\\ \t\r\n", 0.05), (b'"', 30), (b"]}", 60), (b"abk012"
 _LIKING[BYTES.end_id] = 200
 
 
-def write(matcher: Matcher, rng: np.random.Generator, most: int = 250) -> str | None:
+def write(backend: GuideBackend, matcher: Matcher, rng: np.random.Generator, most: int = 250) -> str | None:
     """A text by a model that knows nothing, and likes to end; None if it does not end in time, or cannot go on."""
-    assert isinstance(matcher, LLMatcher)
-    own = matcher.matcher.deep_copy()
+    own = matcher.fork()
     masks = np.zeros((1, BYTES.num_words), dtype=np.int32)
     written = bytearray()
     for _ in range(most):
-        own.unsafe_compute_mask_ptr(masks.ctypes.data, masks.strides[0])
+        errors = backend.fill([MaskJob(own, 0)], masks)
         allowed = np.unpackbits(masks.view(np.uint8).reshape(-1), bitorder="little")[: len(_LIKING)]
         liking = _LIKING * allowed
-        if own.is_error() or not liking.any():
+        if errors or not liking.any():
             return None
         token = int(rng.choice(len(liking), p=liking / liking.sum()))
         if token == BYTES.end_id:
             return written.decode()
-        own.consume_token(token)
+        try:
+            own.consume((token,))
+        except InvalidArgument:
+            return None
         written.append(token)
     return None

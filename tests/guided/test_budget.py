@@ -1,19 +1,30 @@
-"""What a step of one guide may take: a guide that wants more ends with an error that says so, and no other."""
+"""What one sequence's guide may take: one that wants more ends with an error that says so, and no other does."""
 
 from __future__ import annotations
 
 import json
 import random
+from time import thread_time
 
 import numpy as np
 import pytest
 
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
-from inflight.guided import llguidance_backend
+from inflight.guided import budget, llguidance_backend
 from inflight.guided.backend import GuideBackend, MaskJob, make_backend
-from inflight.guided.llguidance_backend import LLMatcher
-from tests.guided.factories import has_bit, tiny_backend, tiny_vocabulary
+from inflight.guided.budget import Budget, BudgetedMatcher, try_out
+from inflight.guided.grammars import Grammars, MaskRows
+from tests.engine.serving import config_of, serve
+from tests.guided.factories import (
+    has_bit,
+    load,
+    make_request,
+    tiny_backend,
+    tiny_grammars,
+    tiny_vocabulary,
+)
+from tests.models.zoo import Zoo
 
 WIDE_SCHEMA = {
     "anyOf": [
@@ -52,8 +63,8 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the counts bound a guide here, on any machine."""
-    monkeypatch.setattr(llguidance_backend, "thread_time", Clock(0.0))
+    """Only counted calls bound a guide here, on any machine."""
+    monkeypatch.setattr(budget, "thread_time", Clock(0.0))
 
 
 def allowed_by(mask: np.ndarray) -> list[int]:
@@ -86,57 +97,193 @@ def test_a_grammar_whose_steps_grow_ends_with_an_error(grammar: str, monkeypatch
         follow(Guide(GuideType.EBNF_GRAMMAR, grammar), 400, backend)
 
 
+LETTERS = Guide(GuideType.REGEX, "[a-z]{1000}")
+LETTER = tiny_vocabulary().tokens.index(b"a")
+TOO_MUCH = "guided_decoding_guide cannot be used: its tokens take more work than one request may ask for"
+
+
+def grammars_with(*guides: Guide, name: str) -> Grammars:
+    pytest.importorskip(name, reason="the other library is not installed")
+    grammars = tiny_grammars(name=name)
+    for guide in guides:
+        grammars.add(guide, tiny_backend(name).compile(guide))
+    return grammars
+
+
+def steps_until_over(grammars: Grammars, drafts: tuple[int, ...], num_steps: int) -> int:
+    """How many steps a sequence has that gets one token in each, and none of its drafts; `num_steps` at most."""
+    matcher = grammars.matcher(LETTERS)
+    masks = np.zeros((1 + len(drafts), tiny_vocabulary().num_words), dtype=np.int32)
+    for step in range(num_steps):
+        if errors := grammars.fill([MaskRows(matcher, 0, drafts)], masks):
+            assert str(errors[0]).startswith(TOO_MUCH)
+            return step
+        assert all(has_bit(mask, LETTER) for mask in masks)
+        try:
+            matcher.consume([LETTER])
+        except InvalidArgument as error:
+            assert str(error).startswith(TOO_MUCH)
+            return step
+    return num_steps
+
+
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_sequence_may_take_a_bounded_time_at_once_and_for_every_token(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, guide = tiny_backend(), Guide(GuideType.REGEX, "[a-z]{1000}")
-    letter = tiny_vocabulary().tokens.index(b"a")
-    masks = np.zeros((1, tiny_vocabulary().num_words), dtype=np.int32)
-    for call_s, is_too_slow in ((0.0025, False), (0.0075, True)):  # two calls a token, which adds 5 ms
-        monkeypatch.setattr(llguidance_backend, "thread_time", Clock(call_s))
-        matcher = backend.load(guide, backend.compile(guide))
-        for step in range(100):
-            if failures := backend.fill([MaskJob(matcher, 0)], masks):
-                assert is_too_slow and step >= 9, "there are 100 ms beforehand"
-                assert "more work than one request may ask for" in str(failures[0])
-                break
-            matcher = matcher.fork()
-            try:
-                matcher.consume([letter])
-            except InvalidArgument as error:
-                assert is_too_slow and step >= 9
-                assert "more work than one request may ask for" in str(error)
-                break
-        else:
-            assert not is_too_slow
+    """A step makes a mask and consumes a token, and both for each draft. A token adds 5 ms to the first 100."""
+    grammars = grammars_with(LETTERS, name=name)
+    num_calls, added_s = 2 * (1 + num_drafts), Budget.of_vocabulary(tiny_vocabulary()).token_s
+    for share, expected in ((0.9, 100), (3.0, 100 / (2 * 5))):
+        monkeypatch.setattr(budget, "thread_time", Clock(share * added_s / num_calls))
+        num_steps = steps_until_over(grammars, (LETTER,) * num_drafts, 100)
+        assert num_steps == pytest.approx(expected, abs=1)
 
 
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.parametrize("num_others", [3, 20])
-def test_a_guide_over_its_budget_disturbs_no_other(num_others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guide_over_its_budget_disturbs_no_other(
+    name: str, num_drafts: int, num_others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two calls a token take the others as long as a token adds; nothing is added for the first."""
-    monkeypatch.setattr(llguidance_backend, "thread_time", Clock(0.0025))
-    backend, guide = tiny_backend(), Guide(GuideType.REGEX, "[a-z]{1000}")
-    matchers = [backend.load(guide, backend.compile(guide)) for _ in range(num_others + 1)]
-    assert isinstance(matchers[0], LLMatcher)
-    matchers[0] = LLMatcher(matchers[0].matcher, token_s=0.0, left_s=0.02)
-    letter = tiny_vocabulary().tokens.index(b"a")
-    masks = np.zeros((len(matchers), tiny_vocabulary().num_words), dtype=np.int32)
+    monkeypatch.setattr(budget, "thread_time", Clock(0.0025))
+    grammars = grammars_with(LETTERS, name=name)
+    matchers = [grammars.matcher(LETTERS) for _ in range(num_others + 1)]
+    matchers[0] = BudgetedMatcher(matchers[0].matcher, Budget(token_s=0.0), left_s=0.03)
+    drafts = [(LETTER,) * num_drafts, *[()] * num_others]
+    rows = [0, *range(num_drafts + 1, num_drafts + 1 + num_others)]
+    masks = np.zeros((rows[-1] + 1, tiny_vocabulary().num_words), dtype=np.int32)
     num_errors = 0
     for _ in range(100):
-        errors = backend.fill([MaskJob(matcher, row) for row, matcher in enumerate(matchers)], masks)
+        asked = [MaskRows(*each) for each in zip(matchers, rows, drafts)]
+        errors = grammars.fill(asked, masks)
         assert set(errors) <= {0}
-        assert all(has_bit(mask, letter) for mask in masks[1:])
+        assert all(has_bit(masks[row], LETTER) for row in rows[1:])
         for matcher in matchers[1:]:
-            matcher.consume([letter])
+            matcher.consume([LETTER])
         if errors:
+            assert str(errors[0]).startswith(TOO_MUCH)
             num_errors += 1
             continue
         try:
-            matchers[0].consume([letter])
+            matchers[0].consume([LETTER])
         except InvalidArgument as error:
-            assert "more work than one request may ask for" in str(error)
+            assert str(error).startswith(TOO_MUCH)
             num_errors += 1
     assert num_errors > 80
+
+
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+def test_masks_behind_drafts_are_those_of_the_tokens_one_by_one(name: str) -> None:
+    """Up to a draft token that may not come; what lies below it is left as it was."""
+    guide = Guide(GuideType.REGEX, "ab(c|d)[0-9]{2}")
+    grammars = grammars_with(guide, name=name)
+    index = tiny_vocabulary().tokens.index
+    drafts = tuple(map(index, (b"ab", b"c", b"x", b"1")))
+    one_by_one, masks = (np.full((5, tiny_vocabulary().num_words), 7, dtype=np.int32) for _ in range(2))
+    matcher = grammars.matcher(guide)
+    for row, token in enumerate(drafts[:3]):
+        assert not grammars.fill([MaskRows(matcher, row)], one_by_one)
+        if row < 2:
+            matcher.consume([token])
+    matcher = grammars.matcher(guide)
+    for _ in range(2):  # the matcher is as it was
+        assert not grammars.fill([MaskRows(matcher, 0, drafts)], masks)
+        assert np.array_equal(masks, one_by_one)
+    assert (masks[3:] == 7).all()
+
+
+AMBIGUOUS_ELSEWHERE = [
+    *(Guide(GuideType.EBNF_GRAMMAR, each) for each in AMBIGUOUS),
+    Guide(GuideType.EBNF_GRAMMAR, 'root ::= s\ns ::= "a" | s s | s s s | s s s s'),
+    Guide(GuideType.REGEX, "((a|aa|aaa|aaaa){0,50}){0,50}"),
+]
+"""What a step of these takes with xgrammar, which has no bounds of its own, grows with every token."""
+LARGE = [
+    Guide(GuideType.REGEX, "x{60000}"),
+    Guide(GuideType.REGEX, "((x{50}){50}){20}"),
+    Guide(GuideType.REGEX, "|".join(f"[a-z]*{index}x" for index in range(100))),
+]
+"""Large, and yet little work for a step."""
+
+
+def follow_with_drafts(guide: Guide, num_drafts: int, num_tokens: int) -> int:
+    """Go on with xgrammar, and with the letters that are allowed, as drafts first; how many tokens came.
+
+    Raises what the request would end with.
+    """
+    grammars = grammars_with(guide, name="xgrammar")
+    matcher = grammars.matcher(guide)
+    letters = [tiny_vocabulary().tokens.index(each) for each in (b"a", b"x", b"1")]
+    masks = np.zeros((1 + num_drafts, tiny_vocabulary().num_words), dtype=np.int32)
+    for place in range(num_tokens):
+        for error in grammars.fill([MaskRows(matcher, 0, (letters[0],) * num_drafts)], masks).values():
+            raise error
+        allowed = [each for each in letters if has_bit(masks[0], each)]
+        if not allowed:
+            return place
+        matcher.consume(allowed[:1])
+    return num_tokens
+
+
+@pytest.mark.parametrize("guide", AMBIGUOUS_ELSEWHERE, ids=range(len(AMBIGUOUS_ELSEWHERE)))
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_xgrammar_ends_a_guide_whose_steps_grow(
+    guide: Guide, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "thread_time", thread_time)
+    with pytest.raises(InvalidArgument, match=TOO_MUCH):
+        follow_with_drafts(guide, num_drafts, 2000)
+
+
+@pytest.mark.parametrize("guide", LARGE, ids=range(len(LARGE)))
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_xgrammar_follows_large_guides_within_the_budget(guide: Guide, num_drafts: int) -> None:
+    assert follow_with_drafts(guide, num_drafts, 60) > 0
+
+
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+def test_a_guide_is_tried_out_before_its_request_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tokens with two calls each add 40 ms to the first 100, and the last call of all is a token's."""
+    pytest.importorskip(name, reason="the other library is not installed")
+    backend = tiny_backend(name)
+    compiled = backend.compile(LETTERS)
+    for call_s, is_too_slow in ((0.008, False), (0.02, True)):
+        monkeypatch.setattr(budget, "thread_time", Clock(call_s))
+        if is_too_slow:
+            with pytest.raises(InvalidArgument, match=TOO_MUCH):
+                try_out(backend, tiny_vocabulary(), LETTERS, compiled)
+        else:
+            try_out(backend, tiny_vocabulary(), LETTERS, compiled)
+
+
+@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+def test_others_get_their_tokens_beside_hostile_guides(
+    zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts that the prompt suggests, and without."""
+    pytest.importorskip(name, reason="the other library is not installed")
+    monkeypatch.setattr(budget, "thread_time", thread_time)
+    model, letters = zoo["llama-gqa"], Guide(GuideType.REGEX, "[a-z]{30}")
+    others = [make_request(n, model.prompt(5 + n, n), letters, 40) for n in range(3)]
+    hostile = [
+        make_request(
+            10 + n, (LETTER,) * 9, Guide(GuideType.EBNF_GRAMMAR, AMBIGUOUS[1]), 240,
+            sampling={"logit_bias_ids": (LETTER,), "logit_bias_values": (100.0,)}, **drafts,
+        )
+        for n, drafts in enumerate(({}, {"prompt_lookup_num_tokens": 4}))
+    ]  # fmt: skip
+    engine = load(model.folder, 1024, make_grammars=lambda size: tiny_grammars(size, name))
+    alone = serve(engine, config_of("no-evict"), others)
+    served = serve(
+        engine, config_of("no-evict"), [*hostile, *others], may_fail=[each.request_id for each in hostile]
+    )
+    assert {number: str(error)[: len(TOO_MUCH)] for number, error in served.errors.items()} == {
+        each.request_id: TOO_MUCH for each in hostile
+    }
+    assert [served.tokens(each) for each in others] == [alone.tokens(each) for each in others]
 
 
 @pytest.mark.parametrize("guide", FORCED, ids=lambda guide: guide.type.value)

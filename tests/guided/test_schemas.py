@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
-from inflight.guided.backend import GuideBackend, Matcher, make_backend
+from inflight.guided.backend import GuideBackend, MaskJob, Matcher, make_backend
 from inflight.guided.schemas import matching, overlap
 from inflight.serving.chat.tool_guides import tool_guide
 from tests.guided.schemas_at_random import BYTES, follows, write
@@ -197,6 +197,53 @@ def test_keywords_of_every_draft_are_followed(
             [["a", "a"]],
         ),
         ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[1]], [[1, 1]]),
+        (
+            {
+                "properties": {"a": {"$ref": "#/$defs/a"}},
+                "$defs": {"a": {"type": "array", "uniqueItems": True}},
+            },
+            [{"a": ["x", "xy", 1, 12, [1], {"b": 1}, True], "b": [1, 1]}, {"a": [[1, 1]]}],
+            [{"a": ["x", "x"]}, {"a": [12, 12.0]}, {"a": [{"b": 1, "c": 2}, 3, {"c": 2, "b": 1}]}],
+        ),
+        (
+            {"type": "array", "uniqueItems": True, "items": {"enum": [f"v{n}" for n in range(20)]}},
+            [["v3", "v1", "v19"], []],
+            [["v3", "v1", "v3"]],
+        ),
+        (
+            {"type": "array", "contains": {"const": 7}, "items": {"type": "integer"}},
+            [[7], [7, 1, 7]],
+            [[], [1]],
+        ),
+        (
+            {"type": "array", "contains": {"const": 7}, "minContains": 2, "maxContains": 2},
+            [[7, 7], [7, 7, 1]],
+            [[7], [7, 7, 7], [7, 1]],
+        ),
+        (
+            {
+                "oneOf": [
+                    {
+                        "type": "object",
+                        "properties": {name: {"type": "string"}},
+                        "additionalProperties": False,
+                    }
+                    for name in ("cmd", "ps", "sh")
+                ]
+            },
+            [{"cmd": "a"}, {"ps": "a"}],
+            [{}, {"cmd": "a", "ps": "b"}],
+        ),
+        (
+            {"oneOf": [{"properties": {"type": {"const": name}, "x": {}}} for name in ("http", "ipmi")]},
+            [{"type": "http"}, {"type": "ipmi", "x": 1}],
+            [{}, {"x": 1}, []],
+        ),
+        (
+            {"oneOf": [{"required": ["path"]}, {"not": {"required": ["path"]}, "properties": {"path": {}}}]},
+            [{"path": 1}, {}],
+            [],
+        ),
         ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, [{"a": 1, "b": 2}, {}], [{"c": 1}]),
         ({"type": "object", "propertyNames": {"pattern": "^x-"}}, [{"x-a": 1}], [{"a": 1}]),
         (
@@ -291,7 +338,6 @@ def test_a_property_has_one_spelling(backend: GuideBackend) -> None:
         ({"pattern": r"(a)\1"}, "back reference"),
         ({"pattern": r"\bfoo"}, "word boundary"),
         ({"items": {"pattern": "(a"}}, "at #/items: .*is no regular expression"),
-        ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "at #: uniqueItems is true"),
         (
             {"properties": {"m": {"propertyNames": {"not": {}, "minLength": 1}}}},
             "at #/properties/m/propertyNames",
@@ -301,7 +347,9 @@ def test_a_property_has_one_spelling(backend: GuideBackend) -> None:
             "at #/oneOf/1: #/oneOf/0 may hold too, for a",
         ),
         ({"oneOf": [{"type": "null"}, {"type": "null"}]}, "oneOf has no value"),
-        ({"contains": {"type": "null"}}, "contains cannot be followed"),
+        ({"contains": {"type": "null"}, "prefixItems": [{}]}, "contains beside prefixItems"),
+        ({"contains": {"type": "null"}, "minContains": 21}, "contains beside .* or for more than 20 items"),
+        ({"contains": {"pattern": "a"}, "maxContains": 1}, "at #/contains: maxContains cannot be followed"),
         ({"not": {"pattern": "a"}}, "at #/not: not cannot be followed"),
         ({"if": {"multipleOf": 3}, "then": False}, "at #/if: if cannot be followed"),
         ({"$ref": "other.json"}, r'\$ref "other.json" points to nothing in this schema'),
@@ -483,7 +531,7 @@ def test_a_refusal_names_the_tool(backend: GuideBackend) -> None:
         return {"type": "function", "function": {"name": name, "parameters": schema}}
 
     for schema, words in (
-        ({"properties": {"m": {"contains": {"type": "null"}}}}, "at the tool bad, #/properties/m: contains"),
+        ({"properties": {"m": {"uniqueItems": True}}}, "at the tool bad, #/properties/m: uniqueItems"),
         (
             {"patternProperties": {"a": True, "ab": {"type": "null"}}},
             "at the tool bad, #: two patternProperties",
@@ -574,11 +622,30 @@ ZOD = {
 }
 
 
+def test_an_equal_item_is_neither_allowed_nor_a_dead_end(backend: GuideBackend) -> None:
+    """A string goes on where its end would make it equal; where nothing else may come, an error says so."""
+    matcher = compiled(backend, {"type": "array", "uniqueItems": True, "items": {"pattern": "^a{1,2}$"}})
+    masks = np.zeros((1, BYTES.num_words), dtype=np.int32)
+    matcher.consume(list(b'["a","a'))
+    assert not backend.fill([MaskJob(matcher, 0)], masks)
+    assert np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist() == [ord("a")]
+    other = matcher.fork()
+    matcher.consume(list(b'a",'))
+    matcher.rollback(3)
+    assert not backend.fill([MaskJob(matcher, 0)], masks)
+    assert np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist() == [ord("a")]
+    other.consume(list(b'a","aa'))
+    errors = backend.fill([MaskJob(other, 0)], masks)
+    assert "an item of an array has to be equal to one before it, and uniqueItems is true" in str(errors[0])
+    with pytest.raises(InvalidArgument, match="uniqueItems"):
+        other.consume(list(b'"'))
+
+
 @pytest.mark.parametrize("schema", [TypeAdapter(Tree).json_schema(), ZOD], ids=["pydantic", "zod"])
 def test_schemas_of_libraries_are_followed(backend: GuideBackend, schema: dict[str, Any]) -> None:
     matcher = compiled(backend, schema)
     validator = Draft202012Validator(schema)
-    written = [write(matcher, np.random.default_rng(seed), most=1500) for seed in range(8)]
+    written = [write(backend, matcher, np.random.default_rng(seed), most=1500) for seed in range(8)]
     texts = [text for text in written if text is not None]
     assert texts
     for text in texts:

@@ -75,7 +75,9 @@ def test_no_text_that_a_guide_allows_breaks_its_schema(backend: GuideBackend, se
         texts = [make_text(rng) for _ in range(_VALUES)]
         texts = [text for text in texts if follows(matcher, text)]
         counts["values"] += len(texts)
-        written = [write(matcher, np.random.default_rng([seed, number, each])) for each in range(_TEXTS)]
+        written = [
+            write(backend, matcher, np.random.default_rng([seed, number, each])) for each in range(_TEXTS)
+        ]
         texts += [text for text in written if text is not None]
         counts["written"] += sum(text is not None for text in written)
         for text in texts:

@@ -81,7 +81,10 @@ def test_how_tokens_are_chosen(body: dict[str, Any], expected: dict[str, Any]) -
 def test_what_ends_an_answer() -> None:
     assert request_of({"stop_token_ids": [7, 0]}).end_ids == (0, 7)
     assert request_of({"stop_token_ids": [7], "ignore_eos": True}).end_ids == (7,)
-    assert request_of({"stop": "ab", "n": 2, "use_beam_search": True}).stop_words
+    beams = {"stop": "ab", "n": 2, "use_beam_search": True}
+    assert request_of(beams).stop_words and request_of(beams).stop_words_after == 0
+    held_back = request_of({**beams, "min_tokens": 4})
+    assert held_back.stop_words and held_back.stop_words_after == held_back.sampling.min_length == 4
     assert request_of({"stop": "ab"}).streaming and not request_of({}).streaming
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from inflight.core.request.beam_search import BeamCandidates, BeamSearch, Hypothesis
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.core.request.stop import FinishReason, StopWords
+from inflight.core.request.stop import FinishReason
 
 VOCAB_SIZE = 48
 MAX_NEW_TOKENS = 12
@@ -44,10 +44,9 @@ def model() -> transformers.PreTrainedModel:
 
 
 def make_request(prompt: Sequence[int], end_ids: tuple[int, ...] = (), **fields) -> Request:
-    stop_words = fields.pop("stop_words", ())
-    sampling = SamplingConfig(**fields)
+    words = {name: fields.pop(name) for name in ("stop_words", "stop_words_after") if name in fields}
     return Request(
-        1, tuple(prompt), MAX_NEW_TOKENS, end_ids=end_ids, sampling=sampling, stop_words=stop_words
+        1, tuple(prompt), MAX_NEW_TOKENS, end_ids=end_ids, sampling=SamplingConfig(**fields), **words
     )
 
 
@@ -175,14 +174,19 @@ def test_hard_masks(model, beam_width, early_stopping):
 
 
 class _StopAtWords(transformers.StoppingCriteria):
-    """Stop words as transformers' own stop strings are made: a criterion for each row."""
+    """Stop words as transformers has its stop strings, a criterion for each row; they count after `after`."""
 
-    def __init__(self, words: tuple[tuple[int, ...], ...], prompt_length: int) -> None:
-        self._words, self._prompt_length = StopWords(words), prompt_length
+    def __init__(self, words: tuple[tuple[int, ...], ...], prompt_length: int, after: int = 0) -> None:
+        self._words, self._prompt_length, self._after = words, prompt_length, after
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
-        num_generated = input_ids.shape[1] - self._prompt_length
-        return torch.tensor([self._words.matches(row, num_generated) for row in input_ids.tolist()])
+        rows = [tuple(row[self._prompt_length :]) for row in input_ids.tolist()]
+        return torch.tensor(
+            [
+                len(row) > self._after and any(row[-len(word) :] == word for word in self._words)
+                for row in rows
+            ]
+        )
 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
@@ -205,6 +209,29 @@ def test_stop_words_finish_a_beam_as_end_ids_do(model, beam_width, early_stoppin
         assert_same(found, generate(model, request, stopping_criteria=criteria))
         reasons |= {hypothesis.finish_reason for hypothesis in found}
     assert FinishReason.STOP_WORDS in reasons
+
+
+@pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+@pytest.mark.parametrize("beam_width", [2, 3, 5])
+def test_no_beam_ends_before_min_tokens(model, beam_width, early_stopping):
+    """Neither by an end id, which is banned until then, nor by a stop word, which the beam goes on behind."""
+    lengths: list[int] = []
+    least, reasons = 5, set()
+    for prompt, end_ids in product(PROMPTS, (ONE_END_ID, SEVERAL_END_IDS)):
+        words = tuple((token_id,) for token_id in range(1, 20) if token_id not in end_ids) + ((40, 41),)
+        request = make_request(
+            prompt, end_ids, beam_width=beam_width, length_penalty=1.0, early_stopping=early_stopping,
+            min_length=least, stop_words=words, stop_words_after=least,
+        )  # fmt: skip
+        process = transformers.MinNewTokensLengthLogitsProcessor(len(prompt), least, list(end_ids))
+        found = search(model, request, process)
+        criteria = transformers.StoppingCriteriaList([_StopAtWords(words, len(prompt), least)])
+        options = {"min_new_tokens": least, "renormalize_logits": True, "stopping_criteria": criteria}
+        assert_same(found, generate(model, request, **options))
+        reasons |= {hypothesis.finish_reason for hypothesis in found}
+        lengths += [len(hypothesis.token_ids) for hypothesis in found]
+    assert FinishReason.STOP_WORDS in reasons
+    assert min(lengths) >= least
 
 
 def test_the_cases_reach_every_ending(model):

@@ -306,6 +306,7 @@ class _Drafted:
             "input_token_ids": self._known,
             "priority": math.nextafter(request.priority, 1.0) if num_generated else request.priority,
             "sampling": replace(sampling, min_length=max(0, sampling.min_length - num_generated)),
+            "stop_words_after": max(0, request.stop_words_after - num_generated),
             "is_continuation": num_generated > 0,
             "allotted_time_ms": max(1, self._remaining_ms()) if self._request.allotted_time_ms else 0,
         }

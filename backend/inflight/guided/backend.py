@@ -23,6 +23,10 @@ class Matcher(Protocol):
         """Go on with tokens; raises InvalidArgument if the guide does not allow them, or cannot be followed on."""
         ...
 
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the latest tokens, which were consumed without an error."""
+        ...
+
     def fork(self) -> Matcher:
         """A matcher of its own that has come as far."""
         ...
@@ -30,17 +34,15 @@ class Matcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MaskJob:
-    """Masks that are wanted: of the next token, and of those behind each draft token.
+    """The mask of the next token, which is wanted.
 
     Attributes:
-        matcher: Of the backend that is asked; as it was, afterwards.
-        row: Where the first mask goes; the others go below it.
-        draft: Tokens that may come; the masks behind one that may not are left as they are.
+        matcher: Of the backend that is asked.
+        row: Where the mask goes.
     """
 
     matcher: Matcher
     row: int
-    draft: tuple[int, ...] = ()
 
 
 class GuideBackend(Protocol):
@@ -65,7 +67,7 @@ class GuideBackend(Protocol):
         ...
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """Fill masks, in parallel where there are processors.
+        """Fill masks: several in parallel where there are processors, a single one on the caller's thread.
 
         Args:
             jobs: Whose masks.
@@ -103,6 +105,15 @@ def refusal(reason: str) -> InvalidArgument:
     """The error for a guide that cannot be followed; the first lines of a library's reason are enough."""
     text = " ".join(reason.split())
     return InvalidArgument(f"guided_decoding_guide cannot be used: {text[:_LONGEST_REASON]}")
+
+
+def over_budget() -> InvalidArgument:
+    """The error for a guide that takes more work than one request may ask for."""
+    return refusal(
+        "its tokens take more work than one request may ask for. Send a simpler guide: one whose rules cannot "
+        "match the same text in many ways, and with fewer expressions that may come at one place. Masks behind "
+        "draft tokens count too"
+    )
 
 
 _LONGEST_REASON = 400

@@ -19,6 +19,7 @@ import msgspec
 from inflight.core.request.guide import Guide
 from inflight.errors import InflightError
 from inflight.guided.backend import make_backend
+from inflight.guided.budget import try_out
 from inflight.guided.vocabulary import GuideVocabulary
 
 MAX_MEMORY_BYTES = 4 << 30
@@ -56,12 +57,14 @@ def main(backend_name: str) -> None:
     first = read_frame(jobs)
     if first is None:
         return
-    backend = make_backend(backend_name, msgspec.msgpack.decode(first, type=GuideVocabulary))
+    vocabulary = msgspec.msgpack.decode(first, type=GuideVocabulary)
+    backend = make_backend(backend_name, vocabulary)
     write_frame(answers, Answer())
     while (frame := read_frame(jobs)) is not None:
         guide = msgspec.msgpack.decode(frame, type=Job).guide
         try:
             answer = Answer(backend.compile(guide))
+            try_out(backend, vocabulary, guide, answer.compiled)
         except InflightError as error:
             answer = Answer(error_code=error.code, error=str(error))
         write_frame(answers, answer)

@@ -1,21 +1,45 @@
-"""What the rank that chooses tokens keeps of guides: for each a matcher at its beginning, to be forked."""
+"""What the rank that chooses tokens keeps of guides: for each a matcher at its beginning, to be forked.
+
+All masks are filled here, each sequence's within its budget, whichever library follows the guides.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide
 from inflight.errors import InvalidArgument
-from inflight.guided.backend import GuideBackend, MaskJob, Matcher
+from inflight.guided.backend import GuideBackend, MaskJob, Matcher, over_budget
+from inflight.guided.budget import Budget, BudgetedMatcher
 from inflight.guided.vocabulary import GuideVocabulary
 
 _MOST_KEPT = 256
+_FEW_MASKS = 8
+"""Filling so many takes no longer than to wake other threads for it, tens of microseconds each."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRows:
+    """The masks of one sequence in one step: of the next token, and of those behind each draft token.
+
+    Attributes:
+        matcher: As it was, afterwards.
+        row: Of the first mask; the others go below it.
+        drafts: The draft tokens; the masks behind one that may not come are left as they are.
+    """
+
+    matcher: BudgetedMatcher
+    row: int
+    drafts: tuple[int, ...] = ()
 
 
 class Grammars:
@@ -34,6 +58,9 @@ class Grammars:
         self._kept: OrderedDict[Guide, Matcher] = OrderedDict()
         self._pins: Counter[Guide] = Counter()
         self._lock = threading.Lock()
+        self._budget = Budget.of_vocabulary(vocabulary)
+        self._num_threads = len(os.sched_getaffinity(0))
+        self._is_to_measure = False
 
     def add(self, guide: Guide, compiled: bytes) -> None:
         """Keep what another process has compiled; any thread. Raises InvalidArgument as `GuideBackend.load`."""
@@ -71,7 +98,7 @@ class Grammars:
                 self._kept.move_to_end(guide)
             return guide in self._kept
 
-    def matcher(self, guide: Guide) -> Matcher:
+    def matcher(self, guide: Guide) -> BudgetedMatcher:
         """A new matcher at the beginning of a guide.
 
         One that is not kept, because another rank had it compiled, is compiled here: it has been proved to be
@@ -82,9 +109,33 @@ class Grammars:
         if kept is None:
             compiled = self._backend.compile(guide)
             self.add(guide, compiled)
-            return self._backend.load(guide, compiled)
-        return kept.fork()
+            return BudgetedMatcher(self._backend.load(guide, compiled), self._budget)
+        return BudgetedMatcher(kept.fork(), self._budget)
 
-    def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """As `GuideBackend.fill`."""
-        return self._backend.fill(jobs, masks) if jobs else {}
+    def fill(self, asked: Sequence[MaskRows], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
+        """Fill the masks of several sequences; `masks` is as of `GuideBackend.fill`.
+
+        What each of many masks takes that are filled together cannot be told. If all of them take long, the next
+        are filled and measured one by one, as few masks and those behind draft tokens always are.
+
+        Returns:
+            By index, why a sequence's guide cannot be followed on, or that its budget is used up.
+        """
+        errors: dict[int, InvalidArgument] = {}
+        together = [index for index, each in enumerate(asked) if not each.drafts]
+        if len(together) > _FEW_MASKS and not self._is_to_measure:
+            began_s = monotonic()
+            jobs = [MaskJob(asked[index].matcher.matcher, asked[index].row) for index in together]
+            failed = self._backend.fill(jobs, masks)
+            expected_s = self._budget.token_s * (1 + len(together) / self._num_threads / _FEW_MASKS)
+            self._is_to_measure = monotonic() - began_s > expected_s
+            errors |= {together[index]: error for index, error in failed.items()}
+        else:
+            self._is_to_measure = False
+            together = []
+        for index in sorted(set(range(len(asked))) - set(together)):
+            one = asked[index]
+            if error := one.matcher.fill(self._backend, one.row, one.drafts, masks):
+                errors[index] = error
+        over = (index for index, each in enumerate(asked) if each.matcher.is_over)
+        return {**{index: over_budget() for index in over}, **errors}

@@ -1,7 +1,6 @@
 """Guides by llguidance: derivatives of regular expressions and an Earley parser.
 
-Both are lazy: little is compiled ahead. What a sequence may take is bounded: one call by counts of the library's
-work, and all calls by processor time of the thread that makes them, whatever else the machine does meanwhile.
+Both are lazy: little is compiled ahead. What one call may take is bounded by counts of the library's work.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from time import monotonic, thread_time
 
 import llguidance
 import numpy as np
@@ -19,13 +18,11 @@ from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
-from inflight.guided.backend import MaskJob, Matcher, refusal
+from inflight.guided.backend import MaskJob, Matcher, over_budget, refusal
 from inflight.guided.schemas import followed_schema
+from inflight.guided.schemas.distinct import EqualItems, ItemWatch, Places
 from inflight.guided.structural_tags import as_lark, read_tags
 from inflight.guided.vocabulary import GuideVocabulary
-
-_FEW_MASKS = 8
-"""Filling so many takes no longer than to wake other threads for it, tens of microseconds each."""
 
 _ANY_JSON = '{"type": ["object", "array"]}'
 
@@ -37,13 +34,6 @@ def _most_items(vocab_size: int) -> int:
     """Open rules, of all bytes that tokens may go on with, that one mask may need; more is an error, too."""
     return 10_000 + vocab_size // 4
 
-
-_AT_ONCE_S = 0.1
-_A_TOKEN_S = 0.005
-_A_TOKEN_AND_WORD_S = 1e-7
-"""Processor time that a sequence may take for its guide: `_AT_ONCE_S` to begin with, and with every token
-`_A_TOKEN_S` more, plus `_A_TOKEN_AND_WORD_S` for each word of the vocabulary; never more than `_AT_ONCE_S` is
-kept."""
 
 _OVER_BUDGET = re.compile("too many items|too many expressions|current row has [0-9]+ items", re.IGNORECASE)
 """How the library says that a bound on its work was exceeded."""
@@ -68,50 +58,46 @@ class _Tokenizer:
 
 
 class LLMatcher:
-    """A matcher of llguidance, and the processor time that is left to it. One in error stays so, and says it.
+    """A matcher of llguidance. One in error stays so, and says it.
 
     Args:
         matcher: The library's.
-        token_s: Seconds that every token adds to what is left, up to as much as there was at first.
-        left_s: Seconds that are left.
+        tokens: The bytes of every token.
+        watch: Watches arrays whose items differ, if the guide has such.
     """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, token_s: float = _A_TOKEN_S, left_s: float = _AT_ONCE_S
+        self, matcher: llguidance.LLMatcher, tokens: Sequence[bytes] = (), watch: ItemWatch | None = None
     ) -> None:
         self.matcher = matcher
-        self._token_s = token_s
-        self._left_s = left_s
+        self.watch = watch
+        self._tokens = tokens
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """As `Matcher.consume`."""
-        if not token_ids:
-            return
-        began_s = thread_time()
-        is_allowed = self.matcher.consume_tokens(list(token_ids))
-        self._left_s += len(token_ids) * self._token_s - (thread_time() - began_s)
-        self._left_s = min(self._left_s, _AT_ONCE_S)
-        if not is_allowed:
+        if token_ids and not self.matcher.consume_tokens(list(token_ids)):
             raise _failure(self.matcher, f"it does not allow the tokens {list(token_ids)}")
-        if self._left_s < 0:
-            raise _over_budget()
+        if self.watch is not None:
+            try:
+                for token_id in token_ids:
+                    self.watch.read(self._tokens[token_id])
+            except EqualItems:
+                raise _equal_items() from None
 
-    def fill(self, address: int, num_bytes: int) -> None:
-        """Fill one mask, on the caller's thread."""
-        began_s = thread_time()
-        self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
-        self._left_s -= thread_time() - began_s
+    def rollback(self, num_tokens: int) -> None:
+        """As `Matcher.rollback`."""
+        self.matcher.rollback(num_tokens)
+        if self.watch is not None:
+            self.watch.take_back(num_tokens)
 
     @property
     def failure(self) -> InvalidArgument | None:
         """Why the guide cannot be followed on, if it cannot."""
-        if self.matcher.is_error():
-            return _failure(self.matcher)
-        return _over_budget() if self._left_s < 0 else None
+        return _failure(self.matcher) if self.matcher.is_error() else None
 
     def fork(self) -> LLMatcher:
         """As `Matcher.fork`."""
-        return LLMatcher(self.matcher.deep_copy(), self._token_s, self._left_s)
+        return LLMatcher(self.matcher.deep_copy(), self._tokens, self.watch and self.watch.copy())
 
 
 class LLGuidanceBackend:
@@ -125,10 +111,8 @@ class LLGuidanceBackend:
             step_max_items=_most_items(len(vocabulary.tokens)),
             verbose_errors=False,
         )
-        self._token_s = _A_TOKEN_S + len(vocabulary.tokens) * _A_TOKEN_AND_WORD_S
-        self._num_threads = len(os.sched_getaffinity(0))
-        self._executor = llguidance.LLExecutor(self._num_threads)
-        self._is_to_measure = False
+        self._sorted = sorted((token, index) for index, token in enumerate(vocabulary.tokens) if token)
+        self._executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
 
     def compile(self, guide: Guide) -> bytes:
         """As `GuideBackend.compile`: the guide as llguidance's own kind of grammar, and its first mask."""
@@ -143,41 +127,40 @@ class LLGuidanceBackend:
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
         """As `GuideBackend.load`. The GIL is released meanwhile."""
-        return LLMatcher(self._matcher(compiled.decode()), self._token_s)
+        is_watched = guide.type is GuideType.JSON_SCHEMA and "uniqueItems" in guide.text
+        watch = ItemWatch(Places(guide.text)) if is_watched else None
+        return LLMatcher(self._matcher(compiled.decode()), self._vocabulary.tokens, watch)
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """As `GuideBackend.fill`, without the GIL: few masks on the caller's thread, many on the library's own.
-
-        What each of many takes cannot be told. If all together take long, the next masks are filled one by one.
-        """
+        """As `GuideBackend.fill`, without the GIL."""
         matchers = [job.matcher for job in jobs]
         own = [each for each in matchers if isinstance(each, LLMatcher)]
         assert len(own) == len(jobs), "matchers of another backend"
         address, stride = masks.ctypes.data, masks.strides[0]
-        place = (address, stride, len(masks))
-        single = [(matcher, job.row) for matcher, job in zip(own, jobs) if not job.draft]
-        if len(single) > _FEW_MASKS and not self._is_to_measure:
-            began_s = monotonic()
-            self._executor.unsafe_compute_mask_ptr([(each.matcher, row) for each, row in single], *place)
-            expected_s = self._token_s * (1 + len(single) / self._num_threads / _FEW_MASKS)
-            self._is_to_measure = monotonic() - began_s > expected_s
+        if len(own) == 1:
+            own[0].matcher.unsafe_compute_mask_ptr(address + jobs[0].row * stride, stride)
         else:
-            self._is_to_measure = False
-            for matcher, row in single:
-                matcher.fill(address + row * stride, stride)
-        for matcher, job in zip(own, jobs):
-            if job.draft:
-                self._fill_behind(matcher.matcher, job, place)
-        failures = ((index, each.failure) for index, each in enumerate(own))
-        return {index: failure for index, failure in failures if failure is not None}
+            rows = [(each.matcher, job.row) for each, job in zip(own, jobs)]
+            self._executor.unsafe_compute_mask_ptr(rows, address, stride, len(masks))
+        errors: dict[int, InvalidArgument] = {}
+        for index, (each, job) in enumerate(zip(own, jobs)):
+            failure = each.failure
+            if failure is None and each.watch is not None:
+                failure = self._ban(each.watch.banned(), masks[job.row])
+            if failure is not None:
+                errors[index] = failure
+        return errors
 
-    def _fill_behind(self, matcher: llguidance.LLMatcher, job: MaskJob, place: tuple[int, int, int]) -> None:
-        """Fill the masks of a job with a draft, as far as that is allowed; beyond, a matcher would fail."""
-        allowed = list(job.draft[: matcher.validate_tokens(list(job.draft))])
-        if allowed:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token([(matcher, job.row, allowed)], *place)
-        else:
-            self._executor.unsafe_compute_mask_ptr([(matcher, job.row)], *place)
+    def _ban(self, beginnings: Sequence[bytes], mask: NDArray[np.int32]) -> InvalidArgument | None:
+        """Ban all tokens that begin so; returns what is wrong if no other is left."""
+        words = mask.view(np.uint32)
+        for beginning in beginnings:
+            place = bisect_left(self._sorted, (beginning, 0))
+            while place < len(self._sorted) and self._sorted[place][0].startswith(beginning):
+                token_id = self._sorted[place][1]
+                words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+                place += 1
+        return _equal_items() if beginnings and not words.any() else None
 
     def _prove(self, grammar: str) -> None:
         matcher = self._matcher(grammar)
@@ -206,7 +189,8 @@ class LLGuidanceBackend:
             if guide.type is GuideType.JSON:
                 return llguidance.LLMatcher.grammar_from_json_schema(followed_schema(_ANY_JSON))
             if guide.type is GuideType.JSON_SCHEMA:
-                return llguidance.LLMatcher.grammar_from_json_schema(followed_schema(guide.text))
+                schema = followed_schema(guide.text, is_watched=True)
+                return llguidance.LLMatcher.grammar_from_json_schema(schema)
             if guide.type is GuideType.REGEX:
                 return llguidance.LLMatcher.grammar_from_regex(guide.text)
             if guide.type is GuideType.EBNF_GRAMMAR:
@@ -239,13 +223,13 @@ def _check(matcher: llguidance.LLMatcher) -> None:
 def _failure(matcher: llguidance.LLMatcher, otherwise: str = "") -> InvalidArgument:
     """Why a guide cannot be followed on: what the library says, or `otherwise` if it says nothing."""
     said = matcher.get_error()
-    return _over_budget() if _OVER_BUDGET.search(said) else refusal(_explained(said) if said else otherwise)
+    return over_budget() if _OVER_BUDGET.search(said) else refusal(_explained(said) if said else otherwise)
 
 
-def _over_budget() -> InvalidArgument:
+def _equal_items() -> InvalidArgument:
     return refusal(
-        "its tokens take more work than one request may ask for. Send a simpler guide: one whose rules cannot "
-        "match the same text in many ways, and with fewer expressions that may come at one place"
+        "the text came to where an item of an array has to be equal to one before it, and uniqueItems is true "
+        "there. Leave uniqueItems out and check the answer, or lower minItems"
     )
 
 

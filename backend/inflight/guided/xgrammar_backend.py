@@ -38,6 +38,10 @@ class XGrammarMatcher:
             if not self.matcher.accept_token(token_id):
                 raise refusal(f"it does not allow token {token_id}")
 
+    def rollback(self, num_tokens: int) -> None:
+        """As `Matcher.rollback`."""
+        self.matcher.rollback(num_tokens)
+
     def fork(self) -> XGrammarMatcher:
         """As `Matcher.fork`."""
         return XGrammarMatcher(self.matcher.fork())
@@ -77,9 +81,10 @@ class XGrammarBackend:
         own = [each.matcher for each in matchers if isinstance(each, XGrammarMatcher)]
         assert len(own) == len(jobs), "matchers of another backend"
         target = torch.from_numpy(masks)
-        self._batch.batch_fill_next_token_bitmask(own, target, [job.row for job in jobs])
-        for matcher, job in zip(own, jobs):
-            _fill_behind(matcher, job, target)
+        if len(own) == 1:
+            own[0].fill_next_token_bitmask(target, jobs[0].row)
+        else:
+            self._batch.batch_fill_next_token_bitmask(own, target, [job.row for job in jobs])
         return {}
 
     def _compile(self, guide: Guide) -> xgrammar.CompiledGrammar:
@@ -106,18 +111,6 @@ class XGrammarBackend:
         if guide.type is GuideType.EBNF_GRAMMAR:
             return self._compiler.compile_grammar(guide.text)
         return self._compiler.compile_structural_tag(_structural_tag(guide.text))
-
-
-def _fill_behind(matcher: xgrammar.GrammarMatcher, job: MaskJob, masks: torch.Tensor) -> None:
-    """Fill the masks behind draft tokens, as far as they are allowed."""
-    accepted = 0
-    for token_id in job.draft:
-        if not matcher.accept_token(token_id):
-            break
-        accepted += 1
-        matcher.fill_next_token_bitmask(masks, job.row + accepted)
-    if accepted:
-        matcher.rollback(accepted)
 
 
 def _refuse_ignored(schema: Any) -> None:

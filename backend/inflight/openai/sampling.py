@@ -98,7 +98,8 @@ def make_prompt(
         end_ids=_end_ids(body, description),
         sampling=read_sampling(body, asked.seed),
         output=_output(asked, len(ids), limits),
-        stop_words=_stop_words(body, encoder) if uses_beams else (),
+        stop_words=_stop_words(stop_strings, encoder) if uses_beams else (),
+        stop_words_after=body.min_tokens if uses_beams else 0,
         bad_words=tuple(word for text in body.bad_words if text for word in encoder.spellings(text)),
         prompt_lookup_num_tokens=body.prompt_lookup_num_tokens,
         logits_post_processor_name=body.logits_post_processor_name,
@@ -126,14 +127,9 @@ def make_prompt(
     )
 
 
-def _stop_words(body: SamplingBody, encoder: TextEncoder) -> tuple[tuple[int, ...], ...]:
-    """Stop words for the engine, by which a beam ends whatever min_tokens says: none where the body sets that.
-
-    Stop strings are then looked for in the finished texts.
-    """
-    if body.min_tokens:
-        return ()
-    return tuple(word for text in body.stop_strings for word in encoder.spellings(text))
+def _stop_words(stop_strings: Sequence[str], encoder: TextEncoder) -> tuple[tuple[int, ...], ...]:
+    """Stop words for the engine, which ends beams by them: the spellings of the stop strings."""
+    return tuple(word for text in stop_strings for word in encoder.spellings(text))
 
 
 def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:

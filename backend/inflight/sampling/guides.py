@@ -21,8 +21,8 @@ from inflight.core.request.guide import Guide
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ScheduledBatch, SlotStart
 from inflight.errors import InflightError, StepFailed
-from inflight.guided.backend import MaskJob, Matcher
-from inflight.guided.grammars import Grammars
+from inflight.guided.budget import BudgetedMatcher
+from inflight.guided.grammars import Grammars, MaskRows
 from inflight.sampling.drafts import drafts_of
 from inflight.sampling.row_kernels import RowKernels
 from inflight.sampling.rows import Failures, Rows
@@ -54,7 +54,7 @@ class _Guided:
         error: Why the guide cannot be followed, if it cannot.
     """
 
-    matcher: Matcher | None
+    matcher: BudgetedMatcher | None
     end_ids: tuple[int, ...]
     drafts: tuple[int, ...] = ()
     error: InflightError | None = None
@@ -164,17 +164,17 @@ class Guides:
     ) -> dict[int, InflightError]:
         """Fill the masks of each slot's rows; returns, by the slot's place, why that failed."""
         failed = {place: each.error for place, each in enumerate(guided) if each.error is not None}
-        jobs = {
-            place: MaskJob(each.matcher, first, each.drafts[: last - first - 1])
+        asked = {
+            place: MaskRows(each.matcher, first, each.drafts[: last - first - 1])
             for place, (each, first, last) in enumerate(zip(guided, firsts, [*firsts[1:], len(masks)]))
             if each.matcher is not None
         }
         for each, first, last in zip(guided, firsts, [*firsts[1:], len(masks)]):
             if each.matcher is None:
                 masks[first:last] = 0
-        if jobs and self._grammars is not None:
-            places = list(jobs)
-            errors = self._grammars.fill(list(jobs.values()), masks)
+        if asked and self._grammars is not None:
+            places = list(asked)
+            errors = self._grammars.fill(list(asked.values()), masks)
             failed |= {places[index]: error for index, error in errors.items()}
         return failed
 

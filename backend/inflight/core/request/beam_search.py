@@ -134,7 +134,7 @@ class BeamSearch:
         self._length_penalty = sampling.length_penalty
         self._early_stopping = sampling.early_stopping
         self._end_ids = frozenset(request.end_ids)
-        self._stop_words = StopWords(request.stop_words)
+        self._stop_words = StopWords(request.stop_words, request.stop_words_after)
         self._num_generated = 0
         self._beams: list[_Node | None] = [None]
         self._ended: list[_Ranked] = []  # the best so far, at most K, best first
@@ -179,9 +179,9 @@ class BeamSearch:
     def _why_finished(self, node: _Node) -> FinishReason:
         if node.token_id in self._end_ids or node.token_id == GUIDE_END:
             return FinishReason.END_ID
-        if self._stop_words.may_end_with(node.token_id):
+        if self._stop_words.may_end_with(node.token_id, self._num_generated):
             newest = [each.token_id for each in _path(node, self._stop_words.longest)]
-            if self._stop_words.matches(newest, len(newest)):
+            if self._stop_words.matches(newest, self._num_generated):
                 return FinishReason.STOP_WORDS
         if self._num_generated == self._request.max_new_tokens:
             return FinishReason.LENGTH

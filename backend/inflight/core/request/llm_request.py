@@ -247,7 +247,8 @@ class LlmRequest:
         )
         self.beams = BeamSearch(request) if request.sampling.uses_beams else None
         self.lookup = PromptLookup(self.tokens) if request.prompt_lookup_num_tokens else None
-        self.stop_words = StopWords(request.stop_words) if request.stop_words and not self.beams else None
+        has_stop_words = bool(request.stop_words) and not self.beams
+        self.stop_words = StopWords(request.stop_words, request.stop_words_after) if has_stop_words else None
         self.finish_reason = FinishReason.NOT_FINISHED
         self.log_probs: list[float] = []
         self.drawn_log_probs: list[float] = []

@@ -207,6 +207,7 @@ class Request:
         output: What comes back.
         stop_words: Token sequences that end the output once generated; they are returned. A prompt's tokens are
             no part of one. Tensor `stop_words_list`.
+        stop_words_after: A stop word that is complete with so many generated tokens, or fewer, ends nothing.
         bad_words: Token sequences whose last token is banned where the others stand before it, prompt included.
             Tensor `bad_words_list`.
         embedding_bias: [vocab_size], added to the logits. Tensor `embedding_bias`.
@@ -239,6 +240,7 @@ class Request:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     stop_words: tuple[tuple[int, ...], ...] = ()
+    stop_words_after: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     embedding_bias: FloatTensor | None = None
     draft: ExternalDraft | None = None

@@ -64,9 +64,11 @@ class StopWords:
 
     Args:
         words: Token ids of each word, at least one.
+        after: A word that is complete with so many generated tokens, or fewer, ends nothing.
     """
 
-    def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
+    def __init__(self, words: Iterable[tuple[int, ...]], after: int = 0) -> None:
+        self._after = after
         self._tree: dict[int, Any] = {}  # by the last token, then the one before it, and so on
         self.longest = 0
         """Tokens of the longest word; 0 without words."""
@@ -80,17 +82,19 @@ class StopWords:
     def __bool__(self) -> bool:
         return bool(self._tree)
 
-    def may_end_with(self, token_id: int) -> bool:
-        """Whether any word ends with this token."""
-        return token_id in self._tree
+    def may_end_with(self, token_id: int, num_generated: int) -> bool:
+        """Whether a word that counts may end with this token, the last of so many generated ones."""
+        return num_generated > self._after and token_id in self._tree
 
     def matches(self, tokens: Sequence[int], num_generated: int) -> bool:
-        """Whether `tokens` ends with a word.
+        """Whether `tokens` ends with a word that counts.
 
         Args:
             tokens: The known tokens of a sequence, at least one; only the last `longest` of them are read.
             num_generated: How many of them, at the end, are generated; a word has to lie wholly within these.
         """
+        if num_generated <= self._after:
+            return False
         node = self._tree
         for place in range(len(tokens) - 1, len(tokens) - 1 - min(num_generated, len(tokens)), -1):
             node = node.get(tokens[place])

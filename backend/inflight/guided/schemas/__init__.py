@@ -5,6 +5,7 @@
     choices.py    its part for oneOf, not, and if
     overlap.py    whether two schemas can hold at once
     documents.py  dialects, references, and where a part is
+    distinct.py   arrays whose items differ, which are watched while a text comes
     patterns.py   regular expressions
     matching.py   whether texts match them
     formats.py    formats

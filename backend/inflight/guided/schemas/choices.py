@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from inflight.guided.schemas.documents import Node, keywords_of, refused
-from inflight.guided.schemas.overlap import SAYING, Facts, is_same, type_of, words_about
+from inflight.guided.schemas.overlap import SAYING, TYPES, Facts, is_same, type_of, types_of, words_about
 from inflight.guided.schemas.patterns import other_than
 
 if TYPE_CHECKING:
@@ -76,10 +76,11 @@ def _all_of(parts: list[Written]) -> Written:
 # -------------------------------------------------------------------- not
 
 
-def negated(writer: Writer, node: Node, depth: int = 0) -> Written | None:
+def negated(writer: Writer, node: Node, depth: int = 0, may_leave_out: bool = False) -> Written | None:
     """A schema of values that are not valid by another; None if it cannot be written.
 
-    It may leave out some of these values.
+    It may leave out some of these values. With `may_leave_out` it leaves out all that break nothing but keywords
+    whose opposite cannot be written.
     """
     if isinstance(node.value, bool):
         return not node.value
@@ -89,15 +90,21 @@ def negated(writer: Writer, node: Node, depth: int = 0) -> Written | None:
     words = keywords_of(node)
     options: list[Written] = []
     for keyword, value in words.items():
-        found = _negated_word(writer, node, words, keyword, value, depth)
-        if found is None:
+        found = _negated_word(writer, node, words, keyword, value, depth, may_leave_out)
+        if found is None and not may_leave_out:
             return None
-        options += found
+        options += found or []
     return _any_of(options)
 
 
 def _negated_word(
-    writer: Writer, node: Node, words: Mapping[str, Any], keyword: str, value: Any, depth: int
+    writer: Writer,
+    node: Node,
+    words: Mapping[str, Any],
+    keyword: str,
+    value: Any,
+    depth: int,
+    may_leave_out: bool,
 ) -> list[Written] | None:
     """Schemas of the values that are not valid by one keyword; None if they cannot be written."""
     match keyword:
@@ -112,7 +119,7 @@ def _negated_word(
         case "required" if isinstance(value, list):
             return [{"type": "object", "properties": {name: False}} for name in value]
         case "properties" if isinstance(value, dict):
-            return _negated_properties(writer, node, cast(dict[str, Any], value), depth)
+            return _negated_properties(writer, node, cast(dict[str, Any], value), depth, may_leave_out)
         case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
             other = {
                 "minimum": "exclusiveMaximum",
@@ -137,11 +144,12 @@ def _negated_word(
         case "maxProperties" if value == 0:
             return [{"type": "object", "minProperties": 1}]
         case "anyOf" | "oneOf":
-            inner = [negated(writer, each, depth + 1) for each in writer.parts(node, words, keyword)]
+            inner = _negated_parts(writer, node, words, keyword, depth, may_leave_out)
             return None if None in inner else [_all_of(cast(list[Any], inner))]
         case "allOf":
-            inner = [negated(writer, each, depth + 1) for each in writer.parts(node, words, keyword)]
-            return None if None in inner else cast(list[Any], inner)
+            inner = _negated_parts(writer, node, words, keyword, depth, may_leave_out)
+            known = [each for each in inner if each is not None]
+            return None if len(known) < len(inner) and not may_leave_out else known
         case "not":
             return [writer.write(node.inside(value, "not"))]
         case "$ref":
@@ -149,7 +157,7 @@ def _negated_word(
             if target.place in writer.negating:
                 return None
             writer.negating.add(target.place)
-            opposite = negated(writer, target, depth + 1)
+            opposite = negated(writer, target, depth + 1, may_leave_out)
             writer.negating.remove(target.place)
             return None if opposite is None else [opposite]
         case _ if keyword in SAYING:
@@ -158,15 +166,22 @@ def _negated_word(
             return []
 
 
+def _negated_parts(
+    writer: Writer, node: Node, words: Mapping[str, Any], keyword: str, depth: int, may_leave_out: bool
+) -> list[Written | None]:
+    parts = writer.parts(node, words, keyword)
+    return [negated(writer, each, depth + 1, may_leave_out) for each in parts]
+
+
 def _negated_properties(
-    writer: Writer, node: Node, properties: Mapping[str, Any], depth: int
+    writer: Writer, node: Node, properties: Mapping[str, Any], depth: int, may_leave_out: bool
 ) -> list[Written] | None:
     options: list[Written] = []
     for name, each in properties.items():
-        opposite = negated(writer, node.inside(each, "properties", name), depth + 1)
-        if opposite is None:
+        opposite = negated(writer, node.inside(each, "properties", name), depth + 1, may_leave_out)
+        if opposite is None and not may_leave_out:
             return None
-        if opposite is not False:
+        if opposite is not None and opposite is not False:
             options.append({"type": "object", "required": [name], "properties": {name: opposite}})
     return options
 
@@ -204,6 +219,7 @@ class _Option:
         values: Values that another has too.
         names: Properties that another requires, and that therefore tell the two apart.
         is_filled: Whether empty arrays are left out: the only arrays that another alternative has too.
+        opposites: What keeps out the values of another, where nothing above does.
     """
 
     node: Node
@@ -212,6 +228,7 @@ class _Option:
     values: list[Any] = field(default_factory=list[Any])
     names: list[str] = field(default_factory=list[str])
     is_filled: bool = False
+    opposites: list[Written] = field(default_factory=list[Any])
 
 
 def _one_of(writer: Writer, node: Node, given: list[Node]) -> Written:
@@ -228,6 +245,8 @@ def _one_of(writer: Writer, node: Node, given: list[Node]) -> Written:
                     _part_values(writer, other, one, kind)
                     or _part_arrays(writer, other, one, kind)
                     or _part_objects(other, one, kind)
+                    or _part_untyped(other, one, kind)
+                    or _part_by_opposites(writer, other, one, kind)
                 ):
                     raise refused(
                         one.node.path,
@@ -296,6 +315,48 @@ def _part_objects(first: _Option, second: _Option, kind: str) -> bool:
     return True
 
 
+def _part_untyped(first: _Option, second: _Option, kind: str) -> bool:
+    """Keep apart alternatives that name no type, and are about objects, by leaving out what is none."""
+    is_untyped = kind != "object" and first.facts.types == second.facts.types == set(TYPES)
+    if is_untyped and all(each.facts.words & {"required", "properties"} for each in (first, second)):
+        first.kinds.add(kind)
+        second.kinds.add(kind)
+        return True
+    return False
+
+
+_MOST_OPPOSITES = 12
+
+
+def _part_by_opposites(writer: Writer, first: _Option, second: _Option, kind: str) -> bool:
+    """Keep each alternative's values out of the other, as far as the opposite of an alternative can be written."""
+    found = [_outside(writer, one, other) for one, other in ((first, second), (second, first))]
+    if not all(_leaves(each, kind) for each in found):
+        return False
+    for option, opposite in zip((first, second), found):
+        if opposite is not None and opposite not in option.opposites:
+            option.opposites.append(opposite)
+    return max(len(first.opposites), len(second.opposites)) <= _MOST_OPPOSITES
+
+
+def _leaves(opposite: Written | None, kind: str) -> bool:
+    """Whether a schema may have values of a type."""
+    if opposite is None or isinstance(opposite, bool):
+        return opposite is True
+    options = cast("list[Written]", opposite.get("anyOf", [opposite]))
+    return any(
+        "type" not in each or kind in types_of(each["type"]) for each in options if not isinstance(each, bool)
+    )
+
+
+def _outside(writer: Writer, option: _Option, other: _Option) -> Written | None:
+    """A schema of values that `other` does not have, with a property that it forbids if `option` knows one."""
+    own = [name for name in option.facts.properties if any(name not in names for names in other.facts.closed)]
+    if own:
+        return _any_of([{"type": "object", "required": [name]} for name in own])
+    return negated(writer, other.node, may_leave_out=True)
+
+
 def _written_option(writer: Writer, option: _Option) -> Written:
     parts = [writer.write(option.node)]
     if option.facts.types <= option.kinds:
@@ -312,6 +373,7 @@ def _written_option(writer: Writer, option: _Option) -> Written:
         parts.append(values_but(option.values))
     if option.is_filled:
         parts.append({"minItems": 1})
+    parts += option.opposites
     if option.names:
         parts.append({"properties": dict.fromkeys(option.names, False)})
     return _all_of(parts)

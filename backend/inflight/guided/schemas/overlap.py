@@ -340,6 +340,19 @@ def is_same(first: Any, second: Any) -> bool:
     )
 
 
+def distinct_key(value: Any) -> str:
+    """A text that is the same for values that are equal as JSON has it, and for no others."""
+    return json.dumps(_without_spellings(value), sort_keys=True)
+
+
+def _without_spellings(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_spellings(each) for each in cast(list[Any], value)]
+    if isinstance(value, dict):
+        return {key: _without_spellings(each) for key, each in cast(dict[str, Any], value).items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def key_of(value: Any) -> str:
     """A text that is the same for equal values only."""
     return json.dumps(value, sort_keys=True)

@@ -20,16 +20,18 @@ _KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ESCAPES = 'nrbtf\\"'
 """No \\u: it would allow a second spelling of a property that there may be once."""
 _MOST_ORDERS = 400
+_MOST_CONTAINED = 20
 
 Written = dict[str, Any] | bool
 
 
-def followed_schema(text: str, path: str = "#") -> str:
+def followed_schema(text: str, path: str = "#", is_watched: bool = False) -> str:
     """A JSON schema as one that llguidance follows.
 
     Args:
         text: The schema.
         path: What errors call its root.
+        is_watched: Whether an `ItemWatch` sees to it that items differ where they have to.
 
     Raises:
         InvalidArgument: It is none, or has something that cannot be followed; the message has its path.
@@ -45,7 +47,7 @@ def followed_schema(text: str, path: str = "#") -> str:
     spaces = read_spaces(schema, path)
     writer = None
     try:
-        writer = Writer(Document(schema, path))
+        writer = Writer(Document(schema, path), is_watched)
         written = writer.write(writer.document.root)
     except RecursionError:
         raise refused(path, "the schema is nested too deeply") from None
@@ -74,8 +76,9 @@ class Writer:
         latest: The part that was begun last.
     """
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, is_watched: bool) -> None:
         self.document = document
+        self._is_watched = is_watched
         self.overlaps = Overlaps(document)
         self.definitions: dict[str, Written] = {}
         self._names: dict[tuple[str, str], str] = {}
@@ -245,14 +248,19 @@ class Writer:
         contained = self._contained(node, words)
         if contained is not None:
             least = max(least or 0, contained[0])
-            most = min(most if most is not None else LARGEST, contained[1])
+            if words["contains"] in (True, {}):
+                most = min(most if most is not None else LARGEST, contained[1])
+            else:
+                self._write_contained(node, words, contained, parts)
         if words.get("uniqueItems", False) is not False and (most is None or most > 1):
             if words["uniqueItems"] is not True:
                 raise refused(
                     node.path, f"uniqueItems is {shown(words['uniqueItems'])}, expected true or false"
                 )
-            parts.append(self._unique(node, words, least or 0, most))
-            return
+            unique = self._unique(node, words, least or 0, most)
+            if unique is not None:
+                parts.append(unique)
+                return
         if least:
             written["minItems"] = least
         if most is not None and most < LARGEST:
@@ -270,24 +278,41 @@ class Writer:
             written["items"] = self.write(node.inside(words["unevaluatedItems"], "unevaluatedItems"))
 
     def _contained(self, node: Node, words: Mapping[str, Any]) -> tuple[int, int] | None:
-        """How many items `contains` asks for, where it asks for no special ones."""
+        """How many items `contains` asks for; None if for none."""
         if "contains" not in words:
             return None
         least, most = self.count(node, words, "minContains"), self.count(node, words, "maxContains")
         least = 1 if least is None else least
         if least == 0 and most is None:
             return None
-        if words["contains"] in (True, {}):
-            return least, LARGEST if most is None else most
-        raise refused(
-            node.path,
-            "contains cannot be followed, as the item may come at any place: say with prefixItems at which",
-        )
+        return least, LARGEST if most is None else most
 
-    def _unique(self, node: Node, words: Mapping[str, Any], least: int, most: int | None) -> Written:
-        """Arrays whose items all differ: all of them, or those in the order of the enum, or none."""
+    def _write_contained(
+        self, node: Node, words: Mapping[str, Any], counts: tuple[int, int], parts: list[Written]
+    ) -> None:
+        """Have the items that `contains` asks for come first: a grammar for any place would be one for each."""
+        least, most = counts
+        inner = node.inside(words["contains"], "contains")
+        part: dict[str, Any] = {"prefixItems": [self.write(inner)] * least}
+        if {"prefixItems", "unevaluatedItems"} & words.keys() or least > _MOST_CONTAINED:
+            raise refused(
+                node.path,
+                f"contains beside prefixItems or unevaluatedItems, or for more than {_MOST_CONTAINED} items, "
+                "cannot be followed: say with prefixItems alone which come where",
+            )
+        if most < LARGEST:
+            opposite = choices.negated(self, inner)
+            if opposite is None:
+                raise refused(inner.path, "maxContains cannot be followed for this schema")
+            part["items"] = opposite
+        parts.append(part)
+
+    def _unique(self, node: Node, words: Mapping[str, Any], least: int, most: int | None) -> Written | None:
+        """Arrays whose items all differ: all, or those in the order of the enum; None: they are watched."""
         values = self.listed(node.inside(words["items"], "items")) if "items" in words else None
         if values is None or {"prefixItems", "contains"} & words.keys():
+            if self._is_watched:
+                return None
             raise refused(
                 node.path,
                 "uniqueItems is true, and that no two items are equal is followed only where items is an enum "
@@ -298,6 +323,8 @@ class Writer:
             arrays = [list(each) for size in sizes for each in itertools.permutations(values, size)]
         elif sum(math.comb(len(values), size) for size in sizes) <= _MOST_ORDERS:
             arrays = [list(each) for size in sizes for each in itertools.combinations(values, size)]
+        elif self._is_watched:
+            return None
         else:
             raise refused(
                 node.path,
