@@ -16,18 +16,19 @@ from benchmarks.measuring.options import new_parser
 from inflight.batch_manager import GptManager
 from inflight.config import SchedulerConfig
 from inflight.core.request.request import EngineDescription, Request
+from inflight.core.request.response import Response
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.scheduler import Scheduler
+from inflight.endpoint.delivery import Delivery
 from inflight.endpoint.local import LocalEngineClient
-from inflight.endpoint.mailbox import Mailbox
 from inflight.testing.fake_engine import FakeEngine
 
 
 class SlowSender:
-    """Takes responses from a mailbox and spends `seconds` on each, with the GIL released."""
+    """Takes responses from a delivery and spends `seconds` on each, with the GIL released."""
 
     def __init__(self, seconds: float) -> None:
-        self.mailbox = Mailbox()
+        self.delivery: Delivery[Response] = Delivery(window=1)
         self.num_responses = 0
         self.num_tokens = 0
         self._seconds = seconds
@@ -35,7 +36,7 @@ class SlowSender:
         self._thread.start()
 
     def _run(self) -> None:
-        while waiting := self.mailbox.get(limit=1):
+        while waiting := self.delivery.take():
             for response in waiting:
                 if self._seconds:
                     time.sleep(self._seconds)
@@ -43,7 +44,7 @@ class SlowSender:
                 self.num_tokens += response.result.num_output_tokens[0] if response.result else 0
 
     def close(self) -> None:
-        self.mailbox.close()
+        self.delivery.close()
         self._thread.join()
 
 
@@ -63,7 +64,7 @@ def measure(num_streams: int, num_tokens: int, send_us: float) -> dict[str, floa
     )
     for number in range(num_streams):
         request = Request(0, tuple(range(number, number + 16)), num_tokens, streaming=True)
-        client.submit(request, sender.mailbox.put)
+        client.submit(request, sender.delivery.put)
     times = []
     while not times or scheduler.num_active:
         started = time.perf_counter()

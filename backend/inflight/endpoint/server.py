@@ -19,6 +19,7 @@ from itertools import groupby
 from inflight.core.ports import EngineClient
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
+from inflight.endpoint.delivery import Delivery
 from inflight.endpoint.frames import (
     Adapters,
     BadFrame,
@@ -37,7 +38,6 @@ from inflight.endpoint.frames import (
     encode,
     encode_response,
 )
-from inflight.endpoint.mailbox import Mailbox
 from inflight.endpoint.path import listen, remove
 from inflight.endpoint.supervision import Supervision, Supervisor
 from inflight.errors import InflightError, StepFailed, without_places
@@ -137,7 +137,7 @@ class _Connection:
         self._supervisor: Supervisor | None = None
         self._socket = connected
         self.asked_to_retire = False
-        self._mailbox = Mailbox()
+        self._delivery: Delivery[Response] = Delivery(_RESPONSES_PER_WRITE)
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._engine_ids: dict[int, int] = {}  # the connection's id → the engine's, while in flight
@@ -150,7 +150,7 @@ class _Connection:
 
     def close(self) -> None:
         """Send what waits, as far as the front end takes it, and end the connection and its threads."""
-        self._mailbox.close()
+        self._delivery.close()
         self._writer.join(_FAREWELL_S)
         self._disconnect()
         self._reader.join()
@@ -206,12 +206,12 @@ class _Connection:
                 with self._lock:
                     finished.set()
                     self._engine_ids.pop(local_id, None)
-            self._mailbox.put(replace(response, request_id=local_id))
+            self._delivery.put(replace(response, request_id=local_id))
 
         try:
             engine_id = self._client.submit(frame.request, on_response)
         except Exception as error:  # one request at fault must not end the connection of all
-            self._mailbox.put(
+            self._delivery.put(
                 Response(local_id, error=_as_inflight_error(error, _NOT_SUBMITTED), is_final=True)
             )
             return
@@ -258,7 +258,7 @@ class _Connection:
             self._client.stop(engine_id, StopReason.CANCELLED)
         if self._server.supervision is not None and self._supervisor is not None:
             self._server.supervision.detach(self._supervisor)
-        self._mailbox.close()
+        self._delivery.close()
         self._disconnect()
         self._writer.join()
         if self._supervisor is not None:
@@ -271,7 +271,7 @@ class _Connection:
     def _write(self) -> None:
         try:
             self._send([encode(self._hello())])
-            while responses := self._mailbox.get(_RESPONSES_PER_WRITE):
+            while responses := self._delivery.take():
                 self._send([part for response in responses for part in self._parts(response)])
         except (OSError, InflightError) as error:
             _log.info("a front end's connection ended: %s", error)

@@ -1,7 +1,7 @@
 """`Executor`: takes requests, and hands out their responses to whoever asks for them.
 
-One object has one engine (`engines.py`): the GptManager's loop turns requests into responses, which wait in a
-mailbox until a client fetches them. Any thread may call any method. Specification: TensorRT-LLM's Executor API.
+One object has one engine (`engines.py`): the GptManager's loop turns requests into responses, which wait until
+a client fetches them (`enqueued.py`). Any thread may call any method. Specification: TensorRT-LLM's Executor API.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from inflight.executor import engines, reports
 from inflight.executor.config import ExecutorConfig
 from inflight.executor.convert import to_core_request, to_lora_request, to_parameters
 from inflight.executor.debug_tensors import DebugTensorsPerIteration
+from inflight.executor.enqueued import EnqueuedRequests
 from inflight.executor.enums import BatchingType, ModelType
 from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported
 from inflight.executor.fields import FieldChecker, check_model_type
 from inflight.executor.generate import Generating, Generation, Prompts, as_list, is_one_prompt
 from inflight.executor.loading import OwnPostProcessors, has_client_id_argument, loader
-from inflight.executor.mailbox import Mailbox
 from inflight.executor.request import LoraConfig, Request
 from inflight.executor.response import Response
 from inflight.executor.results import Answer, Answers, Asked
@@ -157,12 +157,12 @@ class Executor:
         self._max_queue_size = config.max_queue_size or 0
         self._num_slots = parameters.engine.max_num_sequences
         self._has_kv_events = num_events > 0
-        self._mailbox = Mailbox()
+        self._enqueued = EnqueuedRequests()
         self._is_shut_down = False
         client = self._engine.client
         self._description = None if client is None else client.describe()
         self._tokenizer: Tokenizer | None = None
-        self._finalizer = weakref.finalize(self, _end, self._mailbox, self._engine)
+        self._finalizer = weakref.finalize(self, _end, self._enqueued, self._engine)
 
     def __enter__(self) -> Executor:
         return self
@@ -209,14 +209,14 @@ class Executor:
         ids: list[int] = []
         for each in prepared:
             try:
-                request_id = self._submit(client, each, self._mailbox.put)
+                request_id = self._submit(client, each, self._enqueued.put)
             except InflightError as error:
                 for left in prepared[len(ids) :]:
-                    self._mailbox.retract(left.answers.num_sequences)
+                    self._enqueued.retract(left.answers.num_sequences)
                 for request_id in ids:
                     client.stop(request_id, StopReason.CANCELLED)
                 raise ExecutorError(str(error)) from error
-            self._mailbox.open(request_id, each.answers)
+            self._enqueued.open(request_id, each.answers)
             ids.append(request_id)
         return ids
 
@@ -349,7 +349,7 @@ class Executor:
         asked, timeout = _whose(args, keywords)
         timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if asked is None:
-            return [answer.to_response() for answer in self._mailbox.take_all(timeout_s)]
+            return [answer.to_response() for answer in self._enqueued.take(timeout_s)]
         if isinstance(asked, int):
             return self._responses_of(asked, timeout_s)
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -359,15 +359,15 @@ class Executor:
         ]
 
     def _responses_of(self, request_id: int, timeout_s: float | None) -> list[Response]:
-        if self._mailbox.is_ended(request_id):
+        if self._enqueued.is_ended(request_id):
             text = f"ReqId {request_id} has already been processed and was terminated."
             return [Response(request_id, text)]
-        return [answer.to_response() for answer in self._mailbox.take(request_id, timeout_s)]
+        return [answer.to_response() for answer in self._enqueued.take(timeout_s, request_id)]
 
     def get_num_responses_ready(self, id: int | None = None) -> int:
         """How many responses wait to be taken, of one request or of all."""
         self._client()
-        return self._mailbox.count(id)
+        return self._enqueued.count(id)
 
     # ---------------------------------------------------------------- what there is to tell
 
@@ -450,17 +450,17 @@ class Executor:
 
     def _announce(self, num_sequences: int) -> None:
         bound = self._max_queue_size
-        if not self._mailbox.announce(num_sequences, bound + self._num_slots if bound else None):
+        if not self._enqueued.announce(num_sequences, bound + self._num_slots if bound else None):
             raise ExecutorError(f"Maximum queue size of {bound} has been reached, please try again later")
 
     def _submit(self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[Answer], None]) -> int:
         """Give a request to the engine, or its refusal to `hand_on`; returns its id."""
-        answers, mailbox, own = prepared.answers, self._mailbox, self._own_post_processors
+        answers, enqueued, own = prepared.answers, self._enqueued, self._own_post_processors
         core, post_processor = prepared.request, prepared.post_processor
 
         def on_response(response: CoreResponse) -> None:
             if response.is_final:
-                mailbox.retract(answers.num_sequences)
+                enqueued.retract(answers.num_sequences)
                 if post_processor is not None:
                     own.forget(response.request_id)
             hand_on(answers.add(response))
@@ -550,6 +550,6 @@ def _adapters(lora: Lora | Sequence[Lora | None] | None, num_prompts: int) -> li
         raise ExecutorError(str(error)) from error
 
 
-def _end(mailbox: Mailbox, engine: engines.ExecutorEngine) -> None:
-    mailbox.close()
+def _end(enqueued: EnqueuedRequests, engine: engines.ExecutorEngine) -> None:
+    enqueued.close()
     engine.close()

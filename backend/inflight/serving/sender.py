@@ -1,7 +1,7 @@
 """The thread that answers: takes responses as the engine makes them and hands them to their clients.
 
 Owns the sending of everything but refusals and what needs no engine. A send may cost more than the engine may wait
-for, so the engine only puts responses into a mailbox; streams that have fallen behind, as they do where the model
+for, so the engine only puts responses into a delivery; streams that have fallen behind, as they do where the model
 computes on all processors, get what waits for them in one response, the longest-waiting first. Text is made here
 too. Does not know where responses come from, nor the clients' protocol.
 """
@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from inflight.core.request.response import Response
-from inflight.endpoint.mailbox import Mailbox
+from inflight.endpoint.delivery import Delivery
 from inflight.errors import InflightError, StepFailed, unexpected
 from inflight.serving.background import give_way
 from inflight.serving.in_flight import Arrival, Ending, InFlight, error_of_ending
@@ -62,8 +62,9 @@ class Sender:
         self._in_flight = in_flight
         self._responses = responses
         self._budget = budget
-        self._mailbox = Mailbox()
-        self._pacing = Pacing(stream_interval, self._mailbox.put)
+        # One at a time: what still waits goes on joining.
+        self._delivery: Delivery[Response] = Delivery(window=1)
+        self._pacing = Pacing(stream_interval, self._delivery.put)
         self._thread = threading.Thread(target=self._run, name="inflight-sender", daemon=True)
         self._thread.start()
 
@@ -76,17 +77,16 @@ class Sender:
 
         What `stream_interval` holds back does not count. Any thread.
         """
-        return self._mailbox.wait_until_taken(timeout_s)
+        return self._delivery.wait_until_sent(timeout_s)
 
     def close(self) -> None:
         """Send what waits and end the thread."""
-        self._mailbox.close()
+        self._delivery.close()
         self._thread.join()
 
     def _run(self) -> None:
         give_way()
-        # One at a time: what still waits goes on joining.
-        while waiting := self._mailbox.get(limit=1):
+        while waiting := self._delivery.take():
             for response in waiting:
                 self._deliver(response)
 
