@@ -19,6 +19,7 @@ from inflight.build import build_engine, check_parameters
 from inflight.core.ports import SendResponseCallback
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.stats import IterationStats
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.endpoint.delivery import Delivery
@@ -80,7 +81,7 @@ class _Run:
 
     def __init__(
         self,
-        submit: Callable[[Request, SendResponseCallback], int],
+        submit: Callable[[Request, SendResponseCallback], RequestHandle],
         requests: Sequence[BenchRequest],
         concurrency: int,
         pauses_s: Sequence[float],
@@ -113,7 +114,7 @@ class _Run:
             sent_ns = time.monotonic_ns()
             key = self._submit(
                 Request(0, request.prompt, request.num_output_tokens, streaming=True), self._delivery.put
-            )
+            ).request_id
             self._sent_ns[key], self._came_ns[key] = sent_ns, []
             self._num_open += 1
             self._next_s += self._pauses_s.popleft() if len(self._pauses_s) > 1 else self._pauses_s[0]

@@ -31,6 +31,7 @@ from inflight.core.report.executor_stats import (
 )
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter import LoraRequest
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription
 from inflight.core.request.request import OutputConfig as CoreOutputConfig
 from inflight.core.request.request import Request as CoreRequest
@@ -206,19 +207,19 @@ class Executor:
         client = self._client("Shutdown called, cannot enqueue requests")
         prepared = [self._prepare(request) for request in requests]
         self._announce(sum(each.answers.num_sequences for each in prepared))
-        ids: list[int] = []
+        handles: list[RequestHandle] = []
         for each in prepared:
             try:
-                request_id = self._submit(client, each, self._enqueued.put)
+                handle = self._submit(client, each, self._enqueued.put)
             except InflightError as error:
-                for left in prepared[len(ids) :]:
+                for left in prepared[len(handles) :]:
                     self._enqueued.retract(left.answers.num_sequences)
-                for request_id in ids:
-                    client.stop(request_id, StopReason.CANCELLED)
+                for taken in handles:
+                    taken.stop()
                 raise ExecutorError(str(error)) from error
-            self._enqueued.open(request_id, each.answers)
-            ids.append(request_id)
-        return ids
+            self._enqueued.open(handle.request_id, each.answers)
+            handles.append(handle)
+        return [handle.request_id for handle in handles]
 
     async def stream(self, request: Request, *, lora: str | None = None) -> AsyncIterator[Response]:
         """Enqueue a request and yield its responses as tokens come; `streaming` need not be set.
@@ -246,7 +247,7 @@ class Executor:
                 loop.call_soon_threadsafe(arrived.put_nowait, answer)
 
         self._announce(prepared.answers.num_sequences)
-        request_id = self._submit(client, prepared, hand_on)
+        handle = self._submit(client, prepared, hand_on)
         is_final = False
         try:
             while not is_final:
@@ -255,7 +256,7 @@ class Executor:
                 yield answer.to_response()
         finally:
             if not is_final:
-                client.stop(request_id, StopReason.CANCELLED)
+                handle.stop()
 
     def generate(
         self,
@@ -453,8 +454,10 @@ class Executor:
         if not self._enqueued.announce(num_sequences, bound + self._num_slots if bound else None):
             raise ExecutorError(f"Maximum queue size of {bound} has been reached, please try again later")
 
-    def _submit(self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[Answer], None]) -> int:
-        """Give a request to the engine, or its refusal to `hand_on`; returns its id."""
+    def _submit(
+        self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[Answer], None]
+    ) -> RequestHandle:
+        """Give a request to the engine, or its refusal to `hand_on`; returns its handle."""
         answers, enqueued, own = prepared.answers, self._enqueued, self._own_post_processors
         core, post_processor = prepared.request, prepared.post_processor
 
@@ -471,7 +474,7 @@ class Executor:
             return client.submit(core, on_response)
         request_id = client.reserve_id()
         on_response(CoreResponse(request_id, error=prepared.error, is_final=True))
-        return request_id
+        return RequestHandle(request_id, client.stop)
 
 
 # ---------------------------------------------------------------------- arguments in several forms

@@ -15,6 +15,7 @@ from numbers import Integral
 from typing import cast
 
 from inflight.core.ports import EngineClient
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import FinishReason, StopReason
@@ -108,7 +109,7 @@ class Generating:
         self._reply = Reply(prompts, in_one=False)
         self._arrived: queue.SimpleQueue[tuple[int, CoreResponse]] = queue.SimpleQueue()
         self._outputs: list[list[Output]] = [[] for _ in requests]
-        self._in_flight: dict[int, int] = {}  # the engine's id, by prompt
+        self._in_flight: dict[int, RequestHandle] = {}  # by prompt
 
     def run(self, most_at_once: int | None, progress: bool | None) -> list[Generation]:
         """Generate, in the order of the prompts.
@@ -128,8 +129,8 @@ class Generating:
                     self._take(*self._arrived.get(), advance)
                     self._submit_next(waiting, most_at_once)
             finally:
-                for request_id in self._in_flight.values():  # an error, or KeyboardInterrupt
-                    self._client.stop(request_id, StopReason.CANCELLED)
+                for handle in self._in_flight.values():  # an error, or KeyboardInterrupt
+                    handle.stop()
         return [_generation(*pair) for pair in zip(self._requests, self._outputs, strict=True)]
 
     def _submit_next(self, waiting: Iterator[int], most_at_once: int | None) -> None:
@@ -153,7 +154,7 @@ class Generating:
         self._outputs[index] += self._reply.add(index, response.result, is_last=response.is_final)
         if self._reply.has_just_stopped:
             sequence = response.result.sequence_index
-            self._client.stop(self._in_flight[index], StopReason.STOP_WORDS, sequence)
+            self._in_flight[index].stop(StopReason.STOP_WORDS, sequence)
         if response.is_final:
             self._in_flight.pop(index)
             advance()

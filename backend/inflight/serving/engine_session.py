@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from inflight.core.ports import EngineClient
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.response import Response, merge_responses
 from inflight.core.request.stop import StopReason
 from inflight.errors import Cancelled, StepFailed
@@ -75,10 +76,15 @@ class EngineSession:
             pool.shutdown(wait=True, cancel_futures=True)
         self._stopping.shutdown(wait=True)
 
-    def stop_later(self, engine_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
+    def stop_later(
+        self,
+        handle: RequestHandle,
+        reason: StopReason = StopReason.CANCELLED,
+        sequence_index: int | None = None,
+    ) -> None:
         """Stop a request, or one of its sequences, without waiting for whatever carries that there."""
         with contextlib.suppress(RuntimeError):  # closed, and the requests with it
-            self._stopping.submit(self.client.stop, engine_id, reason, sequence_index)
+            self._stopping.submit(handle.stop, reason, sequence_index)
 
     def arrive(self, stream: OutputStream, batch_index: int, response: Response) -> None:
         """Take one response; on the client's thread, never waits."""
@@ -111,7 +117,7 @@ class OutputStream:
         self._has_news = asyncio.Event()
         self._is_cancelled = False
         self._lock = threading.Lock()
-        self._engine_ids: list[int] = []
+        self._handles: list[RequestHandle] = []  # in the order of the prompts
         self._is_closed = False
 
     def __aiter__(self) -> OutputStream:
@@ -140,9 +146,9 @@ class OutputStream:
             if self._is_closed:
                 return
             self._is_closed = True
-            running = list(self._engine_ids) if self._num_unfinished else []
-        for engine_id in running:
-            self._session.stop_later(engine_id, StopReason.CANCELLED)
+            running = list(self._handles) if self._num_unfinished else []
+        for handle in running:
+            self._session.stop_later(handle)
 
     def submit(self) -> None:
         """Submit the requests, unless `close` was called; on a thread that may block."""
@@ -150,12 +156,12 @@ class OutputStream:
         for batch_index, request in enumerate(self._requests):
             if self._is_closed:
                 return
-            engine_id = client.submit(request, partial(self._session.arrive, self, batch_index))
+            handle = client.submit(request, partial(self._session.arrive, self, batch_index))
             with self._lock:
-                self._engine_ids.append(engine_id)
+                self._handles.append(handle)
                 is_closed = self._is_closed
             if is_closed:
-                client.stop(engine_id, StopReason.CANCELLED)
+                handle.stop()
 
     def put(self, batch_index: int, response: Response) -> None:
         """Take one response; on the event loop."""
@@ -175,5 +181,6 @@ class OutputStream:
             result = response.result
             outputs += self._reply.add(batch_index, result, is_last=False)
             if self._reply.has_just_stopped and not result.is_sequence_final:
-                self._session.stop_later(response.request_id, StopReason.STOP_WORDS, result.sequence_index)
+                handle = self._handles[batch_index]
+                self._session.stop_later(handle, StopReason.STOP_WORDS, result.sequence_index)
         return outputs

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from inflight.core.request.response import Response
+from inflight.core.request.stop import StopReason
 from inflight.endpoint.delivery import Delivery
 from inflight.errors import InflightError, StepFailed, unexpected
 from inflight.serving.background import give_way
@@ -128,7 +129,7 @@ class Sender:
             return self._responses.error(entry.send_failure or error_of_ending(entry.ending))
         outputs = entry.reply.add(arrival.batch_index, result, arrival.is_last)
         if not result.is_sequence_final and entry.reply.has_just_stopped:
-            self._in_flight.stop_sequence(response.request_id, result.sequence_index)
+            entry.handles[arrival.batch_index].stop(StopReason.STOP_WORDS, result.sequence_index)
         return self._responses.outputs(outputs) if outputs else None
 
     def _give_up(self, arrival: Arrival, error: Exception) -> None:
