@@ -11,6 +11,7 @@ import json
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 
 from benchmarks.measuring.options import new_parser
 from inflight.batch_manager import GptManager
@@ -28,7 +29,7 @@ class SlowSender:
     """Takes responses from a delivery and spends `seconds` on each, with the GIL released."""
 
     def __init__(self, seconds: float) -> None:
-        self.delivery: Delivery[Response] = Delivery(window=1)
+        self.delivery: Delivery[Response] = Delivery(limit=1)
         self.num_responses = 0
         self.num_tokens = 0
         self._seconds = seconds
@@ -36,12 +37,14 @@ class SlowSender:
         self._thread.start()
 
     def _run(self) -> None:
-        while waiting := self.delivery.take():
-            for response in waiting:
-                if self._seconds:
-                    time.sleep(self._seconds)
-                self.num_responses += 1
-                self.num_tokens += response.result.num_output_tokens[0] if response.result else 0
+        self.delivery.run(self._send)
+
+    def _send(self, responses: Sequence[Response]) -> None:
+        for response in responses:
+            if self._seconds:
+                time.sleep(self._seconds)
+            self.num_responses += 1
+            self.num_tokens += response.result.num_output_tokens[0] if response.result else 0
 
     def close(self) -> None:
         self.delivery.close()

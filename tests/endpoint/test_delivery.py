@@ -13,12 +13,12 @@ from inflight.errors import StepFailed
 from tests.endpoint.factories import PATIENCE_S, delta, make_result
 
 
-def drained(delivery: Delivery, window: int = 0) -> list[Response]:
-    """Everything that waits, taken as often as it takes; `window` is the delivery's."""
+def drained(delivery: Delivery, limit: int = 0) -> list[Response]:
+    """Everything that waits, taken as often as it takes; `limit` is the delivery's."""
     taken: list[Response] = []
     while delivery.count():
         some = delivery.take()
-        assert some and (not window or len(some) <= window)
+        assert some and (not limit or len(some) <= limit)
         taken += some
     return taken
 
@@ -33,7 +33,7 @@ def test_responses_of_one_request_are_joined() -> None:
 
 
 def test_whoever_waits_longest_is_served_first() -> None:
-    delivery = Delivery(window=2)
+    delivery = Delivery(limit=2)
     for request_id in (3, 1, 2, 3, 1):
         delivery.put(delta(request_id, request_id))
     assert [response.request_id for response in delivery.take()] == [3, 1]
@@ -57,37 +57,37 @@ def test_sequences_of_a_request_are_joined_apart() -> None:
     assert delivery.count() == 0
 
 
-@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("limit", [0, 1, 2])
 @pytest.mark.parametrize("last", [0, 1, 2])
-def test_a_final_response_comes_out_last(last: int, window: int) -> None:
-    delivery = Delivery(window)
+def test_a_final_response_comes_out_last(last: int, limit: int) -> None:
+    delivery = Delivery(limit)
     delivery.put(delta(7, 5, sequence_index=last))
     delivery.put(delta(8, 1))
     for index in {0, 1, 2} - {last}:
         delivery.put(delta(7, index, sequence_index=index))
     delivery.put(delta(7, 6, final=True, sequence_index=last))
-    taken = drained(delivery, window)
+    taken = drained(delivery, limit)
     assert taken[-1] == delta(7, 5, 6, final=True, sequence_index=last)
     assert len(taken) == 4
 
 
 def test_an_error_drops_what_waits_of_every_sequence() -> None:
-    delivery = Delivery(window=1)
+    delivery = Delivery(limit=1)
     error = Response(7, error=StepFailed("boom"), is_final=True)
     for index in (2, 0, 1):
         delivery.put(delta(7, index, sequence_index=index))
     delivery.put(delta(8, 1))
     delivery.put(error)
-    assert drained(delivery, window=1) == [error, delta(8, 1)]
+    assert drained(delivery, limit=1) == [error, delta(8, 1)]
 
 
 def test_large_logits_are_not_joined_without_end() -> None:
-    delivery = Delivery(window=1)
+    delivery = Delivery(limit=1)
     row = FloatTensor((1, MAX_JOINED_LOGITS_BYTES // 12), bytes(4 * (MAX_JOINED_LOGITS_BYTES // 12)))
     for token in range(7):
         result = make_result(token, generation_logits=(row,))
         delivery.put(Response(1, result, is_final=token == 6))
-    taken = drained(delivery, window=1)
+    taken = drained(delivery, limit=1)
     assert [r.result.output_token_ids[0] for r in taken] == [(0, 1, 2), (3, 4, 5), (6,)]
     assert [r.result.generation_logits[0].shape[0] for r in taken] == [3, 3, 1]
     assert [r.is_final for r in taken] == [False, False, True]
@@ -122,7 +122,7 @@ def test_responses_that_are_not_joined_come_as_they_were_put() -> None:
 
 @pytest.mark.parametrize("joins", [True, False])
 def test_one_request_is_taken_and_the_others_wait_on(joins: bool) -> None:
-    delivery = Delivery(window=1, joins=joins)
+    delivery = Delivery(limit=1, joins=joins)
     of_2 = [delta(2, 2), delta(2, 3, sequence_index=1)]
     for response in (delta(1, 1), *of_2, delta(3, 4)):
         delivery.put(response)
@@ -139,6 +139,29 @@ def test_whoever_waits_for_one_request_is_not_woken_for_good_by_another() -> Non
     delivery.put(delta(2, 2))
     consumer.join(PATIENCE_S)
     assert taken == [delta(2, 2)] and delivery.take() == [delta(1, 1)]
+
+
+def test_news_are_told_when_there_were_none() -> None:
+    told: list[int] = []
+    delivery = Delivery(limit=1, interval=2, on_news=lambda: told.append(delivery.count()))
+    for token in range(3):  # the second one is held back
+        delivery.put(delta(1, token))
+    delivery.put(delta(2, 5))
+    assert told == [1]
+    assert drained(delivery) == [delta(1, 0, 1, 2), delta(2, 5)]
+    delivery.put(delta(1, 3))
+    assert told == [1]
+    delivery.put(delta(1, 4))
+    assert told == [1, 1 + 1]
+
+
+def test_a_sink_gets_everything_until_the_delivery_is_closed() -> None:
+    delivery, got = Delivery(limit=2), []
+    for request_id in (1, 2, 3):
+        delivery.put(delta(request_id, request_id))
+    delivery.close()
+    delivery.run(got.append)
+    assert got == [[delta(1, 1), delta(2, 2)], [delta(3, 3)]]
 
 
 def test_nothing_to_get() -> None:
@@ -172,9 +195,9 @@ PUTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max
 
 @given(PUTS, st.integers(0, 3), st.lists(st.booleans(), max_size=60))
 def test_order_holds_whenever_the_consumer_comes(
-    puts: list[tuple[int, int]], window: int, comes: list[bool]
+    puts: list[tuple[int, int]], limit: int, comes: list[bool]
 ) -> None:
-    delivery = Delivery(window)
+    delivery = Delivery(limit)
     taken: list[Response] = []
     lasts = {request_id: position for position, (request_id, _) in enumerate(puts)}
     for position, (request_id, index) in enumerate(puts):
@@ -182,7 +205,7 @@ def test_order_holds_whenever_the_consumer_comes(
         delivery.put(delta(request_id, position, final=final, sequence_index=index))
         if position < len(comes) and comes[position]:
             taken += delivery.take(0)
-    taken += drained(delivery, window)
+    taken += drained(delivery, limit)
 
     for request_id, index in set(puts):
         own = [r for r in taken if (r.request_id, r.sequence_index) == (request_id, index)]
@@ -194,8 +217,8 @@ def test_order_holds_whenever_the_consumer_comes(
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=1, max_size=200), st.integers(0, 3))
-def test_no_token_is_lost_or_reordered(num_consumers: int, requests: list[int], window: int) -> None:
-    delivery = Delivery(window)
+def test_no_token_is_lost_or_reordered(num_consumers: int, requests: list[int], limit: int) -> None:
+    delivery = Delivery(limit)
     received: list[list[Response]] = [[] for _ in range(num_consumers)]
 
     def consume(mine: list[Response]) -> None:

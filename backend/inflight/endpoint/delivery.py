@@ -13,7 +13,8 @@ an idle consumer sleeps in a condition variable.
 from __future__ import annotations
 
 import threading
-from itertools import islice
+from collections.abc import Callable
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from inflight.core.request.response import Response, merge_responses
@@ -32,20 +33,34 @@ class Delivery(Generic[_R]):
     An id must not be used again while its final response still waits here.
 
     Args:
-        window: Most responses that are taken at a time; 0: all. What a slow consumer leaves goes on being joined.
+        limit: Most responses that are taken at a time; 0: all. What a slow consumer leaves goes on being joined.
+        interval: How many tokens a sequence's response is held back for, at least 1. Its first and its last
+            response are never held back.
         joins: Whether the waiting responses of a sequence are joined into one. If not, each is taken as it came,
             and those of a request are taken together.
+        on_news: Called on the thread of `put`, without a lock, when a response waits and none did before; for a
+            consumer that does not wait in `take`. It has to take until nothing is left.
     """
 
-    def __init__(self, window: int = 0, joins: bool = True) -> None:
-        self._window = window
+    def __init__(
+        self,
+        limit: int = 0,
+        interval: int = 1,
+        joins: bool = True,
+        on_news: Callable[[], object] | None = None,
+    ) -> None:
+        self._limit = limit
+        self._interval = interval
         self._joins = joins
+        self._on_news = on_news
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
         self._asleep = threading.Condition(lock)
         self._waiting: dict[_Key, list[_R]] = {}  # in order of first insertion, hence fair
         # By request, which sequences wait beside the first; requests with one sequence are not here.
         self._further: dict[int, set[int]] = {}
+        # By request and sequence: responses held back since one was let through; empty once the first has been.
+        self._held: dict[int, dict[int, list[_R]]] = {}
         self._num_consumers_asleep = 0
         self._closed = False
 
@@ -54,40 +69,44 @@ class Delivery(Generic[_R]):
 
         A sequence that already waits keeps its place in the queue. After `close` the response is dropped.
         """
-        key = (response.request_id, response.sequence_index if self._joins else 0)
         with self._changed:
             if self._closed:
                 return
-            if response.result is None and self._joins:
-                self._drop_all(response.request_id)
-            backlog = self._waiting.get(key)
-            if backlog is not None:
-                backlog.append(response)  # joined by the consumer: the producer is the loop's thread
-                return
-            self._append(key, [response])
-            if self._num_consumers_asleep:
-                self._changed.notify_all()
+            was_empty = not self._waiting
+            if self._interval == 1:
+                self._add(response)
+            else:
+                for each in self._due(response):
+                    self._add(each)
+            has_news = was_empty and bool(self._waiting)
+        if has_news and self._on_news is not None:
+            self._on_news()
 
     def take(self, timeout_s: float | None = None, request_id: int | None = None) -> list[_R]:
         """Wait for responses and take them, longest waiting first.
 
         Args:
             timeout_s: Seconds to wait for the first response; None waits until there is one.
-            request_id: Whose responses to take; None: everybody's, as many as the window allows.
+            request_id: Whose responses to take; None: everybody's, `limit` at most.
 
         Returns:
             The responses; empty when the delivery is closed and drained, or when the time is up.
         """
         with self._changed:
-            if not self._waits(request_id) and not self._closed:
+            if not self._waits(request_id) and not self._closed and timeout_s != 0:
                 self._sleep(timeout_s, request_id)
             backlogs = self._take(request_id)
         if self._joins:
             return [merge_responses(backlog) for backlog in backlogs]
         return [response for backlog in backlogs for response in backlog]
 
+    def run(self, sink: Callable[[list[_R]], object]) -> None:
+        """Hand what comes to `sink`, on this thread, until the delivery is closed and drained."""
+        while responses := self.take():
+            sink(responses)
+
     def count(self, request_id: int | None = None) -> int:
-        """How many responses have been put and not taken, of one request or of all."""
+        """How many responses wait to be taken, of one request or of all."""
         with self._changed:
             keys = self._waiting if request_id is None else self._keys_of(request_id)
             return sum(len(self._waiting[key]) for key in keys)
@@ -95,7 +114,8 @@ class Delivery(Generic[_R]):
     def wait_until_sent(self, timeout_s: float) -> bool:
         """Wait until nothing waits here and a consumer is back for more, for `timeout_s` seconds at most.
 
-        Returns whether that is so. A consumer that is back has dealt with all that it took.
+        Returns whether that is so. A consumer that is back has dealt with all that it took. What `interval` holds
+        back does not count.
         """
         with self._changed:
             return self._asleep.wait_for(
@@ -110,6 +130,34 @@ class Delivery(Generic[_R]):
             self._asleep.notify_all()
 
     # ---------------------------------------------------------------- under the lock
+
+    def _due(self, response: _R) -> list[_R]:
+        """The responses that need not be held back any more, in order, now that `response` is here."""
+        sequences = self._held.setdefault(response.request_id, {})
+        is_first = response.sequence_index not in sequences
+        held = sequences.setdefault(response.sequence_index, [])
+        held.append(response)
+        if response.is_final:
+            del self._held[response.request_id]
+            others = (each for index, each in sequences.items() if index != response.sequence_index)
+            return [*chain.from_iterable(others), *held]
+        ends = response.result is not None and response.result.is_sequence_final
+        if is_first or ends or _num_tokens(held) >= self._interval:
+            sequences[response.sequence_index] = []
+            return held
+        return []
+
+    def _add(self, response: _R) -> None:
+        key = (response.request_id, response.sequence_index if self._joins else 0)
+        if response.result is None and self._joins:
+            self._drop_all(response.request_id)
+        backlog = self._waiting.get(key)
+        if backlog is not None:
+            backlog.append(response)  # joined by the consumer: the producer is the loop's thread
+            return
+        self._append(key, [response])
+        if self._num_consumers_asleep:
+            self._changed.notify_all()
 
     def _append(self, key: _Key, backlog: list[_R]) -> None:
         self._waiting[key] = backlog
@@ -155,7 +203,7 @@ class Delivery(Generic[_R]):
 
     def _next_keys(self, request_id: int | None) -> list[_Key]:
         if request_id is None:
-            return list(islice(self._waiting, self._window or None))
+            return list(islice(self._waiting, self._limit or None))
         return self._keys_of(request_id)
 
     def _keys_of(self, request_id: int) -> list[_Key]:
@@ -166,6 +214,15 @@ class Delivery(Generic[_R]):
         if request_id is None:
             return bool(self._waiting)
         return request_id in self._further or (request_id, 0) in self._waiting
+
+
+def _num_tokens(held: list[_R]) -> int:
+    """Tokens in these responses. A cumulative one repeats what came before it, so each counts as one token."""
+    return sum(
+        1 if each.result.is_cumulative else len(each.result.output_token_ids[0])
+        for each in held
+        if each.result is not None
+    )
 
 
 def _num_joined(backlog: list[_R]) -> int:

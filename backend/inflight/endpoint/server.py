@@ -271,12 +271,14 @@ class _Connection:
     def _write(self) -> None:
         try:
             self._send([encode(self._hello())])
-            while responses := self._delivery.take():
-                self._send([part for response in responses for part in self._parts(response)])
+            self._delivery.run(self._send_responses)
         except (OSError, InflightError) as error:
             _log.info("a front end's connection ended: %s", error)
         finally:
             self._disconnect()  # the reader ends the connection
+
+    def _send_responses(self, responses: Sequence[Response]) -> None:
+        self._send([part for response in responses for part in self._parts(response)])
 
     def _hello(self) -> Hello:
         description, supervision = self._client.describe(), self._server.supervision

@@ -37,6 +37,7 @@ from inflight.core.request.request import OutputConfig as CoreOutputConfig
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import StopReason
+from inflight.endpoint.delivery import Delivery
 from inflight.errors import ConfigError, InflightError, InvalidArgument, Unavailable
 from inflight.executor import engines, reports
 from inflight.executor.config import ExecutorConfig
@@ -240,20 +241,23 @@ class Executor:
                 raise InvalidValue(f"lora is {lora!r} and the request has a lora_config: give one of them")
             prepared = replace(prepared, request=replace(prepared.request, lora=to_lora_request(lora)))
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Answer] = asyncio.Queue()
+        has_news = asyncio.Event()
 
-        def hand_on(answer: Answer) -> None:
+        def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(arrived.put_nowait, answer)
+                loop.call_soon_threadsafe(has_news.set)
 
+        delivery: Delivery[Answer] = Delivery(joins=False, on_news=tell)
         self._announce(prepared.answers.num_sequences)
-        handle = self._submit(client, prepared, hand_on)
+        handle = self._submit(client, prepared, delivery.put)
         is_final = False
         try:
             while not is_final:
-                answer = await arrived.get()
-                is_final = answer.is_final
-                yield answer.to_response()
+                await has_news.wait()
+                has_news.clear()
+                for answer in delivery.take(timeout_s=0):
+                    is_final = answer.is_final
+                    yield answer.to_response()
         finally:
             if not is_final:
                 handle.stop()

@@ -20,7 +20,6 @@ from inflight.endpoint.delivery import Delivery
 from inflight.errors import InflightError, StepFailed, unexpected
 from inflight.serving.background import give_way
 from inflight.serving.in_flight import Arrival, Ending, InFlight, error_of_ending
-from inflight.serving.pacing import Pacing
 from inflight.serving.reply import Output
 from inflight.serving.response_size import ResponseBudget
 
@@ -50,7 +49,7 @@ class Sender:
         in_flight: Where the clients of responses are found.
         responses: Makes the responses of the clients' protocol.
         budget: Knows whether there is room for a response, and gets it back when a request has been answered.
-        stream_interval: How many tokens a streamed response waits for, see `Pacing`.
+        stream_interval: How many tokens a streamed response waits for, `Delivery`'s `interval`.
     """
 
     def __init__(
@@ -64,14 +63,13 @@ class Sender:
         self._responses = responses
         self._budget = budget
         # One at a time: what still waits goes on joining.
-        self._delivery: Delivery[Response] = Delivery(window=1)
-        self._pacing = Pacing(stream_interval, self._delivery.put)
+        self._delivery: Delivery[Response] = Delivery(limit=1, interval=stream_interval)
         self._thread = threading.Thread(target=self._run, name="inflight-sender", daemon=True)
         self._thread.start()
 
     def put(self, response: Response) -> None:
         """Queue one response of the engine's; never waits."""
-        self._pacing.put(response)
+        self._delivery.put(response)
 
     def wait_until_sent(self, timeout_s: float) -> bool:
         """Wait until all that was put here has been sent, for `timeout_s` at most; returns whether it has.
@@ -87,9 +85,11 @@ class Sender:
 
     def _run(self) -> None:
         give_way()
-        while waiting := self._delivery.take():
-            for response in waiting:
-                self._deliver(response)
+        self._delivery.run(self._deliver_all)
+
+    def _deliver_all(self, responses: Sequence[Response]) -> None:
+        for response in responses:
+            self._deliver(response)
 
     def _deliver(self, response: Response) -> None:
         arrival = self._in_flight.arrive(response.request_id, response.is_final)
