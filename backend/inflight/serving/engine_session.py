@@ -38,7 +38,7 @@ class EngineSession:
         self._waiting = ThreadPoolExecutor(_WAITING, "inflight-waiting")
         self._stopping = ThreadPoolExecutor(1, "inflight-stopping")  # never behind a long text
         self._lock = threading.Lock()
-        self._news: list[asyncio.Event] = []
+        self._news: list[asyncio.Event] = []  # of streams, to be set on the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def compute(self, function: Callable[[], _T]) -> _T:
