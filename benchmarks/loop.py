@@ -11,23 +11,25 @@ import json
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 
 from benchmarks.measuring.options import new_parser
 from inflight.batch_manager import GptManager
 from inflight.config import SchedulerConfig
 from inflight.core.request.request import EngineDescription, Request
+from inflight.core.request.response import Response
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.scheduler import Scheduler
+from inflight.endpoint.delivery import Delivery
 from inflight.endpoint.local import LocalEngineClient
-from inflight.endpoint.mailbox import Mailbox
 from inflight.testing.fake_engine import FakeEngine
 
 
 class SlowSender:
-    """Takes responses from a mailbox and spends `seconds` on each, with the GIL released."""
+    """Takes responses from a delivery and spends `seconds` on each, with the GIL released."""
 
     def __init__(self, seconds: float) -> None:
-        self.mailbox = Mailbox()
+        self.delivery: Delivery[Response] = Delivery(limit=1)
         self.num_responses = 0
         self.num_tokens = 0
         self._seconds = seconds
@@ -35,15 +37,17 @@ class SlowSender:
         self._thread.start()
 
     def _run(self) -> None:
-        while waiting := self.mailbox.get(limit=1):
-            for response in waiting:
-                if self._seconds:
-                    time.sleep(self._seconds)
-                self.num_responses += 1
-                self.num_tokens += response.result.num_output_tokens[0] if response.result else 0
+        self.delivery.run(self._send)
+
+    def _send(self, responses: Sequence[Response]) -> None:
+        for response in responses:
+            if self._seconds:
+                time.sleep(self._seconds)
+            self.num_responses += 1
+            self.num_tokens += response.result.num_output_tokens[0] if response.result else 0
 
     def close(self) -> None:
-        self.mailbox.close()
+        self.delivery.close()
         self._thread.join()
 
 
@@ -63,7 +67,7 @@ def measure(num_streams: int, num_tokens: int, send_us: float) -> dict[str, floa
     )
     for number in range(num_streams):
         request = Request(0, tuple(range(number, number + 16)), num_tokens, streaming=True)
-        client.submit(request, sender.mailbox.put)
+        client.submit(request, sender.delivery.put)
     times = []
     while not times or scheduler.num_active:
         started = time.perf_counter()

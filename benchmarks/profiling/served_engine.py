@@ -1,6 +1,6 @@
 """An engine as a server runs it, with its instruments and its client, and a load for it; only Triton is missing.
 
-The caller's thread is the client: it sends, and takes what a mailbox has, as the thread of a front end does.
+The caller's thread is the client: it sends, and takes what a delivery has, as the thread of a front end does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from inflight.build import build_engine, check_parameters
 from inflight.core.ports import SendResponseCallback
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.stats import IterationStats
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
-from inflight.endpoint.mailbox import Mailbox
+from inflight.endpoint.delivery import Delivery
 from inflight.load_model import LoadModel, load_model
 
 _AT_ONCE = (0.0,)
@@ -80,7 +81,7 @@ class _Run:
 
     def __init__(
         self,
-        submit: Callable[[Request, SendResponseCallback], int],
+        submit: Callable[[Request, SendResponseCallback], RequestHandle],
         requests: Sequence[BenchRequest],
         concurrency: int,
         pauses_s: Sequence[float],
@@ -90,7 +91,7 @@ class _Run:
         self._waiting = deque(requests)
         self._pauses_s = deque(pauses_s)
         self._concurrency = concurrency
-        self._mailbox = Mailbox()
+        self._delivery: Delivery[Response] = Delivery()
         self._next_s = time.monotonic()
         self._sent_ns: dict[int, int] = {}
         self._came_ns: dict[int, list[int]] = {}
@@ -100,7 +101,7 @@ class _Run:
         """Runs it."""
         while self._waiting or self._num_open:
             self._send_due()
-            for response in self._mailbox.get(timeout=self._patience_s()):
+            for response in self._delivery.take(self._patience_s()):
                 self._take(response)
         return [
             Timeline(len(request.prompt), request.num_output_tokens, self._sent_ns[key], tuple(came_ns))
@@ -112,8 +113,8 @@ class _Run:
             request = self._waiting.popleft()
             sent_ns = time.monotonic_ns()
             key = self._submit(
-                Request(0, request.prompt, request.num_output_tokens, streaming=True), self._mailbox.put
-            )
+                Request(0, request.prompt, request.num_output_tokens, streaming=True), self._delivery.put
+            ).request_id
             self._sent_ns[key], self._came_ns[key] = sent_ns, []
             self._num_open += 1
             self._next_s += self._pauses_s.popleft() if len(self._pauses_s) > 1 else self._pauses_s[0]

@@ -104,9 +104,9 @@ class Load:
 
         lora = LoraRequest(name=name) if name else None
         request = Request(0, PROMPT, NUM_TOKENS, streaming=True, lora=lora)
-        request_id = self._client.submit(request, on_response)
+        handle = self._client.submit(request, on_response)
         if patience == 0:
-            self._client.stop(request_id, StopReason.CANCELLED)
+            handle.stop()
 
     def _judge(self, name: str, tokens: list[int], response: Response) -> None:
         whole = self._expected[name]

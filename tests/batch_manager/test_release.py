@@ -127,9 +127,9 @@ def test_no_response_overtakes_the_last_one():
             assert not failed.wait(0.05)
         order.append(response.is_final)
 
-    request_id = client.submit(Request(0, (1, 2, 3), 4, True), on_response)
+    handle = client.submit(Request(0, (1, 2, 3), 4, True), on_response)
     client.get_inference_requests(-1)
-    client.send_response(delta(request_id, 7))
+    client.send_response(delta(handle.request_id, 7))
     failing.join(PATIENCE_S)
-    client.send_response(delta(request_id, 8))
+    client.send_response(delta(handle.request_id, 8))
     assert order == [False, True]

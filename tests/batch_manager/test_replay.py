@@ -20,7 +20,7 @@ from inflight.batch_manager.replay import (
 from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.request.request import EngineDescription, IterationInput, Request
 from inflight.core.request.response import Response
-from inflight.core.request.stop import FinishReason, StopReason
+from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
@@ -169,11 +169,11 @@ def test_what_the_loop_records_with_all_its_threads_is_the_same_again(seed, tmp_
         for _ in range(12):
             prompt = tuple(rng.randrange(50) for _ in range(rng.randint(1, 40)))
             hurried = rng.random() < 0.2
-            request_id = client.submit(
+            handle = client.submit(
                 Request(0, prompt, rng.randint(1, 60), streaming=True, allotted_time_ms=int(hurried)), receive
             )
             if rng.random() < 0.2:
-                client.stop(request_id, StopReason.CANCELLED)
+                handle.stop()
         for _ in range(12):
             assert finals.get(timeout=60)
     manager.shutdown()

@@ -9,7 +9,7 @@ from inflight.batch_manager import GptManager
 from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
-from inflight.core.request.stop import FinishReason, StopReason
+from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
@@ -64,9 +64,9 @@ def test_many_threads_submit_and_stop():
                 prompt = tuple(rng.randrange(97) for _ in range(rng.randint(1, 40)))
                 receiver = Receiver()
                 length = rng.randint(1, 60)
-                request_id = client.submit(Request(0, prompt, length, streaming=True), receiver)
+                handle = client.submit(Request(0, prompt, length, streaming=True), receiver)
                 if rng.random() < 0.4:
-                    client.stop(request_id, StopReason.CANCELLED)
+                    handle.stop()
                 assert receiver.done.wait(30), "no final response"
                 expected = expected_tokens(prompt, length, 97)
                 assert receiver.tokens == expected[: len(receiver.tokens)]

@@ -99,7 +99,7 @@ class Asked:
     def __init__(self, client: EngineClient, request: Request) -> None:
         self._responses: queue.Queue[Response] = queue.Queue()
         self.client = client
-        self.id = client.submit(request, self._responses.put)
+        self.handle = client.submit(request, self._responses.put)
 
     def next(self) -> Response:
         return self._responses.get(timeout=PATIENCE_S)
@@ -108,7 +108,7 @@ class Asked:
         found = [self.next()]
         while not found[-1].is_final:
             found.append(self.next())
-        assert {response.request_id for response in found} == {self.id}
+        assert {response.request_id for response in found} == {self.handle.request_id}
         return found
 
 
@@ -278,14 +278,14 @@ def test_a_stopped_request_and_a_stopped_sequence_end_once_and_at_once(slow_serv
     client = KServeEngineClient(slow_server.grpc, str(DEMO_MODEL))
     asked = Asked(client, make_request(LONG, streaming=True))
     asked.next()
-    client.stop(asked.id, StopReason.CANCELLED)
+    asked.handle.stop()
     *_, last = asked.all()
     assert last.is_final and last.result.finish_reasons == (FinishReason.CANCELLED,)
 
     sampling = SamplingConfig(top_k=5, num_return_sequences=2)
     asked = Asked(client, make_request(1000, streaming=True, sampling=sampling))
     asked.next()
-    client.stop(asked.id, StopReason.STOP_WORDS, 1)
+    asked.handle.stop(StopReason.STOP_WORDS, 1)
     responses = asked.all()
     client.close()
     ends = {
@@ -350,7 +350,7 @@ def test_streams_serve_one_request_after_another(slow_server, monkeypatch):
     assert len(opened) == 1
     asked = Asked(client, make_request(LONG, streaming=True))
     asked.next()
-    client.stop(asked.id, StopReason.CANCELLED)
+    asked.handle.stop()
     asked.all()
     Asked(client, make_request()).all()
     assert len(opened) == 2

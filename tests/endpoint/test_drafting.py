@@ -13,6 +13,7 @@ import pytest
 from inflight.batch_manager import GptManager
 from inflight.config import SchedulerConfig
 from inflight.core.request.drafted import DraftedRequest
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription, FloatTensor, OutputConfig, Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
@@ -43,7 +44,7 @@ class Submitted:
     def __getattr__(self, name: str) -> object:
         return getattr(self._client, name)
 
-    def submit(self, request: Request, on_response) -> int:
+    def submit(self, request: Request, on_response) -> RequestHandle:
         self.requests.append(request)
         return self._client.submit(request, on_response)
 
@@ -239,7 +240,7 @@ class Played:
             batcher.client._description = replace(described, limits=limits)
         self.client = DraftingClient(self.target.client, self.draft.client)
 
-    def ask(self, **fields) -> tuple[int, Inbox]:
+    def ask(self, **fields) -> tuple[RequestHandle, Inbox]:
         inbox = Inbox()
         return self.client.submit(drafted(**fields), inbox), inbox
 
@@ -305,14 +306,14 @@ def test_drafts_that_are_weighed_are_drawn_from_what_their_logits_say(played: Pl
 @pytest.mark.parametrize("in_draft", [True, False])
 @pytest.mark.parametrize("reason", list(StopReason))
 def test_a_stop_ends_it_wherever_it_is(played: Played, in_draft: bool, reason: StopReason) -> None:
-    request_id, inbox = played.ask()
+    handle, inbox = played.ask()
     if in_draft:
         running = played.draft
     else:
         respond(played.draft, 7)
         running = played.target
     asked = running.take()
-    played.client.stop(request_id, reason)
+    handle.stop(reason)
     assert signals(running) == [reason]
     running.client.send_response(
         Response(
@@ -324,14 +325,14 @@ def test_a_stop_ends_it_wherever_it_is(played: Played, in_draft: bool, reason: S
     result = inbox.final().result
     assert result.finish_reasons == (FinishReason[reason.name],) and result.is_sequence_final
     assert inbox.tokens == []
-    played.client.stop(request_id, reason)  # of one that has ended: ignored
+    handle.stop(reason)  # of one that has ended: ignored
 
 
 def test_a_stop_that_comes_as_a_round_ends_lets_no_other_begin(played: Played) -> None:
-    request_id, inbox = played.ask()
+    handle, inbox = played.ask()
     respond(played.draft, 7)
     asked = played.target.take()
-    played.client.stop(request_id, StopReason.CANCELLED)
+    handle.stop()
     assert signals(played.target) == [StopReason.CANCELLED]
     played.target.client.send_response(delta(asked.request_id, 7, 5, final=True))
     assert inbox.final().result.finish_reasons == (FinishReason.CANCELLED,)

@@ -32,7 +32,7 @@ def client(notified: list[None]) -> LocalEngineClient:
 
 
 def test_requests_are_handed_out_in_order_under_new_ids(client, notified) -> None:
-    ids = [client.submit(make_request((prompt,)), Inbox()) for prompt in (5, 6, 7)]
+    ids = [client.submit(make_request((prompt,)), Inbox()).request_id for prompt in (5, 6, 7)]
     assert ids == [1, 2, 3]
     assert len(notified) == 3
     assert client.get_inference_requests(0) == []
@@ -54,9 +54,9 @@ def test_responses_reach_their_request_until_the_final_one(client) -> None:
 
 def test_stop_of_a_queued_request_never_reaches_the_batcher(client, notified) -> None:
     inbox = Inbox()
-    request_id = client.submit(make_request(), inbox)
-    client.stop(request_id, StopReason.TIMED_OUT)
-    client.stop(request_id, StopReason.CANCELLED)
+    handle = client.submit(make_request(), inbox)
+    handle.stop(StopReason.TIMED_OUT)
+    handle.stop()
     assert len(notified) == 2
     assert client.get_inference_requests(-1) == []
     assert client.poll_stop_signals() == []
@@ -77,7 +77,7 @@ def test_stop_in_the_queue_answers_as_the_scheduler_does(client, streaming, samp
     )
     request = make_request((5, 6), streaming=streaming, sampling=sampling, output=output)
     inbox = Inbox()
-    client.stop(client.submit(request, inbox), StopReason.CANCELLED)
+    client.submit(request, inbox).stop()
     client.get_inference_requests(-1)
     config = SchedulerConfig(max_num_tokens=64, enable_kv_cache_reuse=False)
     scheduler = Scheduler(config, EngineLimits(1000, 256, 4, 16, 4))
@@ -91,7 +91,7 @@ def test_stop_in_the_queue_answers_as_the_scheduler_does(client, streaming, samp
 def test_stop_in_the_queue_ends_every_sequence(client) -> None:
     inbox = Inbox()
     request = make_request(sampling=SamplingConfig(num_return_sequences=3))
-    client.stop(client.submit(request, inbox), StopReason.CANCELLED)
+    client.submit(request, inbox).stop()
     client.get_inference_requests(-1)
     inbox.final()
     assert [response.sequence_index for response in inbox.responses] == [0, 1, 2]
@@ -102,7 +102,7 @@ def test_stop_in_the_queue_ends_every_sequence(client) -> None:
 def test_stop_in_the_queue_has_a_row_for_each_beam(client, returned: int | None, rows: int) -> None:
     inbox = Inbox()
     request = make_request(sampling=SamplingConfig(beam_width=4, num_return_sequences=returned))
-    client.stop(client.submit(request, inbox), StopReason.CANCELLED)
+    client.submit(request, inbox).stop()
     client.get_inference_requests(-1)
     assert inbox.final().result.num_output_tokens == (0,) * rows
 
@@ -115,29 +115,29 @@ def test_requests_carry_when_they_came(client) -> None:
 
 
 def test_stop_of_a_running_request_becomes_a_signal(client) -> None:
-    request_id = client.submit(make_request(), Inbox())
+    handle = client.submit(make_request(), Inbox())
     client.get_inference_requests(-1)
-    client.stop(request_id, StopReason.STOP_WORDS)
+    handle.stop(StopReason.STOP_WORDS)
     (signal,) = client.poll_stop_signals()
-    assert replace(signal, requested_ns=0) == StopSignal(request_id, StopReason.STOP_WORDS)
+    assert replace(signal, requested_ns=0) == StopSignal(handle.request_id, StopReason.STOP_WORDS)
     assert client.poll_stop_signals() == []
 
 
 def test_a_signal_says_when_it_was_asked_for(client) -> None:
     """By the clock of the request's arrival."""
-    request_id = client.submit(make_request(), Inbox())
+    handle = client.submit(make_request(), Inbox())
     (request,) = client.get_inference_requests(-1)
     before = time.monotonic_ns()
-    client.stop(request_id, StopReason.CANCELLED)
+    handle.stop()
     (signal,) = client.poll_stop_signals()
     assert request.arrival_time_ns <= before <= signal.requested_ns <= time.monotonic_ns()
 
 
 def test_stop_of_an_unknown_or_answered_request_is_ignored(client, notified) -> None:
-    request_id = client.submit(make_request(), Inbox())
+    handle = client.submit(make_request(), Inbox())
     client.get_inference_requests(-1)
-    client.send_response(delta(request_id, final=True))
-    client.stop(request_id, StopReason.CANCELLED)
+    client.send_response(delta(handle.request_id, final=True))
+    handle.stop()
     client.stop(99, StopReason.CANCELLED)
     assert client.poll_stop_signals() == []
     assert len(notified) == 1
@@ -150,7 +150,7 @@ def test_fail_all_answers_each_request_once(client) -> None:
     client.get_inference_requests(-1)
     client.send_response(delta(2, 5, final=True))
     client.submit(make_request(), queued)
-    client.stop(client.submit(make_request(), stopped), StopReason.CANCELLED)
+    client.submit(make_request(), stopped).stop()
 
     client.fail_all(StepFailed("gone"))
     client.close()
@@ -166,12 +166,12 @@ def test_fail_all_answers_each_request_once(client) -> None:
 
 def test_refuse_leaves_the_requests_in_flight_alone(client) -> None:
     inbox = Inbox()
-    request_id = client.submit(make_request(), inbox)
+    handle = client.submit(make_request(), inbox)
     client.refuse(Unavailable("shutting down"))
     with pytest.raises(Unavailable, match="shutting down"):
         client.submit(make_request(), Inbox())
     assert len(client.get_inference_requests(-1)) == 1
-    client.send_response(delta(request_id, 5, final=True))
+    client.send_response(delta(handle.request_id, 5, final=True))
     client.close()
     assert inbox.final().error is None
 
@@ -192,7 +192,7 @@ def test_a_callback_may_call_back(client) -> None:
 
     def again(response: Response) -> None:
         client.stop(1, StopReason.CANCELLED)
-        ids.append(client.submit(make_request(), Inbox()))
+        ids.append(client.submit(make_request(), Inbox()).request_id)
 
     client.submit(make_request(), again)
     client.send_response(delta(1, 5, final=True))
@@ -216,9 +216,9 @@ def test_many_threads_against_one_loop() -> None:
 
     def front_end(mine: list[Inbox]) -> None:
         for inbox, stops in zip(mine, itertools.cycle([True, False])):
-            request_id = client.submit(make_request(), inbox)
+            handle = client.submit(make_request(), inbox)
             if stops:
-                client.stop(request_id, StopReason.CANCELLED)
+                handle.stop()
 
     threads = [threading.Thread(target=front_end, args=(mine,)) for mine in inboxes]
     threads.append(threading.Thread(target=loop))
@@ -320,7 +320,7 @@ def test_an_iteration_gets_a_bounded_number_of_sequences(client) -> None:
     def submit(count: int, num_tokens: int = 1) -> int:
         sampling = SamplingConfig(num_return_sequences=count, top_k=2)
         request = replace(make_request((5,) * num_tokens), sampling=sampling)
-        return client.submit(request, Inbox())
+        return client.submit(request, Inbox()).request_id
 
     sizes = [(200, 1), (56, 1), (1, 1), (1000, 1), (100, 1), (100, 1024), (100, 1)]
     ids = [submit(*size) for size in sizes]
@@ -333,7 +333,7 @@ def test_an_iteration_gets_a_bounded_number_of_sequences(client) -> None:
 def test_responses_of_what_was_stopped_here_come_in_parts_too(client, notified) -> None:
     inboxes = [Inbox() for _ in range(600)]
     for inbox in inboxes:
-        client.stop(client.submit(make_request(), inbox), StopReason.CANCELLED)
+        client.submit(make_request(), inbox).stop()
     counts = []
     while True:
         notified.clear()

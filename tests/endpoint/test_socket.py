@@ -77,12 +77,12 @@ def test_responses_arrive_in_order_and_end_with_one_final(front_end, batcher) ->
 
 def test_an_error_arrives_as_what_it_is(front_end, batcher) -> None:
     inbox = Inbox()
-    request_id = front_end.submit(make_request(), inbox)
+    handle = front_end.submit(make_request(), inbox)
     error = InvalidArgument("too long")
     batcher.client.send_response(Response(batcher.take().request_id, error=error, is_final=True))
     final = inbox.final()
     assert (final.request_id, type(final.error), str(final.error)) == (
-        request_id,
+        handle.request_id,
         InvalidArgument,
         "too long",
     )
@@ -92,7 +92,8 @@ def test_front_ends_side_by_side_do_not_mix(server, batcher, path) -> None:
     clients = [SocketEngineClient(path) for _ in range(2)]
     inboxes = [Inbox(), Inbox()]
     ids = [
-        client.submit(make_request((n,)), inbox) for n, (client, inbox) in enumerate(zip(clients, inboxes))
+        client.submit(make_request((n,)), inbox).request_id
+        for n, (client, inbox) in enumerate(zip(clients, inboxes))
     ]
     assert ids == [1, 1]  # each counts on its own
     for request in (batcher.take(), batcher.take()):
@@ -106,16 +107,16 @@ def test_front_ends_side_by_side_do_not_mix(server, batcher, path) -> None:
 
 
 def test_a_stop_reaches_the_batcher_with_its_reason(front_end, batcher) -> None:
-    request_id = front_end.submit(make_request(), Inbox())
+    handle = front_end.submit(make_request(), Inbox())
     request = batcher.take()
-    front_end.stop(request_id, StopReason.STOP_WORDS)
+    handle.stop(StopReason.STOP_WORDS)
     front_end.stop(12345, StopReason.CANCELLED)
     assert batcher.stops(1) == {StopSignal(request.request_id, StopReason.STOP_WORDS)}
 
 
 def test_a_stop_while_queued_ends_the_request(front_end, batcher) -> None:
     queued, next_one = Inbox(), Inbox()
-    front_end.stop(front_end.submit(make_request(), queued), StopReason.CANCELLED)
+    front_end.submit(make_request(), queued).stop()
     front_end.submit(make_request((99,)), next_one)
     # Frames keep their order, so the first request is gone when the second is there.
     while len(batcher.client._queue) != 1 or 2 not in batcher.client._queue:
@@ -197,7 +198,7 @@ def test_a_front_end_finds_an_engine_that_comes_later_and_comes_back(batcher, pa
     for _ in range(2):
         server = EndpointServer(batcher.client, path)
         inbox = Inbox()
-        ids.append(client.submit(make_request(), inbox))
+        ids.append(client.submit(make_request(), inbox).request_id)
         batcher.answer(batcher.take(), 5)
         assert inbox.final().error is None
         server.close()
@@ -242,7 +243,7 @@ def test_a_callback_may_submit_stop_and_close(front_end, batcher) -> None:
     second, closed = Inbox(), threading.Event()
 
     def again(response: Response) -> None:
-        front_end.stop(front_end.submit(make_request(), second), StopReason.CANCELLED)
+        front_end.submit(make_request(), second).stop()
         front_end.close()
         closed.set()
 

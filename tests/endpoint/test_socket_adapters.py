@@ -6,7 +6,6 @@ import pytest
 
 from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawBuffer
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
-from inflight.core.request.stop import StopReason
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
@@ -62,11 +61,11 @@ def test_weights_count_from_when_they_come(
     client = front_end if by_socket else batcher.client
     request = make_request(lora=LoraRequest(7, weights=WEIGHTS))
     inbox = Inbox()
-    request_id = client.submit(request, inbox)
+    handle = client.submit(request, inbox)
     while not batcher.adapters.waiting:
         pass
     assert list(batcher.adapters.waiting.values()) == [16]
-    client.stop(request_id, StopReason.CANCELLED)
+    handle.stop()
     while batcher.adapters.waiting:
         pass
     batcher.client.get_inference_requests(-1)

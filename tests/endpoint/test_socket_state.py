@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from inflight.core.request.stop import StopReason, StopSignal
+from inflight.core.request.stop import StopSignal
 from inflight.endpoint import client as endpoint_client
 from inflight.endpoint import frames
 from inflight.endpoint.client import SocketEngineClient
@@ -85,9 +85,9 @@ def test_stops_and_responses_pass_a_question_that_takes_long(front_end, batcher)
     asked = Asked(front_end)
     assert patient.asked.wait(PATIENCE_S)
     inbox = Inbox()
-    request_id = front_end.submit(make_request(), inbox)
+    handle = front_end.submit(make_request(), inbox)
     request = batcher.take()
-    front_end.stop(request_id, StopReason.CANCELLED)
+    handle.stop()
     assert batcher.stops(1) == {StopSignal(request.request_id)}
     batcher.answer(request)
     assert inbox.final().error is None

@@ -238,10 +238,12 @@ def test_an_id_that_nobody_has_enqueued_has_no_responses(executor) -> None:
     assert executor.await_responses(1 << 40, NO_TIME) == []
 
 
-def test_how_many_responses_wait(executor) -> None:
+def test_how_many_responses_wait(executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, put = threading.Semaphore(0), executor._enqueued.put
+    monkeypatch.setattr(executor._enqueued, "put", lambda answer: (put(answer), arrived.release()))
     one, other = executor.enqueue_requests([request(3, streaming=True), request(4, streaming=True)])
-    with executor._mailbox._changed:  # until all are there
-        executor._mailbox._changed.wait_for(lambda: executor._mailbox.count() == 7, 60)
+    for _ in range(7):
+        assert arrived.acquire(timeout=60)
     assert executor.get_num_responses_ready() == 7
     assert [executor.get_num_responses_ready(each) for each in (one, other)] == [3, 4]
     assert executor.get_num_responses_ready(id=1 << 40) == 0
@@ -401,14 +403,13 @@ def test_the_end_wakes_whoever_waits(checkpoint: Path, monkeypatch: pytest.Monke
     executor = make_executor(checkpoint)
     request_id = executor.enqueue_request(request(LONG))
     entered, found = threading.Semaphore(0), []
-    for name in ("take", "take_all"):
-        take = getattr(executor._mailbox, name)
+    take = executor._enqueued.take
 
-        def announced(*args, take=take):
-            entered.release()
-            return take(*args)
+    def announced(*args):
+        entered.release()
+        return take(*args)
 
-        monkeypatch.setattr(executor._mailbox, name, announced)
+    monkeypatch.setattr(executor._enqueued, "take", announced)
     # Nothing but the end lets these go on, or the answer to the last request, which is an error then.
     waits = [lambda: executor.await_responses(1 << 40), lambda: executor.await_responses(request_id)]
     threads = [threading.Thread(target=lambda wait=wait: found.append(wait())) for wait in waits]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from inflight.core.ports import EngineClient, SendResponseCallback
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.core.request.response import Response, Result, TopLogProbs
 from inflight.core.request.stop import FinishReason, StopReason
@@ -70,7 +71,7 @@ class ScriptedEngine:
     def describe(self) -> EngineDescription:
         return self.description
 
-    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+    def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
         request_id = next(self._request_ids)
         self.requests.append(request)
         responses = self._responses(request_id, request)
@@ -81,7 +82,7 @@ class ScriptedEngine:
                 time.sleep(_PAUSE_S)
 
         threading.Thread(target=answer, name="scripted-engine").start()
-        return request_id
+        return RequestHandle(request_id, self.stop)
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         pass

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from inflight.core.ports import EngineClient
 from inflight.errors import Cancelled, Unavailable
 from inflight.openai.bodies import MAX_CONTAINERS, MAX_TEXTS, MAX_VALUES, BodyReader, parse_body
-from inflight.openai.engine_session import EngineSession
 from inflight.openai.errors import ApiError
 from inflight.openai.protocol import (
     MAX_TOKEN_IDS,
@@ -23,6 +22,7 @@ from inflight.openai.protocol import (
     DetokenizeBody,
     TokenizeBody,
 )
+from inflight.serving.engine_session import EngineSession
 
 JSON = "application/json"
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from inflight.core.ports import SendResponseCallback
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
@@ -90,7 +91,7 @@ def test_a_batch_is_refused_as_a_whole() -> None:
     """What the engine has taken of it already must not run for nobody."""
 
     class FullClient(FakeEngineClient):
-        def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+        def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
             if len(self.submitted) == 2:
                 raise Unavailable("full")
             return super().submit(request, on_response)
@@ -106,7 +107,7 @@ def test_a_batch_is_refused_as_a_whole() -> None:
 def test_one_sequence_of_one_prompt_may_be_stopped_for_its_text() -> None:
     in_flight, client = make_in_flight(FakeEngineClient(answers_stops=False))
     entry = start_batch(in_flight, 2)
-    in_flight.stop_sequence(entry.engine_ids[1], 3)
+    entry.handles[1].stop(StopReason.STOP_WORDS, 3)
     assert client.stopped == [(entry.engine_ids[1], StopReason.STOP_WORDS, 3)]
 
 
@@ -197,12 +198,12 @@ def test_a_response_before_submit_returns_finds_its_entry() -> None:
     lookers: list[threading.Thread] = []
 
     class FastClient(FakeEngineClient):
-        def submit(self, request: Request, on_response: SendResponseCallback) -> int:
-            engine_id = super().submit(request, on_response)
-            arrive = lambda: found.append(in_flight.arrive(engine_id, is_final=False))  # noqa: E731
+        def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
+            handle = super().submit(request, on_response)
+            arrive = lambda: found.append(in_flight.arrive(handle.request_id, is_final=False))  # noqa: E731
             lookers.append(threading.Thread(target=arrive))
             lookers[0].start()
-            return engine_id
+            return handle
 
     in_flight = InFlight(FastClient())
     entry = start(in_flight)

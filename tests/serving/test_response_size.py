@@ -7,7 +7,7 @@ import pytest
 from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
 from inflight.core.request.request import ExternalDraft, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.endpoint.mailbox import MAX_JOINED_LOGITS_BYTES
+from inflight.endpoint.delivery import MAX_JOINED_LOGITS_BYTES
 from inflight.errors import InvalidArgument, Unavailable
 from inflight.serving.response_size import (
     MAX_RESPONSE_BYTES,

@@ -11,6 +11,7 @@ import numpy as np
 from inflight.config import Parameters, Role, read_parameters
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
@@ -110,13 +111,13 @@ class FakeEngineClient:
             raise self.description
         return self.description
 
-    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+    def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
         if self.refusal is not None:
             raise self.refusal
         engine_id = 100 + len(self.submitted)
         self.submitted[engine_id] = replace(request, request_id=engine_id)
         self._callbacks[engine_id] = on_response
-        return engine_id
+        return RequestHandle(engine_id, self.stop)
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         self.stopped.append((request_id, reason, *(() if sequence_index is None else (sequence_index,))))

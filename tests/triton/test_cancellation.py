@@ -127,7 +127,7 @@ def test_the_thread_notices_and_ends_at_close() -> None:
     stopped = threading.Event()
 
     class Client(FakeEngineClient):
-        def stop(self, request_id: int, reason: StopReason) -> None:
+        def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
             stopped.set()
 
     in_flight = InFlight(Client())

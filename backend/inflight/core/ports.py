@@ -11,6 +11,7 @@ from inflight.core.report.stats import IterationStats
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.guide import Guide, GuideEvent
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription, IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason, StopSignal
@@ -227,8 +228,8 @@ class EngineClient(Protocol):
         """The engine's description; raises Unavailable while no engine can be reached."""
         ...
 
-    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
-        """Queue `request` and return the id it runs under (the given `request_id` is replaced)."""
+    def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
+        """Queue `request` under a new id, whatever `request_id` it has, and return its handle."""
         ...
 
     def reserve_id(self) -> int:
@@ -236,7 +237,10 @@ class EngineClient(Protocol):
         ...
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
-        """End a request that `submit` returned this id of, or one of its sequences, early; others are ignored."""
+        """End the request with this id, or one of its sequences, early; unknown ids are ignored.
+
+        Whoever has the request's handle calls its `stop`.
+        """
         ...
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:

@@ -2,6 +2,6 @@
 
 `local` is the batcher's side and the client of front ends in the same process. `server` and `client` carry the
 same calls between processes, in `frames`, over a socket that `path` finds; over the same socket `supervision`
-tells other processes whether the engine lives. `mailbox` is the queue in front of any consumer that may be
+tells other processes whether the engine lives. `delivery` is the way of responses to any consumer that may be
 slower than the engine.
 """

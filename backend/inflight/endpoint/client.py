@@ -21,6 +21,7 @@ from dataclasses import replace
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
@@ -74,7 +75,7 @@ class SocketEngineClient:
         """The engine's description; raises Unavailable while it cannot be reached."""
         return self._connected().description
 
-    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+    def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
         """Send `request` on.
 
         Raises:
@@ -88,7 +89,7 @@ class SocketEngineClient:
             raise InvalidArgument(f"the request is too large: {error}") from error
         for _ in range(_CONNECTIONS_TRIED):
             if self._connected().submit(request_id, parts, on_response):
-                return request_id
+                return RequestHandle(request_id, self.stop)
         raise Unreachable("the engine ends every connection; a later try may work")
 
     def reserve_id(self) -> int:

@@ -28,6 +28,7 @@ from inflight.core.ports import EngineClient, SendResponseCallback, WaitUntilSen
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.drafted import DraftedRequest
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import (
     EngineDescription,
     ExternalDraft,
@@ -71,7 +72,7 @@ class DraftingClient:
         """The target engine's description; raises Unavailable while it cannot be reached."""
         return self._target.describe()
 
-    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+    def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
         """Queue `request`; raises Unavailable if an engine that it needs cannot be reached."""
         if not isinstance(request, DraftedRequest):
             return self._target.submit(request, on_response)
@@ -96,7 +97,7 @@ class DraftingClient:
         with self._lock:
             self._drafted[request_id] = drafted
         self._jobs.put(drafted.begin_round)
-        return request_id
+        return RequestHandle(request_id, self.stop)
 
     def reserve_id(self) -> int:
         """An id that no request will run under."""
@@ -170,7 +171,7 @@ class _Drafted:
         self._respond, self._put = respond, put
         self._known = request.input_token_ids
         self._arrival_ns = time.monotonic_ns()
-        self._running: tuple[EngineClient, int] | None = None
+        self._running: RequestHandle | None = None
         self._stop: StopReason | None = None
         self._has_ended = False
         self._so_far = _Totals(self._arrival_ns)
@@ -190,8 +191,7 @@ class _Drafted:
         """End it early."""
         self._stop = self._stop or reason
         if self._running is not None:
-            client, request_id = self._running
-            client.stop(request_id, reason)
+            self._running.stop(reason)
 
     def _begin_round(self) -> None:
         if self._stop is not None:
@@ -204,8 +204,7 @@ class _Drafted:
             self._submit(self._target.client, self._target_request(self._num_to_come), self._take_tokens)
 
     def _submit(self, client: EngineClient, request: Request, take: SendResponseCallback) -> None:
-        request_id = client.submit(request, lambda response: self._put(lambda: self._take(take, response)))
-        self._running = client, request_id
+        self._running = client.submit(request, lambda response: self._put(lambda: self._take(take, response)))
 
     def _take(self, take: SendResponseCallback, response: Response) -> None:
         try:

@@ -25,6 +25,7 @@ from inflight.config import SEQUENCES_PER_ITERATION
 from inflight.core.ports import Adapters, SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.results import ended_before_start
@@ -90,8 +91,8 @@ class LocalEngineClient:
         self._check_available()
         return self._description
 
-    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
-        """Queue `request` and return the id it runs under.
+    def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
+        """Queue `request` and return its handle.
 
         Raises Unavailable after `fail_all`, after `refuse` unless it continues another request, or if too many
         weights of adapters wait to be stored.
@@ -109,7 +110,7 @@ class LocalEngineClient:
                 request, request_id=request_id, arrival_time_ns=time.monotonic_ns()
             )
         self._notify()
-        return request_id
+        return RequestHandle(request_id, self.stop)
 
     def reserve_id(self) -> int:
         """An id that no request will run under."""

@@ -17,8 +17,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from inflight.core.ports import EngineClient
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.response import Response
-from inflight.core.request.stop import StopReason
+from inflight.endpoint.delivery import Delivery
 from inflight.endpoint.frames import (
     Adapters,
     BadFrame,
@@ -37,7 +38,6 @@ from inflight.endpoint.frames import (
     encode,
     encode_response,
 )
-from inflight.endpoint.mailbox import Mailbox
 from inflight.endpoint.path import listen, remove
 from inflight.endpoint.supervision import Supervision, Supervisor
 from inflight.errors import InflightError, StepFailed, without_places
@@ -137,10 +137,10 @@ class _Connection:
         self._supervisor: Supervisor | None = None
         self._socket = connected
         self.asked_to_retire = False
-        self._mailbox = Mailbox()
+        self._delivery: Delivery[Response] = Delivery(_RESPONSES_PER_WRITE)
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
-        self._engine_ids: dict[int, int] = {}  # the connection's id → the engine's, while in flight
+        self._handles: dict[int, RequestHandle] = {}  # by the connection's id, while in flight
         self._reader = threading.Thread(target=self._read, name="endpoint-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="endpoint-writer", daemon=True)
 
@@ -150,7 +150,7 @@ class _Connection:
 
     def close(self) -> None:
         """Send what waits, as far as the front end takes it, and end the connection and its threads."""
-        self._mailbox.close()
+        self._delivery.close()
         self._writer.join(_FAREWELL_S)
         self._disconnect()
         self._reader.join()
@@ -197,7 +197,7 @@ class _Connection:
 
     def _submit(self, frame: Submit) -> None:
         local_id = frame.request.request_id
-        if local_id in self._engine_ids:
+        if local_id in self._handles:
             raise BadFrame(f"request id {local_id} is in flight already")
         finished = threading.Event()
 
@@ -205,25 +205,25 @@ class _Connection:
             if response.is_final:
                 with self._lock:
                     finished.set()
-                    self._engine_ids.pop(local_id, None)
-            self._mailbox.put(replace(response, request_id=local_id))
+                    self._handles.pop(local_id, None)
+            self._delivery.put(replace(response, request_id=local_id))
 
         try:
-            engine_id = self._client.submit(frame.request, on_response)
+            handle = self._client.submit(frame.request, on_response)
         except Exception as error:  # one request at fault must not end the connection of all
-            self._mailbox.put(
+            self._delivery.put(
                 Response(local_id, error=_as_inflight_error(error, _NOT_SUBMITTED), is_final=True)
             )
             return
         with self._lock:
             if not finished.is_set():
-                self._engine_ids[local_id] = engine_id
+                self._handles[local_id] = handle
 
     def _stop(self, frame: Stop) -> None:
         with self._lock:
-            engine_id = self._engine_ids.get(frame.request_id)
-        if engine_id is not None:
-            self._client.stop(engine_id, frame.reason, frame.sequence_index)
+            handle = self._handles.get(frame.request_id)
+        if handle is not None:
+            handle.stop(frame.reason, frame.sequence_index)
 
     def _say_state(self, frame: ReadState) -> None:
         """Answer a question for the state; on a thread of its own, which ends in time although nobody joins it."""
@@ -253,12 +253,12 @@ class _Connection:
 
     def _end(self) -> None:
         with self._lock:
-            left = list(self._engine_ids.values())
-        for engine_id in left:
-            self._client.stop(engine_id, StopReason.CANCELLED)
+            left = list(self._handles.values())
+        for handle in left:
+            handle.stop()
         if self._server.supervision is not None and self._supervisor is not None:
             self._server.supervision.detach(self._supervisor)
-        self._mailbox.close()
+        self._delivery.close()
         self._disconnect()
         self._writer.join()
         if self._supervisor is not None:
@@ -271,12 +271,14 @@ class _Connection:
     def _write(self) -> None:
         try:
             self._send([encode(self._hello())])
-            while responses := self._mailbox.get(_RESPONSES_PER_WRITE):
-                self._send([part for response in responses for part in self._parts(response)])
+            self._delivery.run(self._send_responses)
         except (OSError, InflightError) as error:
             _log.info("a front end's connection ended: %s", error)
         finally:
             self._disconnect()  # the reader ends the connection
+
+    def _send_responses(self, responses: Sequence[Response]) -> None:
+        self._send([part for response in responses for part in self._parts(response)])
 
     def _hello(self) -> Hello:
         description, supervision = self._client.describe(), self._server.supervision
@@ -290,9 +292,9 @@ class _Connection:
         except BadFrame as error:
             failed = StepFailed(f"the response is too large to be sent: {error}")
         with self._lock:
-            engine_id = self._engine_ids.pop(response.request_id, None)
-        if engine_id is not None:
-            self._client.stop(engine_id, StopReason.CANCELLED)
+            handle = self._handles.pop(response.request_id, None)
+        if handle is not None:
+            handle.stop()
         return encode_response(Response(response.request_id, error=failed, is_final=True))
 
     def _send(self, parts: Sequence[bytes]) -> None:

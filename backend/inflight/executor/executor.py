@@ -1,7 +1,7 @@
 """`Executor`: takes requests, and hands out their responses to whoever asks for them.
 
-One object has one engine (`engines.py`): the GptManager's loop turns requests into responses, which wait in a
-mailbox until a client fetches them. Any thread may call any method. Specification: TensorRT-LLM's Executor API.
+One object has one engine (`engines.py`): the GptManager's loop turns requests into responses, which wait until
+a client fetches them (`enqueued.py`). Any thread may call any method. Specification: TensorRT-LLM's Executor API.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ from inflight.core.report.executor_stats import (
 )
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter import LoraRequest
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription
 from inflight.core.request.request import OutputConfig as CoreOutputConfig
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import StopReason
+from inflight.endpoint.delivery import Delivery
 from inflight.errors import ConfigError, InflightError, InvalidArgument, Unavailable
 from inflight.executor import engines, reports
 from inflight.executor.config import ExecutorConfig
 from inflight.executor.convert import to_core_request, to_lora_request, to_parameters
 from inflight.executor.debug_tensors import DebugTensorsPerIteration
+from inflight.executor.enqueued import EnqueuedRequests
 from inflight.executor.enums import BatchingType, ModelType
 from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported
 from inflight.executor.fields import FieldChecker, check_model_type
 from inflight.executor.generate import Generating, Generation, Prompts, as_list, is_one_prompt
 from inflight.executor.loading import OwnPostProcessors, has_client_id_argument, loader
-from inflight.executor.mailbox import Mailbox
 from inflight.executor.request import LoraConfig, Request
 from inflight.executor.response import Response
 from inflight.executor.results import Answer, Answers, Asked
@@ -157,12 +159,12 @@ class Executor:
         self._max_queue_size = config.max_queue_size or 0
         self._num_slots = parameters.engine.max_num_sequences
         self._has_kv_events = num_events > 0
-        self._mailbox = Mailbox()
+        self._enqueued = EnqueuedRequests()
         self._is_shut_down = False
         client = self._engine.client
         self._description = None if client is None else client.describe()
         self._tokenizer: Tokenizer | None = None
-        self._finalizer = weakref.finalize(self, _end, self._mailbox, self._engine)
+        self._finalizer = weakref.finalize(self, _end, self._enqueued, self._engine)
 
     def __enter__(self) -> Executor:
         return self
@@ -206,19 +208,19 @@ class Executor:
         client = self._client("Shutdown called, cannot enqueue requests")
         prepared = [self._prepare(request) for request in requests]
         self._announce(sum(each.answers.num_sequences for each in prepared))
-        ids: list[int] = []
+        handles: list[RequestHandle] = []
         for each in prepared:
             try:
-                request_id = self._submit(client, each, self._mailbox.put)
+                handle = self._submit(client, each, self._enqueued.put)
             except InflightError as error:
-                for left in prepared[len(ids) :]:
-                    self._mailbox.retract(left.answers.num_sequences)
-                for request_id in ids:
-                    client.stop(request_id, StopReason.CANCELLED)
+                for left in prepared[len(handles) :]:
+                    self._enqueued.retract(left.answers.num_sequences)
+                for taken in handles:
+                    taken.stop()
                 raise ExecutorError(str(error)) from error
-            self._mailbox.open(request_id, each.answers)
-            ids.append(request_id)
-        return ids
+            self._enqueued.open(handle.request_id, each.answers)
+            handles.append(handle)
+        return [handle.request_id for handle in handles]
 
     async def stream(self, request: Request, *, lora: str | None = None) -> AsyncIterator[Response]:
         """Enqueue a request and yield its responses as tokens come; `streaming` need not be set.
@@ -239,23 +241,26 @@ class Executor:
                 raise InvalidValue(f"lora is {lora!r} and the request has a lora_config: give one of them")
             prepared = replace(prepared, request=replace(prepared.request, lora=to_lora_request(lora)))
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Answer] = asyncio.Queue()
+        has_news = asyncio.Event()
 
-        def hand_on(answer: Answer) -> None:
+        def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(arrived.put_nowait, answer)
+                loop.call_soon_threadsafe(has_news.set)
 
+        delivery: Delivery[Answer] = Delivery(joins=False, on_news=tell)
         self._announce(prepared.answers.num_sequences)
-        request_id = self._submit(client, prepared, hand_on)
+        handle = self._submit(client, prepared, delivery.put)
         is_final = False
         try:
             while not is_final:
-                answer = await arrived.get()
-                is_final = answer.is_final
-                yield answer.to_response()
+                await has_news.wait()
+                has_news.clear()
+                for answer in delivery.take(timeout_s=0):
+                    is_final = answer.is_final
+                    yield answer.to_response()
         finally:
             if not is_final:
-                client.stop(request_id, StopReason.CANCELLED)
+                handle.stop()
 
     def generate(
         self,
@@ -349,7 +354,7 @@ class Executor:
         asked, timeout = _whose(args, keywords)
         timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if asked is None:
-            return [answer.to_response() for answer in self._mailbox.take_all(timeout_s)]
+            return [answer.to_response() for answer in self._enqueued.take(timeout_s)]
         if isinstance(asked, int):
             return self._responses_of(asked, timeout_s)
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -359,15 +364,15 @@ class Executor:
         ]
 
     def _responses_of(self, request_id: int, timeout_s: float | None) -> list[Response]:
-        if self._mailbox.is_ended(request_id):
+        if self._enqueued.is_ended(request_id):
             text = f"ReqId {request_id} has already been processed and was terminated."
             return [Response(request_id, text)]
-        return [answer.to_response() for answer in self._mailbox.take(request_id, timeout_s)]
+        return [answer.to_response() for answer in self._enqueued.take(timeout_s, request_id)]
 
     def get_num_responses_ready(self, id: int | None = None) -> int:
         """How many responses wait to be taken, of one request or of all."""
         self._client()
-        return self._mailbox.count(id)
+        return self._enqueued.count(id)
 
     # ---------------------------------------------------------------- what there is to tell
 
@@ -450,17 +455,19 @@ class Executor:
 
     def _announce(self, num_sequences: int) -> None:
         bound = self._max_queue_size
-        if not self._mailbox.announce(num_sequences, bound + self._num_slots if bound else None):
+        if not self._enqueued.announce(num_sequences, bound + self._num_slots if bound else None):
             raise ExecutorError(f"Maximum queue size of {bound} has been reached, please try again later")
 
-    def _submit(self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[Answer], None]) -> int:
-        """Give a request to the engine, or its refusal to `hand_on`; returns its id."""
-        answers, mailbox, own = prepared.answers, self._mailbox, self._own_post_processors
+    def _submit(
+        self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[Answer], None]
+    ) -> RequestHandle:
+        """Give a request to the engine, or its refusal to `hand_on`; returns its handle."""
+        answers, enqueued, own = prepared.answers, self._enqueued, self._own_post_processors
         core, post_processor = prepared.request, prepared.post_processor
 
         def on_response(response: CoreResponse) -> None:
             if response.is_final:
-                mailbox.retract(answers.num_sequences)
+                enqueued.retract(answers.num_sequences)
                 if post_processor is not None:
                     own.forget(response.request_id)
             hand_on(answers.add(response))
@@ -471,7 +478,7 @@ class Executor:
             return client.submit(core, on_response)
         request_id = client.reserve_id()
         on_response(CoreResponse(request_id, error=prepared.error, is_final=True))
-        return request_id
+        return RequestHandle(request_id, client.stop)
 
 
 # ---------------------------------------------------------------------- arguments in several forms
@@ -550,6 +557,6 @@ def _adapters(lora: Lora | Sequence[Lora | None] | None, num_prompts: int) -> li
         raise ExecutorError(str(error)) from error
 
 
-def _end(mailbox: Mailbox, engine: engines.ExecutorEngine) -> None:
-    mailbox.close()
+def _end(enqueued: EnqueuedRequests, engine: engines.ExecutorEngine) -> None:
+    enqueued.close()
     engine.close()

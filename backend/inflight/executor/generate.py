@@ -7,7 +7,6 @@ strings are found, where the server does it too (`inflight.serving`). Everything
 from __future__ import annotations
 
 import contextlib
-import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,11 @@ from numbers import Integral
 from typing import cast
 
 from inflight.core.ports import EngineClient
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import FinishReason, StopReason
+from inflight.endpoint.delivery import Delivery
 from inflight.executor.errors import ExecutorError, InvalidValue
 from inflight.prompt import Output, Prompt, ReplyOptions
 from inflight.serving.reply import NewText, Reply, new_text
@@ -107,9 +108,10 @@ class Generating:
         self._requests = requests
         prompts = [_prompt(each, stop_strings, tokenizer) for each in requests]
         self._reply = Reply(prompts, in_one=False)
-        self._arrived: queue.SimpleQueue[tuple[int, CoreResponse]] = queue.SimpleQueue()
+        # Not joined: where a stop string cuts some tokenizers' tokens must not depend on timing.
+        self._delivery: Delivery[CoreResponse] = Delivery(joins=False)
         self._outputs: list[list[Output]] = [[] for _ in requests]
-        self._in_flight: dict[int, int] = {}  # the engine's id, by prompt
+        self._in_flight: dict[int, tuple[int, RequestHandle]] = {}  # by request id, with the prompt's place
 
     def run(self, most_at_once: int | None, progress: bool | None) -> list[Generation]:
         """Generate, in the order of the prompts.
@@ -126,11 +128,12 @@ class Generating:
             try:
                 self._submit_next(waiting, most_at_once)
                 while self._in_flight:
-                    self._take(*self._arrived.get(), advance)
+                    for response in self._delivery.take():
+                        self._take(response, advance)
                     self._submit_next(waiting, most_at_once)
             finally:
-                for request_id in self._in_flight.values():  # an error, or KeyboardInterrupt
-                    self._client.stop(request_id, StopReason.CANCELLED)
+                for _, handle in self._in_flight.values():  # an error, or KeyboardInterrupt
+                    handle.stop()
         return [_generation(*pair) for pair in zip(self._requests, self._outputs, strict=True)]
 
     def _submit_next(self, waiting: Iterator[int], most_at_once: int | None) -> None:
@@ -139,24 +142,23 @@ class Generating:
             index = next(waiting, None)
             if index is None:
                 return
-            request = self._requests[index]
-            self._in_flight[index] = self._client.submit(
-                request, lambda response, index=index: self._arrived.put((index, response))
-            )
+            handle = self._client.submit(self._requests[index], self._delivery.put)
+            self._in_flight[handle.request_id] = index, handle
 
     def _num_sequences(self) -> int:
-        return sum(self._requests[index].sampling.num_sequences for index in self._in_flight)
+        return sum(self._requests[index].sampling.num_sequences for index, _ in self._in_flight.values())
 
-    def _take(self, index: int, response: CoreResponse, advance: Callable[[], None]) -> None:
+    def _take(self, response: CoreResponse, advance: Callable[[], None]) -> None:
+        index, handle = self._in_flight[response.request_id]
+        if response.is_final:
+            del self._in_flight[response.request_id]
         if response.result is None:
-            self._in_flight.pop(index)
             raise ExecutorError(f"prompt {index}: {response.error}")
         self._outputs[index] += self._reply.add(index, response.result, is_last=response.is_final)
         if self._reply.has_just_stopped:
             sequence = response.result.sequence_index
-            self._client.stop(self._in_flight[index], StopReason.STOP_WORDS, sequence)
+            handle.stop(StopReason.STOP_WORDS, sequence)
         if response.is_final:
-            self._in_flight.pop(index)
             advance()
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from inflight.core.request.handle import RequestHandle
 from inflight.errors import ConfigError
 from inflight.executor.config import ExecutorConfig, GuidedDecodingConfig, LogitsPostProcessorConfig
 from inflight.executor.convert import OWN_POST_PROCESSOR_NAME
@@ -32,13 +33,13 @@ class OwnPostProcessors:
         self._lock = threading.Lock()
         self._by_id: dict[int, tuple[Callable[..., Any], bool]] = {}
 
-    def submit(self, process: Callable[..., Any], submit: Callable[[], int]) -> int:
-        """Submit a request that has a callable; returns its id. The engine waits until both are known."""
+    def submit(self, process: Callable[..., Any], submit: Callable[[], RequestHandle]) -> RequestHandle:
+        """Submit a request that has a callable; returns its handle. The engine waits until both are known."""
         has_client_id = has_client_id_argument(process)
         with self._lock:
-            request_id = submit()
-            self._by_id[request_id] = process, has_client_id
-        return request_id
+            handle = submit()
+            self._by_id[handle.request_id] = process, has_client_id
+        return handle
 
     def forget(self, request_id: int) -> None:
         """The request has ended."""

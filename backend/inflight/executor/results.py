@@ -68,13 +68,13 @@ class Answers:
     Attributes:
         asked: What they depend on.
         num_sequences: How many sequences count as one place in the queue each.
-        is_taken: Whether the final one has been fetched. Under the mailbox's lock.
+        have_ended: Whether the final one has come. Under the lock of `EnqueuedRequests`.
     """
 
     def __init__(self, asked: Asked, num_sequences: int) -> None:
         self.asked = asked
         self.num_sequences = num_sequences
-        self.is_taken = False
+        self.have_ended = False
         self._history: dict[int, list[core_response.Result]] = {}  # by sequence index, if it is needed
         self._num_generated: dict[int, int] = {}  # by sequence index
 
@@ -82,51 +82,52 @@ class Answers:
         """The engine's next response. One thread at a time."""
         result = response.result
         if result is None:
-            return Answer(self, response, (), 0)
+            return self._answer(response, (), 0)
         index, count = result.sequence_index, result.num_output_tokens[0]
         if not result.is_cumulative:
             count += self._num_generated.get(index, 0)
         self._num_generated[index] = count
         if not self.asked.looks_back:
-            return Answer(self, response, (), count)
+            return self._answer(response, (), count)
         history = self._history.setdefault(index, [])
         if result.is_cumulative:
             del history[1:]  # what came before is in this one, but for the context of the first
         history.append(result)
-        return Answer(self, response, tuple(history), count)
+        return self._answer(response, tuple(history), count)
+
+    def _answer(
+        self, response: core_response.Response, so_far: Sequence[core_response.Result], num_generated: int
+    ) -> Answer:
+        return Answer(
+            response.request_id,
+            response.result,
+            response.error,
+            response.is_final,
+            answers=self,
+            so_far=so_far,
+            num_generated=num_generated,
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One response as it came from the engine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(core_response.Response):
+    """One response as it came from the engine, and what a program's response is made of beside it.
 
     Attributes:
         answers: Of its request.
-        response: What the engine said.
         so_far: Its sequence's results up to this one, where a response repeats them.
         num_generated: Tokens that its sequence, or its best beam, has generated up to this one.
     """
 
     answers: Answers
-    response: core_response.Response
     so_far: Sequence[core_response.Result]
     num_generated: int
 
-    @property
-    def request_id(self) -> int:
-        """Whose answer it is."""
-        return self.response.request_id
-
-    @property
-    def is_final(self) -> bool:
-        """Whether it is the request's last."""
-        return self.response.is_final
-
     def to_response(self) -> Response:
         """The answer as the client gets it."""
-        asked, result = self.answers.asked, self.response.result
+        asked, result = self.answers.asked, self.result
         if result is None:
-            return Response(self.request_id, str(self.response.error) or "unknown error", asked.client_id)
+            return Response(self.request_id, str(self.error) or "unknown error", asked.client_id)
         return Response(self.request_id, self._result(asked, result), asked.client_id)
 
     def _result(self, asked: Asked, result: core_response.Result) -> Result:

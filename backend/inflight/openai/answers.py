@@ -14,13 +14,13 @@ from typing import Any
 from inflight.core.request.response import Result, TopLogProbs
 from inflight.core.request.stop import FinishReason
 from inflight.errors import Cancelled, InvalidArgument, Unsupported
-from inflight.openai.engine_session import OutputStream
 from inflight.openai.errors import in_fields
 from inflight.openai.log_probs import ranks_in_prompt, top_of_prompt
 from inflight.openai.protocol import SamplingBody
 from inflight.openai.sampling import Asked
 from inflight.prompt import Output, Prompt
 from inflight.serving.completion_text import new_tokens
+from inflight.serving.engine_session import OutputStream
 
 FINISH_REASONS = {
     FinishReason.END_ID: "stop",

@@ -17,12 +17,12 @@ from inflight.errors import InflightError
 from inflight.openai import chat_completions, completions, models, server_routes, tokenize
 from inflight.openai.bodies import BodyReader
 from inflight.openai.context import Context
-from inflight.openai.engine_session import EngineSession
 from inflight.openai.errors import add_error_handlers
 from inflight.openai.middleware import add_middleware
 from inflight.openai.options import OpenAiOptions
 from inflight.openai.playground.routes import playground_router
 from inflight.openai.serving_model import ServingModel
+from inflight.serving.engine_session import EngineSession
 
 _ENGINE_CHECK_S = 1.0
 

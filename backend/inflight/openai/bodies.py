@@ -18,9 +18,9 @@ from fastapi import Depends, Request
 from starlette.requests import ClientDisconnect
 
 from inflight.errors import Cancelled, Unavailable
-from inflight.openai.engine_session import EngineSession
 from inflight.openai.errors import ApiError, validation_error
 from inflight.openai.protocol import Body
+from inflight.serving.engine_session import EngineSession
 from inflight.serving.memory import return_free_memory
 
 MAX_VALUES = 1 << 20

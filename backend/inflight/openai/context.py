@@ -14,11 +14,11 @@ from fastapi import Request
 from starlette.responses import Response
 
 from inflight.openai.answers import Piece, Pieces
-from inflight.openai.engine_session import EngineSession
 from inflight.openai.planning import Plan
 from inflight.openai.request_ids import request_id_of
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import EventStream, Watcher, peeked
+from inflight.serving.engine_session import EngineSession
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, StopReason
@@ -118,7 +119,7 @@ class KServeEngineClient:
                 self._seen_s = time.monotonic()
             return self._description
 
-    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+    def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
         """Send `request` on; a server that cannot be reached is told by its only response.
 
         Raises:
@@ -128,7 +129,7 @@ class KServeEngineClient:
         request_id = next(self._ids)
         running = _Running(replace(request, request_id=request_id), input_tensors(request), on_response)
         self._post(self._start, running)
-        return request_id
+        return RequestHandle(request_id, self.stop)
 
     def reserve_id(self) -> int:
         """An id that no request will run under."""

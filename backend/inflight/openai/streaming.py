@@ -11,8 +11,8 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from inflight.openai.engine_session import OutputStream
 from inflight.openai.errors import describe_error
+from inflight.serving.engine_session import OutputStream
 
 _ENCODER = msgspec.json.Encoder()
 _DONE = b"data: [DONE]\n\n"

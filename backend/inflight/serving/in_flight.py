@@ -13,8 +13,8 @@ from enum import Enum
 from typing import Any, Protocol
 
 from inflight.core.ports import EngineClient, SendResponseCallback
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
-from inflight.core.request.stop import StopReason
 from inflight.errors import (
     AlreadyExists,
     Cancelled,
@@ -69,7 +69,7 @@ class InFlightRequest:
         stream: The way back to the client.
         reply: Makes its outputs. Touched by the sender thread only, once the engine knows of the request.
         ticket: Of `ResponseBudget`, to release when it is answered; 0 until the engine knows of the request.
-        engine_ids: What its prompts run under. Written once, by InFlight.
+        handles: Of its prompts, in the order of the batch. Written once, by InFlight.
         num_unfinished: Prompts whose final response has not come. Written by InFlight.
         ending: Why it was ended early. Written by InFlight.
         is_stopped: Whether a stop request came before the engine knew of it. Written by InFlight.
@@ -80,11 +80,16 @@ class InFlightRequest:
     stream: ClientStream
     reply: Reply
     ticket: int = 0
-    engine_ids: tuple[int, ...] = ()
+    handles: tuple[RequestHandle, ...] = ()
     num_unfinished: int = 0
     ending: Ending = Ending.NONE
     is_stopped: bool = False
     send_failure: InflightError | None = None
+
+    @property
+    def engine_ids(self) -> tuple[int, ...]:
+        """What its prompts run under."""
+        return tuple(handle.request_id for handle in self.handles)
 
     def __str__(self) -> str:
         """For log lines."""
@@ -149,7 +154,7 @@ class InFlight:
                 self._register(entry)
             # Under the lock, so that a response that comes before submit returns finds its entry.
             try:
-                entry.engine_ids = self._submit(requests, on_response)
+                entry.handles = self._submit(requests, on_response)
             except Exception:  # whatever it is, it is raised again, and nothing may stay registered
                 if not is_known:
                     self._forget(entry)
@@ -158,7 +163,7 @@ class InFlight:
             for batch_index, engine_id in enumerate(entry.engine_ids):
                 self._by_engine_id[engine_id] = (entry, batch_index)
         if entry.is_stopped:
-            self._stop_all(entry.engine_ids)
+            _stop_all(entry.handles)
 
     def stop(self, client_request_id: str) -> None:
         """End the request with this id, which gets a normal last response; an unknown id is ignored."""
@@ -166,14 +171,10 @@ class InFlight:
             raise InvalidArgument("Cannot send stop request without specifying a request_id")
         with self._changed:
             entry = self._by_client_request_id.get(client_request_id)
-            if entry is not None and not entry.engine_ids:
+            if entry is not None and not entry.handles:
                 entry.is_stopped = True
         if entry is not None:
-            self._stop_all(entry.engine_ids)
-
-    def stop_sequence(self, engine_id: int, sequence_index: int) -> None:
-        """End one sequence, whose text has come to a stop string."""
-        self._client.stop(engine_id, StopReason.STOP_WORDS, sequence_index)
+            _stop_all(entry.handles)
 
     def cancel(self, entry: InFlightRequest, ending: Ending = Ending.CLIENT_GONE) -> None:
         """End `entry`, whose last response then is an error; does nothing the second time."""
@@ -181,16 +182,16 @@ class InFlight:
             if entry.ending is not Ending.NONE:
                 return
             entry.ending = ending
-        self._stop_all(entry.engine_ids)
+        _stop_all(entry.handles)
 
     def abandon(self, entry: InFlightRequest) -> None:
         """Forget `entry` and end what still runs for it: it gets its last response now."""
         with self._changed:
-            running = [engine_id for engine_id in entry.engine_ids if engine_id in self._by_engine_id]
-            for engine_id in running:
-                del self._by_engine_id[engine_id]
+            running = [handle for handle in entry.handles if handle.request_id in self._by_engine_id]
+            for handle in running:
+                del self._by_engine_id[handle.request_id]
             self._forget(entry)
-        self._stop_all(running)
+        _stop_all(running)
 
     def arrive(self, engine_id: int, is_final: bool) -> Arrival | None:
         """Count a final response; returns whose response has come, None if nobody waits for it."""
@@ -244,24 +245,27 @@ class InFlight:
                     f"requestId {client_request_id} is already in progress, request is ignored."
                 )
             earlier.ending = Ending.CLIENT_GONE
-            self._stop_all(earlier.engine_ids)
+            _stop_all(earlier.handles)
 
-    def _submit(self, requests: Sequence[Request], on_response: SendResponseCallback) -> tuple[int, ...]:
-        engine_ids: list[int] = []
+    def _submit(
+        self, requests: Sequence[Request], on_response: SendResponseCallback
+    ) -> tuple[RequestHandle, ...]:
+        handles: list[RequestHandle] = []
         try:
             for request in requests:
-                engine_ids.append(self._client.submit(request, on_response))
+                handles.append(self._client.submit(request, on_response))
         except Exception:  # whatever it is, it is raised again, and nothing submitted may run on
-            self._stop_all(engine_ids)
+            _stop_all(handles)
             raise
-        return tuple(engine_ids)
-
-    def _stop_all(self, engine_ids: Sequence[int]) -> None:
-        for engine_id in engine_ids:
-            self._client.stop(engine_id, StopReason.CANCELLED)
+        return tuple(handles)
 
     def _forget(self, entry: InFlightRequest) -> None:
         self._entries.pop(entry, None)
         # The id may be another's by now: the client of this one was gone when it came.
         if self._by_client_request_id.get(entry.client_request_id) is entry:
             del self._by_client_request_id[entry.client_request_id]
+
+
+def _stop_all(handles: Sequence[RequestHandle]) -> None:
+    for handle in handles:
+        handle.stop()

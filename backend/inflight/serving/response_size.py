@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 from inflight.additional_outputs import CONTEXT, GENERATION, OfferedOutput
 from inflight.core.request.request import Request
+from inflight.endpoint.delivery import MAX_JOINED_LOGITS_BYTES
 from inflight.endpoint.frames import MAX_FRAME_BYTES
-from inflight.endpoint.mailbox import MAX_JOINED_LOGITS_BYTES
 from inflight.errors import InvalidArgument, Unavailable
 
 # A message holds names, shapes and the smallest outputs too.

@@ -1,7 +1,7 @@
 """The thread that answers: takes responses as the engine makes them and hands them to their clients.
 
 Owns the sending of everything but refusals and what needs no engine. A send may cost more than the engine may wait
-for, so the engine only puts responses into a mailbox; streams that have fallen behind, as they do where the model
+for, so the engine only puts responses into a delivery; streams that have fallen behind, as they do where the model
 computes on all processors, get what waits for them in one response, the longest-waiting first. Text is made here
 too. Does not know where responses come from, nor the clients' protocol.
 """
@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from inflight.core.request.response import Response
-from inflight.endpoint.mailbox import Mailbox
+from inflight.core.request.stop import StopReason
+from inflight.endpoint.delivery import Delivery
 from inflight.errors import InflightError, StepFailed, unexpected
 from inflight.prompt import Output
 from inflight.serving.background import give_way
 from inflight.serving.in_flight import Arrival, Ending, InFlight, error_of_ending
-from inflight.serving.pacing import Pacing
 from inflight.serving.response_size import ResponseBudget
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Sender:
         in_flight: Where the clients of responses are found.
         responses: Makes the responses of the clients' protocol.
         budget: Knows whether there is room for a response, and gets it back when a request has been answered.
-        stream_interval: How many tokens a streamed response waits for, see `Pacing`.
+        stream_interval: How many tokens a streamed response waits for, `Delivery`'s `interval`.
     """
 
     def __init__(
@@ -62,33 +62,34 @@ class Sender:
         self._in_flight = in_flight
         self._responses = responses
         self._budget = budget
-        self._mailbox = Mailbox()
-        self._pacing = Pacing(stream_interval, self._mailbox.put)
+        # One at a time: what still waits goes on joining.
+        self._delivery: Delivery[Response] = Delivery(limit=1, interval=stream_interval)
         self._thread = threading.Thread(target=self._run, name="inflight-sender", daemon=True)
         self._thread.start()
 
     def put(self, response: Response) -> None:
         """Queue one response of the engine's; never waits."""
-        self._pacing.put(response)
+        self._delivery.put(response)
 
     def wait_until_sent(self, timeout_s: float) -> bool:
         """Wait until all that was put here has been sent, for `timeout_s` at most; returns whether it has.
 
         What `stream_interval` holds back does not count. Any thread.
         """
-        return self._mailbox.wait_until_taken(timeout_s)
+        return self._delivery.wait_until_sent(timeout_s)
 
     def close(self) -> None:
         """Send what waits and end the thread."""
-        self._mailbox.close()
+        self._delivery.close()
         self._thread.join()
 
     def _run(self) -> None:
         give_way()
-        # One at a time: what still waits goes on joining.
-        while waiting := self._mailbox.get(limit=1):
-            for response in waiting:
-                self._deliver(response)
+        self._delivery.run(self._deliver_all)
+
+    def _deliver_all(self, responses: Sequence[Response]) -> None:
+        for response in responses:
+            self._deliver(response)
 
     def _deliver(self, response: Response) -> None:
         arrival = self._in_flight.arrive(response.request_id, response.is_final)
@@ -128,7 +129,7 @@ class Sender:
             return self._responses.error(entry.send_failure or error_of_ending(entry.ending))
         outputs = entry.reply.add(arrival.batch_index, result, arrival.is_last)
         if not result.is_sequence_final and entry.reply.has_just_stopped:
-            self._in_flight.stop_sequence(response.request_id, result.sequence_index)
+            entry.handles[arrival.batch_index].stop(StopReason.STOP_WORDS, result.sequence_index)
         return self._responses.outputs(outputs) if outputs else None
 
     def _give_up(self, arrival: Arrival, error: Exception) -> None:

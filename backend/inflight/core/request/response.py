@@ -12,6 +12,7 @@ from inflight.core.request.stop import CUT_SHORT, FinishReason
 from inflight.errors import InflightError
 
 _T = TypeVar("_T")
+_R = TypeVar("_R", bound="Response")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ class Response:
         return self.result.sequence_index if self.result else 0
 
 
-def merge_responses(responses: Sequence[Response]) -> Response:
+def merge_responses(responses: Sequence[_R]) -> _R:
     """Join consecutive responses of one sequence into one; if the last is an error, the error alone."""
     last = responses[-1]
     if len(responses) == 1 or last.result is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.errors import RequestError
-from inflight.openai.engine_session import EngineSession
+from inflight.serving.engine_session import EngineSession
 
 _FRESH_S = 0.5
 _TIMEOUT_S = 2.0

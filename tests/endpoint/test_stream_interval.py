@@ -7,21 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.core.request.response import Response
+from inflight.endpoint.delivery import Delivery
 from inflight.errors import StepFailed
-from inflight.serving.pacing import Pacing
 from tests.endpoint.factories import delta
 
 
 def handed_on(interval: int, responses: list[Response]) -> list[list[Response]]:
-    """What each of the responses lets go."""
-    gone: list[Response] = []
-    pacing = Pacing(interval, gone.append)
+    """What can be taken after each of the responses."""
+    delivery: Delivery[Response] = Delivery(interval=interval, joins=False)
     steps = []
     for response in responses:
-        pacing.put(response)
-        steps.append(gone.copy())
-        gone.clear()
-    assert not pacing._held, "nothing is kept of requests that have ended"
+        delivery.put(response)
+        steps.append(delivery.take(0))
+    assert not delivery._held, "nothing is kept of requests that have ended"
     return steps
 
 
@@ -58,6 +56,15 @@ def test_sequences_wait_apart() -> None:
 def test_an_error_does_not_wait() -> None:
     error = Response(1, error=StepFailed("boom"), is_final=True)
     assert handed_on(3, [delta(1, 0), delta(1, 1), error])[-1][-1] == error
+
+
+def test_what_is_held_back_is_joined_with_what_waits() -> None:
+    delivery: Delivery[Response] = Delivery(interval=3)
+    for token in range(4):
+        delivery.put(delta(1, token))
+    assert delivery.take() == [delta(1, 0, 1, 2, 3)]
+    delivery.put(delta(1, 4))
+    assert delivery.take(0) == [] and delivery.count() == 0
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 7])

@@ -1,9 +1,9 @@
 """The asyncio face of an engine client: prompts in, and what is to be sent of their results as it comes.
 
 Owns the threads that calls which may block run on: few that compute, so that the event loop gets its turns, and
-more that wait for somebody else. Owns what waits for a stream that has not asked for more: results of a sequence
-that wait are joined. Does not know the protocol. Responses arrive on the client's thread, and are handed to the
-event loop with one wake-up for all that have come; everything else belongs to the event loop.
+more that wait for somebody else. Each stream has a delivery of its own: responses that a client has not been sent
+wait there, joined, and the event loop is woken once for all that have come. Does not know the protocol. Responses
+arrive on the client's thread; everything else belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from functools import partial
 from typing import TypeVar
 
 from inflight.core.ports import EngineClient
-from inflight.core.request.response import Response, merge_responses
+from inflight.core.request.handle import RequestHandle
+from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
+from inflight.endpoint.delivery import Delivery
 from inflight.errors import Cancelled, StepFailed
 from inflight.prompt import Output, Prompt
 from inflight.serving.reply import NewText, Repetition, Reply
@@ -37,7 +39,7 @@ class EngineSession:
         self._waiting = ThreadPoolExecutor(_WAITING, "inflight-waiting")
         self._stopping = ThreadPoolExecutor(1, "inflight-stopping")  # never behind a long text
         self._lock = threading.Lock()
-        self._arrived: list[tuple[OutputStream, int, Response]] = []
+        self._news: list[asyncio.Event] = []  # of streams, to be set on the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def compute(self, function: Callable[[], _T]) -> _T:
@@ -68,55 +70,53 @@ class EngineSession:
         self._stopping.shutdown(wait=True)
 
     def stop_later(
-        self, engine_ids: Sequence[int], reason: StopReason, sequence_index: int | None = None
+        self,
+        handles: Sequence[RequestHandle],
+        reason: StopReason = StopReason.CANCELLED,
+        sequence_index: int | None = None,
     ) -> None:
         """Stop requests, or one sequence of each, without waiting for whatever carries that there."""
 
         def stop() -> None:
-            for engine_id in engine_ids:
-                self.client.stop(engine_id, reason, sequence_index)
+            for handle in handles:
+                handle.stop(reason, sequence_index)
 
         with contextlib.suppress(RuntimeError):  # closed, and the requests with it
             self._stopping.submit(stop)
 
-    def arrive(self, stream: OutputStream, batch_index: int, response: Response) -> None:
-        """Take one response, which is dropped if its stream is closed; on the client's thread, never waits."""
-        if stream.is_closed:
-            return
+    def tell(self, has_news: asyncio.Event) -> None:
+        """Set an event on the event loop, which is woken once for all of them; any thread, never waits."""
         with self._lock:
-            self._arrived.append((stream, batch_index, response))
-            is_first = len(self._arrived) == 1
+            self._news.append(has_news)
+            is_first = len(self._news) == 1
         if is_first and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-                self._loop.call_soon_threadsafe(self._hand_over)
+                self._loop.call_soon_threadsafe(self._tell_all)
 
-    def _hand_over(self) -> None:
+    def _tell_all(self) -> None:
         with self._lock:
-            arrived, self._arrived = self._arrived, []
-        for stream, batch_index, response in arrived:
-            stream.put(batch_index, response)
+            news, self._news = self._news, []
+        for has_news in news:
+            has_news.set()
 
 
 class OutputStream:
     """The outputs of one client's request, as an asynchronous iterator of those that go out together.
 
     Raises the engine's error when a prompt has failed, Cancelled after `cancel`.
-
-    Attributes:
-        is_closed: Whether `close` was called: nobody reads on.
     """
 
     def __init__(self, session: EngineSession, prompts: Sequence[tuple[Prompt, NewText | None]]) -> None:
         self._session = session
         self._requests = [prompt.request for prompt, _ in prompts]
         self._reply = Reply(prompts, in_one=False, repetition=_DELTAS)
-        self._backlog: dict[tuple[int, int], list[Response]] = {}  # by batch index and sequence index
         self._num_unfinished = len(prompts)
         self._has_news = asyncio.Event()
+        self._delivery: Delivery[Response] = Delivery(on_news=partial(session.tell, self._has_news))
         self._is_cancelled = False
         self._lock = threading.Lock()
-        self._engine_ids: list[int] = []
-        self.is_closed = False
+        self._handles: dict[int, tuple[int, RequestHandle]] = {}  # by request id, with the batch index
+        self._is_closed = False
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -152,43 +152,47 @@ class OutputStream:
     def close(self) -> None:
         """End what still runs. Idempotent; quick where everything has ended."""
         with self._lock:
-            if self.is_closed:
+            if self._is_closed:
                 return
-            self.is_closed = True
-            running = list(self._engine_ids) if self._num_unfinished else []
+            self._is_closed = True
+            running = [handle for _, handle in self._handles.values()] if self._num_unfinished else []
         if running:
-            self._session.stop_later(running, StopReason.CANCELLED)
-
-    def put(self, batch_index: int, response: Response) -> None:
-        """Take one response; on the event loop."""
-        self._backlog.setdefault((batch_index, response.sequence_index), []).append(response)
-        self._has_news.set()
+            self._session.stop_later(running)
 
     def _submit(self) -> None:
         """On a thread that may block."""
         client = self._session.client
         for batch_index, request in enumerate(self._requests):
-            if self.is_closed:
+            if self._is_closed:
                 return
-            engine_id = client.submit(request, partial(self._session.arrive, self, batch_index))
+            handle = client.submit(request, self._arrive)
             with self._lock:
-                self._engine_ids.append(engine_id)
-                is_closed = self.is_closed
+                self._handles[handle.request_id] = batch_index, handle
+                is_closed = self._is_closed
             if is_closed:
-                client.stop(engine_id, StopReason.CANCELLED)
+                handle.stop()
+
+    def _arrive(self, response: Response) -> None:
+        """Take one response, which is dropped if nobody reads on; on the client's thread, never waits."""
+        if not self._is_closed:
+            self._delivery.put(response)
 
     def _take(self) -> list[Output]:
-        backlog, self._backlog = self._backlog, {}
         outputs: list[Output] = []
-        for (batch_index, _), responses in backlog.items():
-            response = merge_responses(responses)
-            if response.result is None:
-                self.close()
-                self._num_unfinished = 0
-                raise response.error or StepFailed("the engine gave no result")
-            self._num_unfinished -= any(each.is_final for each in responses)
-            result = response.result
-            outputs += self._reply.add(batch_index, result, is_last=False)
-            if self._reply.has_just_stopped and not result.is_sequence_final:
-                self._session.stop_later([response.request_id], StopReason.STOP_WORDS, result.sequence_index)
+        while responses := self._delivery.take(timeout_s=0):
+            for response in responses:
+                outputs += self._outputs_of(response)
+        return outputs
+
+    def _outputs_of(self, response: Response) -> Sequence[Output]:
+        batch_index, handle = self._handles[response.request_id]
+        result = response.result
+        if result is None:
+            self.close()
+            self._num_unfinished = 0
+            raise response.error or StepFailed("the engine gave no result")
+        self._num_unfinished -= response.is_final
+        outputs = self._reply.add(batch_index, result, is_last=False)
+        if self._reply.has_just_stopped and not result.is_sequence_final:
+            self._session.stop_later([handle], StopReason.STOP_WORDS, result.sequence_index)
         return outputs

@@ -1,0 +1,238 @@
+"""Responses on their way from the engine to a consumer that may be slower.
+
+A delivery owns the responses that wait for one consumer: a thread that sends, a connection's writer, a coroutine,
+or a program that fetches them. A consumer that falls behind gets one joined response per sequence however many
+have come meanwhile, so that its work is bounded by the number of sequences and not by the tokens they produce. A
+request's final response comes out after everything else of the request: its sequences are joined apart, and end in
+any order.
+
+It does not know who the consumer is or what it does with a response. Any thread may call any method. Nobody polls:
+an idle consumer sleeps in a condition variable.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import chain, islice
+from typing import Generic, TypeVar
+
+from inflight.core.request.response import Response, merge_responses
+
+MAX_JOINED_LOGITS_BYTES = 8 << 20
+"""Responses with more generation_logits and additional outputs than this together are not joined: else a stream
+that falls behind would need as much room on its way as the whole answer."""
+
+_Key = tuple[int, int]  # request id, sequence index
+_R = TypeVar("_R", bound=Response)
+
+
+class Delivery(Generic[_R]):
+    """A queue of responses, served in the order in which sequences began to wait.
+
+    An id must not be used again while its final response still waits here.
+
+    Args:
+        limit: Most responses that are taken at a time; 0: all. What a slow consumer leaves goes on being joined.
+        interval: How many tokens a sequence's response is held back for, at least 1. Its first and its last
+            response are never held back.
+        joins: Whether the waiting responses of a sequence are joined into one. If not, each is taken as it came,
+            and those of a request are taken together.
+        on_news: Called on the thread of `put`, without a lock, when a response waits and none did before; for a
+            consumer that does not wait in `take`. It has to take until nothing is left.
+    """
+
+    def __init__(
+        self,
+        limit: int = 0,
+        interval: int = 1,
+        joins: bool = True,
+        on_news: Callable[[], object] | None = None,
+    ) -> None:
+        self._limit = limit
+        self._interval = interval
+        self._joins = joins
+        self._on_news = on_news
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._asleep = threading.Condition(lock)
+        self._waiting: dict[_Key, list[_R]] = {}  # in order of first insertion, hence fair
+        # By request, which sequences wait beside the first; requests with one sequence are not here.
+        self._further: dict[int, set[int]] = {}
+        # By request and sequence: responses held back since one was let through; empty once the first has been.
+        self._held: dict[int, dict[int, list[_R]]] = {}
+        self._num_consumers_asleep = 0
+        self._closed = False
+
+    def put(self, response: _R) -> None:
+        """Hand over one response in O(1), without waiting for a consumer; an error in O(sequences).
+
+        A sequence that already waits keeps its place in the queue. After `close` the response is dropped.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            was_empty = not self._waiting
+            if self._interval == 1:
+                self._add(response)
+            else:
+                for each in self._due(response):
+                    self._add(each)
+            has_news = was_empty and bool(self._waiting)
+        if has_news and self._on_news is not None:
+            self._on_news()
+
+    def take(self, timeout_s: float | None = None, request_id: int | None = None) -> list[_R]:
+        """Wait for responses and take them, longest waiting first.
+
+        Args:
+            timeout_s: Seconds to wait for the first response; None waits until there is one.
+            request_id: Whose responses to take; None: everybody's, `limit` at most.
+
+        Returns:
+            The responses; empty when the delivery is closed and drained, or when the time is up.
+        """
+        with self._changed:
+            if not self._waits(request_id) and not self._closed and timeout_s != 0:
+                self._sleep(timeout_s, request_id)
+            backlogs = self._take(request_id)
+        if self._joins:
+            return [merge_responses(backlog) for backlog in backlogs]
+        return [response for backlog in backlogs for response in backlog]
+
+    def run(self, sink: Callable[[list[_R]], object]) -> None:
+        """Hand what comes to `sink`, on this thread, until the delivery is closed and drained."""
+        while responses := self.take():
+            sink(responses)
+
+    def count(self, request_id: int | None = None) -> int:
+        """How many responses wait to be taken, of one request or of all."""
+        with self._changed:
+            keys = self._waiting if request_id is None else self._keys_of(request_id)
+            return sum(len(self._waiting[key]) for key in keys)
+
+    def wait_until_sent(self, timeout_s: float) -> bool:
+        """Wait until nothing waits here and a consumer is back for more, for `timeout_s` seconds at most.
+
+        Returns whether that is so. A consumer that is back has dealt with all that it took. What `interval` holds
+        back does not count.
+        """
+        with self._changed:
+            return self._asleep.wait_for(
+                lambda: self._closed or (not self._waiting and self._num_consumers_asleep > 0), timeout_s
+            )
+
+    def close(self) -> None:
+        """Accept nothing more. What waits is still delivered; after that `take` returns an empty list."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._asleep.notify_all()
+
+    # ---------------------------------------------------------------- under the lock
+
+    def _due(self, response: _R) -> list[_R]:
+        """The responses that need not be held back any more, in order, now that `response` is here."""
+        sequences = self._held.setdefault(response.request_id, {})
+        is_first = response.sequence_index not in sequences
+        held = sequences.setdefault(response.sequence_index, [])
+        held.append(response)
+        if response.is_final:
+            del self._held[response.request_id]
+            others = (each for index, each in sequences.items() if index != response.sequence_index)
+            return [*chain.from_iterable(others), *held]
+        ends = response.result is not None and response.result.is_sequence_final
+        if is_first or ends or _num_tokens(held) >= self._interval:
+            sequences[response.sequence_index] = []
+            return held
+        return []
+
+    def _add(self, response: _R) -> None:
+        key = (response.request_id, response.sequence_index if self._joins else 0)
+        if response.result is None and self._joins:
+            self._drop_all(response.request_id)
+        backlog = self._waiting.get(key)
+        if backlog is not None:
+            backlog.append(response)  # joined by the consumer: the producer is the loop's thread
+            return
+        self._append(key, [response])
+        if self._num_consumers_asleep:
+            self._changed.notify_all()
+
+    def _append(self, key: _Key, backlog: list[_R]) -> None:
+        self._waiting[key] = backlog
+        if key[1]:
+            self._further.setdefault(key[0], set()).add(key[1])
+
+    def _remove(self, key: _Key) -> list[_R]:
+        further = self._further.get(key[0])
+        if further is not None:
+            further.discard(key[1])
+            if not further:
+                del self._further[key[0]]
+        return self._waiting.pop(key, [])
+
+    def _drop_all(self, request_id: int) -> None:
+        """Drop a request's responses, because an error follows, which takes the first sequence's place."""
+        for index in tuple(self._further.get(request_id, ())):
+            self._remove((request_id, index))
+        if (request_id, 0) in self._waiting:
+            self._waiting[request_id, 0].clear()
+
+    def _sleep(self, timeout_s: float | None, request_id: int | None) -> None:
+        self._num_consumers_asleep += 1
+        self._asleep.notify_all()
+        try:
+            self._changed.wait_for(lambda: self._waits(request_id) or self._closed, timeout_s)
+        finally:
+            self._num_consumers_asleep -= 1
+
+    def _take(self, request_id: int | None) -> list[list[_R]]:
+        taken: list[list[_R]] = []
+        while self._waits(request_id) and not taken:
+            for key in self._next_keys(request_id):
+                backlog = self._remove(key)
+                if backlog[-1].is_final and self._waits(key[0]):
+                    self._append(key, backlog)  # behind its request's other sequences
+                    continue
+                count = _num_joined(backlog) if self._joins else len(backlog)
+                taken.append(backlog[:count])
+                if count < len(backlog):
+                    self._append(key, backlog[count:])
+        return taken
+
+    def _next_keys(self, request_id: int | None) -> list[_Key]:
+        if request_id is None:
+            return list(islice(self._waiting, self._limit or None))
+        return self._keys_of(request_id)
+
+    def _keys_of(self, request_id: int) -> list[_Key]:
+        keys = [(request_id, index) for index in (0, *self._further.get(request_id, ()))]
+        return [key for key in keys if key in self._waiting]
+
+    def _waits(self, request_id: int | None) -> bool:
+        if request_id is None:
+            return bool(self._waiting)
+        return request_id in self._further or (request_id, 0) in self._waiting
+
+
+def _num_tokens(held: list[_R]) -> int:
+    """Tokens in these responses. A cumulative one repeats what came before it, so each counts as one token."""
+    return sum(
+        1 if each.result.is_cumulative else len(each.result.output_token_ids[0])
+        for each in held
+        if each.result is not None
+    )
+
+
+def _num_joined(backlog: list[_R]) -> int:
+    """How many responses, from the first on, to join: all, unless their logits are too large."""
+    last = backlog[-1].result
+    if last is None or last.is_cumulative or (last.generation_logits is None and not last.additional_outputs):
+        return len(backlog)
+    num_bytes = 0
+    for count, response in enumerate(backlog):
+        num_bytes += 0 if response.result is None else response.result.num_tensor_bytes
+        if num_bytes > MAX_JOINED_LOGITS_BYTES:
+            return max(count, 1)
+    return len(backlog)

@@ -1,0 +1,62 @@
+"""Which answers a program gets when it asks, and which of its requests have ended."""
+
+from __future__ import annotations
+
+from inflight.core.request.request import OutputConfig
+from inflight.core.request.response import Response
+from inflight.errors import Unavailable
+from inflight.executor.enqueued import EnqueuedRequests
+from inflight.executor.results import Answer, Answers, Asked
+
+
+def answer(request_id: int, answers: Answers | None = None) -> Answer:
+    """A final one."""
+    answers = answers or Answers(Asked(False, False, 1, 8, None, OutputConfig()), 1)
+    return answers.add(Response(request_id, error=Unavailable("no"), is_final=True))
+
+
+def test_answers_of_one_request_or_of_all() -> None:
+    enqueued = EnqueuedRequests()
+    one, other = answer(1), answer(2)
+    for each in (one, other):
+        enqueued.open(each.request_id, each.answers)
+        enqueued.put(each)
+    assert enqueued.count() == 2 and enqueued.count(2) == 1
+    assert enqueued.take(0.0, 2) == [other]
+    assert enqueued.take(0.0) == [one]
+    assert enqueued.take(0.0) == [] and enqueued.take(0.0, 1) == []
+
+
+def test_a_request_has_ended_once_its_final_answer_is_taken() -> None:
+    enqueued = EnqueuedRequests()
+    final = answer(3)
+    enqueued.open(3, final.answers)
+    enqueued.put(final)
+    assert not enqueued.is_ended(3)
+    enqueued.take(None, 3)
+    assert enqueued.is_ended(3) and not enqueued.is_ended(4)
+
+
+def test_an_answer_may_be_taken_before_the_request_is_opened() -> None:
+    enqueued = EnqueuedRequests()
+    final = answer(1)
+    enqueued.put(final)
+    enqueued.take(None)
+    enqueued.open(1, final.answers)
+    assert enqueued.is_ended(1)
+
+
+def test_the_bound_counts_what_has_not_ended() -> None:
+    enqueued = EnqueuedRequests()
+    assert enqueued.announce(2, most=3)
+    assert not enqueued.announce(2, most=3)
+    assert enqueued.announce(1, most=3)
+    enqueued.retract(2)
+    assert enqueued.announce(2, most=3)
+    assert enqueued.announce(100, most=None)
+
+
+def test_nobody_waits_once_it_is_closed() -> None:
+    enqueued = EnqueuedRequests()
+    enqueued.close()
+    assert enqueued.take(None) == [] and enqueued.take(None, 1) == []

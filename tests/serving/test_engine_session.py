@@ -1,0 +1,140 @@
+"""Streams of outputs on an event loop, whose reader may be slower than the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from inflight.core.request.response import Response
+from inflight.core.request.stop import FinishReason, StopReason
+from inflight.errors import Cancelled, StepFailed
+from inflight.serving.engine_session import EngineSession, OutputStream
+from inflight.serving.reply import Output, new_text
+from tests.triton.factories import FakeEngineClient, make_prompt, make_response
+from tests.triton.letters import letter_tokenizer
+
+Told = list[list[tuple[int, int, tuple[int, ...]]]]
+"""Outputs that came together: batch index, sequence index, token ids."""
+
+
+def told(outputs: list[Output]) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [
+        (each.batch_index, each.result.sequence_index, each.result.output_token_ids[0]) for each in outputs
+    ]
+
+
+async def read(stream: OutputStream) -> Told:
+    return [told(outputs) async for outputs in stream]
+
+
+def run(story: Callable[[EngineSession, FakeEngineClient], Awaitable[None]]) -> FakeEngineClient:
+    """Tell `story` on an event loop; returns the client once what is to be stopped has been."""
+    client = FakeEngineClient(answers_stops=False)
+
+    async def main() -> None:
+        session = EngineSession(client)
+        try:
+            await story(session, client)
+        finally:
+            session.close()
+
+    asyncio.run(main())
+    return client
+
+
+async def started(session: EngineSession, count: int = 1) -> OutputStream:
+    prompt = make_prompt(options={"streaming": True}, streaming=True)
+    return await session.start([(prompt, None)] * count)
+
+
+def test_what_a_slow_reader_has_not_asked_for_is_joined() -> None:
+    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+        stream = await started(session)
+        for token in range(50):
+            client.respond(make_response(client.last_id, (token,)))
+        first = told(await anext(stream))
+        client.respond(make_response(client.last_id, (50,), FinishReason.LENGTH))
+        assert [first, *await read(stream)] == [[(0, 0, tuple(range(50)))], [(0, 0, (50,))]]
+
+    assert run(story).stopped == []
+
+
+def test_prompts_and_sequences_are_told_apart_and_the_final_response_is_the_last() -> None:
+    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+        stream = await started(session, 2)
+        first, second = client.submitted
+        client.respond(make_response(second, (1,), sequence_index=1))
+        client.respond(make_response(first, (2,), sequence_index=1))
+        client.respond(make_response(first, (3,)))
+        client.respond(make_response(first, (4,), FinishReason.LENGTH, sequence_index=1))
+        client.respond(make_response(second, (5,), FinishReason.LENGTH))
+        (outputs,) = await read(stream)
+        assert sorted(outputs) == [(0, 0, (3,)), (0, 1, (2, 4)), (1, 0, (5,)), (1, 1, (1,))]
+        of_first = [each for each in outputs if each[0] == 0]
+        assert of_first[-1] == (0, 1, (2, 4))
+
+    run(story)
+
+
+def test_the_loop_is_woken_once_for_all_streams_that_have_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+        streams = [await started(session) for _ in range(3)]
+        loop, calls = asyncio.get_running_loop(), []
+        call = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: (calls.append(args), call(*args)))
+        for engine_id in client.submitted:
+            client.respond(make_response(engine_id, (7,)))
+        for engine_id in client.submitted:
+            client.respond(make_response(engine_id, (8,), FinishReason.LENGTH))
+        assert len(calls) == 1
+        monkeypatch.undo()
+        assert [await read(stream) for stream in streams] == [[[(0, 0, (7, 8))]]] * 3
+
+    run(story)
+
+
+def test_an_error_of_one_prompt_ends_the_others() -> None:
+    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+        stream = await started(session, 2)
+        first = min(client.submitted)
+        client.respond(make_response(first, (1,)))
+        client.respond(Response(first, error=StepFailed("boom"), is_final=True))
+        with pytest.raises(StepFailed, match="boom"):
+            await anext(stream)
+        assert await read(stream) == []
+
+    client = run(story)
+    assert (max(client.submitted), StopReason.CANCELLED) in client.stopped
+
+
+def test_a_client_that_is_gone_ends_its_requests_once() -> None:
+    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+        stream = await started(session, 2)
+        reading = asyncio.create_task(read(stream))
+        await asyncio.sleep(0)
+        stream.cancel()
+        stream.close()
+        with pytest.raises(Cancelled):
+            await reading
+
+    client = run(story)
+    assert client.stopped == [(engine_id, StopReason.CANCELLED) for engine_id in client.submitted]
+
+
+def test_a_stop_string_ends_its_sequence_alone() -> None:
+    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+        tokenizer = letter_tokenizer()
+        prompt = make_prompt(options={"streaming": True, "stop_strings": ("b",)}, streaming=True)
+        stream = await session.start([(prompt, new_text(prompt, tokenizer, True))])
+        client.respond(make_response(client.last_id, tokenizer.encode("ab"), sequence_index=1))
+        (output,) = await anext(stream)
+        assert output.texts == ("a",) and output.result.sequence_index == 1
+        stream.close()
+
+    client = run(story)
+    assert client.stopped == [
+        (client.last_id, StopReason.STOP_WORDS, 1),
+        (client.last_id, StopReason.CANCELLED),
+    ]
