@@ -34,7 +34,9 @@ class EndingsOracle:
         if self._scheduler._to_end:
             self.num_divided += 1
             # One that ended by itself meanwhile is passed over, and counts as one.
-            assert first is None or pending[0] is not first, "an iteration did not end whoever was next to end"
+            assert first is None or pending[0] is not first, (
+                "an iteration did not end whoever was next to end"
+            )
 
 
 def _has_ended(sequence: LlmRequest) -> bool:
