@@ -25,7 +25,7 @@ from tests.tiers import with_all
 
 from .factories import LLAMA_LAYERS, make_peft_model, save_adapter
 
-NUM_ADAPTERS, ROOM, IN_FLIGHT, NUM_TOKENS = 50, 8, 12, 6
+NUM_ADAPTERS, ROOM, IN_FLIGHT, NUM_TOKENS = 20, 8, 12, 6
 PROMPT = (5, 7, 11, 13, 17, 19, 23, 29, 31)
 PATIENCE_S = 120.0
 
