@@ -33,8 +33,8 @@ def test_in_the_interpreter() -> None:
 
 
 def test_some_of_each_kernel_in_the_interpreter() -> None:
-    """Products with levels, and a model's tokens by the kernels of attention and of layers."""
-    only = "test_rows_apart_and_a_bias or (test_tokens_are_the_models and llama-gqa)"
+    """Attention at the edges of a block, products with levels, and peaks of logits."""
+    only = "test_rows_apart_and_a_bias or test_peaks or (test_edges_of_tiles_and_of_blocks and 31)"
     run_checks(FOLDER, timeout_s=900, only=only, TRITON_INTERPRET="1")
 
 
