@@ -19,6 +19,7 @@ def logits(probabilities: list[float]) -> torch.Tensor:
     return torch.tensor(probabilities).log().repeat(2, 1)
 
 
+@pytest.mark.smoke
 def test_what_is_the_same_has_no_error():
     exact = [logits([0.25, 0.75])]
     error = compare(exact, exact, [[0, 1]])

@@ -40,6 +40,7 @@ def test_the_input_has_every_request_once_with_its_lengths(tmp_path):
     assert (second["request_output_len"], second["streaming"], second["end_id"]) == ([2], [True], [-1])
 
 
+@pytest.mark.smoke
 def test_times_are_those_of_responses_with_tokens():
     exported = experiments(
         record(SECOND, 100, [(150, 1), (160, 1)]), record(FIRST, 110, [(170, 2), (190, 1), (191, 0)])

@@ -238,6 +238,7 @@ class TestRounds:
         self.status = program.main()
         return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
+    @pytest.mark.smoke
     def test_sides_take_turns_and_a_peer_that_fails_does_not_stop_the_others(
         self, monkeypatch, capsys, tmp_path, interpreter
     ):

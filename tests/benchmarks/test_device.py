@@ -32,6 +32,7 @@ def test_transformers_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> Non
     capsys.readouterr()
 
 
+@pytest.mark.smoke
 def test_an_iteration_reads_every_matrix_once(tmp_path) -> None:
     model = read_model_description(make_model(tmp_path / "tiny"))
     weights = load_weights(model, torch.bfloat16, torch.device("cpu"))

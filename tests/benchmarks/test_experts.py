@@ -27,6 +27,7 @@ def test_the_weights_counted_are_those_of_the_experts_read(tmp_path):
     assert bytes_read(config, "int8", 5.5) == shape.layer_weights + 300 * 64 + 2 * 2.5 * EXPERT
 
 
+@pytest.mark.smoke
 def test_the_share_is_of_what_memory_allows(tmp_path):
     config = read_model_description(make_model(tmp_path, FAMILY, SMALL)).decoder
     run = Iterations([0.5, 0.1, 0.2], routing_s=0.08, experts_read=3 * 2 * 4)

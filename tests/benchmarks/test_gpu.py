@@ -26,6 +26,7 @@ from benchmarks.measuring.workload import BenchRequest
 from inflight.testing.make_model import make_model
 from tests.engine.tensorrt import runtime_stand_in
 from tests.engine.tensorrt.engines import standing_in
+from tests.tiers import with_all
 
 ARGUMENTS = [
     *("--shapes=tiny", "--device=cpu", "--rows", "1", "3", "--context=40", "--iterations=3"),
@@ -58,7 +59,8 @@ class LLM:
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", with_all(["float32", "bfloat16", "int8", "fp8"], ["float32"]))
 def test_a_table_on_a_cpu(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = main([*ARGUMENTS, dtype, "--streams"])
     assert [line.what for line in lines] == [

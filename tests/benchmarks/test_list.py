@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([_SCRIPT, *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.smoke
 def test_help_lists_the_benchmarks_with_what_each_is_for():
     done = _bench("--help")
     assert done.returncode == 0
@@ -25,6 +28,23 @@ def test_help_lists_the_benchmarks_with_what_each_is_for():
         purpose = ast.get_docstring(ast.parse((_PROGRAMS / f"{name}.py").read_text())).splitlines()[0]
         assert any(line.split(maxsplit=1) == [name, purpose] for line in done.stdout.splitlines())
     assert "ranks_program" not in done.stdout and "long_context" not in done.stdout
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        path.stem
+        for path in _PROGRAMS.glob("*.py")
+        if "__main__" in path.read_text() and not path.stem.endswith("_program")
+    ),
+)
+def test_every_benchmark_says_what_it_takes(name, monkeypatch, capsys):
+    """The smoke test of those that have no other."""
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert ended.value.code == 0 and "usage: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [(), ("offlin",), ("ranks_program",), ("../bench/offline",)])

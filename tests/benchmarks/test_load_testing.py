@@ -126,6 +126,7 @@ def test_an_error_in_a_stream_is_said():
         read_genai_perf(text, {"a": BenchRequest((1,), 8)})
 
 
+@pytest.mark.smoke
 def test_figures():
     timelines = [
         Timeline(5, 3, 0, (10_000_000, 12_000_000, 14_000_000)),

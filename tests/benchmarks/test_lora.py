@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.lora import Turn, random_adapter, summarize
 from inflight.adapters.lora_modules import module_sizes
 from inflight.core.request.adapter import LoraWeights
@@ -11,6 +13,7 @@ from inflight.models.sharding import Part
 from inflight.testing.make_model import make_model
 
 
+@pytest.mark.smoke
 def test_ratios_are_of_tokens_per_second():
     plain = [Turn(wall, 2 * wall) for wall in (8.0, 9.0, 40.0)]
     adapted = [Turn(wall, 20.0) for wall in (10.0, 12.0, 40.0)]

@@ -77,6 +77,7 @@ def test_a_request_that_fails_ends_the_run():
         loop.wait()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("concurrency", [1, 3, 5])
 def test_every_request_of_every_run_is_answered(concurrency):
     with InProcess(SETTINGS, load_fake) as engine:

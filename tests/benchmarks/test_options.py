@@ -54,6 +54,7 @@ def test_other_parameters_are_given_as_to_a_server(capsys):
     assert "got 'kv_cache_dtype', expected KEY=VALUE" in capsys.readouterr().err
 
 
+@pytest.mark.smoke
 def test_the_settings_are_parameters_that_a_server_takes():
     chosen = options("--concurrency", "16", "--dtype", "bfloat16", "--kernels", "torch", "--threads", "3")
     settings = engine_settings(chosen, draw("w", 512, 64))

@@ -72,6 +72,7 @@ def test_a_gguf_file_of_the_model_in_the_dtype_passes(model, tmp_path, kind, dty
     check_peer_model(gguf(tmp_path / "m.gguf", kind), model, dtype)
 
 
+@pytest.mark.smoke
 def test_a_checkpoint_passes_in_any_dtype(model, tmp_path):
     for dtype in ("bfloat16", "int8"):
         check_peer_model(folder(tmp_path / dtype), model, dtype)

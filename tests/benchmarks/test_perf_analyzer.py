@@ -28,6 +28,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "cut", [[], [""], [WHOLE[:-9], WHOLE[:20]]], ids=["none", "empty", "two that end early"]
 )

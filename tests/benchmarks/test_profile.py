@@ -185,6 +185,7 @@ def test_the_figures_of_a_load_are_those_of_its_requests():
     assert (point.ttft_ms, point.itl_ms) == (Percentiles(1.0, 1.0), Percentiles(1.5, 2.0))
 
 
+@pytest.mark.smoke
 def test_a_profile_is_json_and_tables():
     found = json.loads(to_json(profile()))
     assert found["iterations"][0]["stages_ms"]["forward"] == 19.0

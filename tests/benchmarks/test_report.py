@@ -88,6 +88,7 @@ def test_of_memory_the_highest_of_all_rounds_stands():
     assert middle == Resources(2.0, 9, 18, 10.0)
 
 
+@pytest.mark.smoke
 def test_the_line_has_what_was_measured_and_with_what():
     line = json.loads(to_line("offline", figures(Timeline(10, 2, 0, (100 * MS, 200 * MS))), SETUP, round=3))
     assert (line["bench"], line["round"], line["output_tokens_per_s"]) == ("offline", 3, 10.0)

@@ -82,6 +82,7 @@ class TestTheBestPeer:
         shown = capsys.readouterr().out
         assert "31.0 (30.0–32.0)" in shown and "1 of 2" in shown and "1.24 openvino" in shown
 
+    @pytest.mark.smoke
     def test_is_in_the_json_beside_the_sides(self):
         values = json.loads(json.dumps(to_values(self.RUNS)))["w"]
         assert values["best_peer"]["itl_ms"] == {"side": "vllm", "ratio": 0.8}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.measuring.report import Resources, Timeline
 from benchmarks.measuring.rounds import run_rounds
 from benchmarks.measuring.workload import BenchRequest
@@ -54,6 +56,7 @@ def test_requests_that_come_one_by_one_warm_up_with_one():
     assert calls == [("a", 1, 1), ("a", 3, 1)]
 
 
+@pytest.mark.smoke
 def test_medians_are_of_the_rounds_without_the_warm_up_and_memory_is_the_highest(capsys):
     engine = FakeEngine("a", [], 100, 400, 200)
     (figures,) = run_rounds([engine], REQUESTS, replace(SETUP, rounds=3, concurrency=3), FakeProbe())

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from benchmarks import startup
 
 LOG = """\
@@ -18,6 +20,7 @@ I1121 23:52:48.707030 1 log.py:24] "KV cache: 10159 blocks of 32 tokens, 10159 M
 """
 
 
+@pytest.mark.smoke
 def test_lines_of_the_log_are_events_in_order() -> None:
     log = startup._Log(time.monotonic())
     log.copy(io.StringIO(LOG))

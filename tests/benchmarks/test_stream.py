@@ -62,6 +62,7 @@ def test_a_response_without_tokens_is_late_for_none() -> None:
     assert lag_of([5, MS], [0, 1], [0]) == Lag((1.0,), (1,))
 
 
+@pytest.mark.smoke
 def test_rates_and_the_slowest_stream() -> None:
     answers = [
         Answer(BenchRequest(FIRST, 3), 0, (0, 500 * MS), (1, 2)),

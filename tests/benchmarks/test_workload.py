@@ -9,6 +9,7 @@ import pytest
 from benchmarks.measuring.workload import draw, warm_up
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "vocab_size", "count", "digest"),
     [

@@ -1,4 +1,4 @@
-"""What a running tritonserver holds, as the kernel counts it: processes, threads, files, memory."""
+"""What a running tritonserver holds, as the kernel counts it: processes, files, shared memory, sockets."""
 
 from __future__ import annotations
 
@@ -18,36 +18,29 @@ class Footprint:
 
     Attributes:
         stubs: Processes beside the server's own.
-        threads: Of the server's own process.
         files: Open file descriptors of it.
         shared_memory: Bytes of each file in /dev/shm, smallest first.
         endpoints: Engines' sockets.
-        resident_kib: Resident memory of the server's own process.
     """
 
     stubs: int
-    threads: int
     files: int
     shared_memory: tuple[int, ...]
     endpoints: int
-    resident_kib: int = 0
 
     @classmethod
     def of(cls, server: TritonServer) -> Footprint:
         folder, process = server.repository.path.parent, Path("/proc", str(server.pid))
         return cls(
             stubs=sum(1 for pid in group_members(server.pid) if pid != server.pid),
-            threads=len(os.listdir(process / "task")),
             files=len(os.listdir(process / "fd")),
             shared_memory=tuple(sorted(_sizes(folder))),
             endpoints=len(list(folder.glob("*.sock"))),
-            resident_kib=int((process / "status").read_text().partition("VmRSS:")[2].split()[0]),
         )
 
     def fits(self, earlier: Footprint) -> bool:
         """Whether nothing has been added; a client that has just gone may have counted then, and not now."""
-        same = replace(self, threads=earlier.threads, files=earlier.files, resident_kib=earlier.resident_kib)
-        return same == earlier and self.threads <= earlier.threads and self.files <= earlier.files
+        return replace(self, files=earlier.files) == earlier and self.files <= earlier.files
 
 
 def folder_of(server: TritonServer) -> Path:

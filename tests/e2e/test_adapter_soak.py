@@ -245,6 +245,7 @@ def resident_bytes(server: TritonServer) -> int:
     return sum(psutil.Process(pid).memory_info().rss for pid in group_members(server.pid))
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_wrong_and_nothing_is_left(
     server: TritonServer, known: Known, request: pytest.FixtureRequest
 ) -> None:

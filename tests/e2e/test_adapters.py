@@ -16,6 +16,7 @@ from inflight.server.repository import Wanted
 from inflight_client import Client
 from inflight_client.__main__ import main
 from tests.openai_endpoint.serving import served
+from tests.tiers import with_all
 
 from .clients import Stream, ask, infer, unary, wait_until
 from .conftest import DEMO_MODEL
@@ -203,7 +204,7 @@ def test_every_model_lists_adapters(server, model):
     assert answer.error is None and b'"sql"' in answer.outputs["adapters"].item()
 
 
-@pytest.mark.parametrize("split", ["tp", "pp"])
+@pytest.mark.parametrize("split", with_all(["tp", "pp"], ["tp"]))
 def test_ranks_have_their_parts(elsewhere, folders, expected, split):
     """Weights reach every rank once, beside what is broadcast; each rank has its part of the adapter."""
     settings = {"max_tokens_in_paged_kv_cache": "16384", "lora_weights_data_type": "TYPE_FP32"}

@@ -11,6 +11,7 @@ import pytest
 from inflight.server import runtime_directory
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from tests.commands import command
+from tests.tiers import with_all
 
 from .clients import Stream, ask, completion
 from .conftest import REPOSITORY
@@ -55,7 +56,7 @@ def assert_equal_answers(leader: TritonServer, exact_server: TritonServer) -> No
     assert answers[0].text == answers[1].text
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", with_all([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
 def test_a_worker_that_is_lost_ends_the_server_once_everybody_is_answered(elsewhere, long_model, number):
     settings = ("--set", "max_tokens_in_paged_kv_cache=65536", "--set", "rank_timeout_ms=4000")
     ranks = ("--model", str(long_model), "--tp", "2", "--mode", "leader", "--restarts", "0")

@@ -1,17 +1,11 @@
-"""perf_analyzer, an idle server, and what a stopped one leaves."""
+"""perf_analyzer against a real server."""
 
 from __future__ import annotations
 
 import csv
-import time
 from pathlib import Path
 
-import psutil
-
 from benchmarks.measuring import perf_analyzer
-from tests.commands import group_members
-
-from .clients import ask
 
 REQUESTS = Path(__file__).with_name("requests.json")
 
@@ -31,21 +25,3 @@ def test_perf_analyzer_streams_at_every_concurrency_without_an_error(fake_server
     assert all(
         request["success"] if "success" in request else request["response_timestamps"] for request in requests
     )
-
-
-def cpu_seconds(group: int) -> float:
-    """Processor time of every process in a process group."""
-    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in group_members(group))
-
-
-def test_an_idle_server_uses_under_one_percent_of_a_core(demo_server):
-    ask(demo_server.grpc, input_ids=[1, 2, 3], request_output_len=2)
-    samples = []
-
-    def idle_second() -> bool:
-        before = cpu_seconds(demo_server.pid)
-        time.sleep(4.0)
-        samples.append((cpu_seconds(demo_server.pid) - before) / 4.0)
-        return samples[-1] < 0.01
-
-    assert idle_second() or idle_second(), f"{samples} of a core"

@@ -1,6 +1,6 @@
-"""`scripts/serve` after a defect of tritonserver's or the loss of a model's process: who notices, how long.
+"""`scripts/serve` after a defect of tritonserver's or the loss of a model's process.
 
-Requests in flight end with an error, and within ten seconds everybody is served again, under the same addresses.
+Requests in flight end with an error, and everybody is served again under the same addresses.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,12 +19,12 @@ from inflight.server import runtime_directory
 from inflight.server.guard import SILENCE_S
 from inflight.testing.fake_server import make_fake_repository
 from tests.commands import Command, command
+from tests.tiers import with_all
 
 from .clients import Stream, ask, infer, unary, wait_until
 from .conftest import DEMO_MODEL, REPOSITORY
 
-OUTAGE_S = 10.0
-"""Or twice what the first start took: a machine that is busy takes longer for the second one too."""
+PATIENCE_S = 60.0
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 8000
 """Tokens of the requests in flight, which take 40 s at least."""
@@ -46,12 +45,6 @@ def serving(elsewhere: Path, tmp_path: Path) -> Iterator[Command]:
         yield running
 
 
-def wait_ready(serving: Command) -> tuple[dict[str, str], float]:
-    """The first READY line, and how long an outage may be."""
-    ready = serving.ready_line()
-    return ready, max(OUTAGE_S, 2 * (time.monotonic() - serving.begun_s))
-
-
 def folder_of(serving: Command) -> Path:
     return Path(os.readlink(f"/proc/{serving.server()}/cwd"))
 
@@ -67,16 +60,15 @@ def stubs(serving: Command) -> dict[str, int]:
 
 
 class Bystander:
-    """A client that asks again and again; knows how long it was not answered."""
+    """A client that asks again and again, and counts its answers and its refusals."""
 
     def __init__(self, url: str) -> None:
-        self.longest_s = 0.0
+        self.num_answers = self.num_refusals = 0
         self._url = url
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._ask)
 
     def __enter__(self) -> Bystander:
-        self._answered_at = time.monotonic()
         self._thread.start()
         return self
 
@@ -86,19 +78,18 @@ class Bystander:
 
     def wait_answered(self) -> None:
         """Until it has been answered once more."""
-        before = self._answered_at
-        wait_until(lambda: self._answered_at != before, timeout=60.0)
+        before = self.num_answers
+        wait_until(lambda: self.num_answers > before, timeout=PATIENCE_S)
 
     def _ask(self) -> None:
         while not self._closing.wait(0.05):
             try:
                 result = unary(self._url, input_ids=PROMPT, request_output_len=2)
             except InferenceServerException:
+                self.num_refusals += 1
                 continue
             assert result.as_numpy("output_ids").size == len(PROMPT) + 2
-            now = time.monotonic()
-            self.longest_s = max(self.longest_s, now - self._answered_at)
-            self._answered_at = now
+            self.num_answers += 1
 
 
 class InFlight:
@@ -124,7 +115,7 @@ class InFlight:
 
     def wait_running(self) -> None:
         """Until the engine generates for all of them."""
-        wait_until(lambda: self._num_running() == len(self._threads), timeout=60.0)
+        wait_until(lambda: self._num_running() == len(self._threads), timeout=PATIENCE_S)
 
     def _num_running(self) -> int:
         result = unary(self._grpc, state=True)
@@ -132,9 +123,9 @@ class InFlight:
         return sum(each["max_new_tokens"] == LONG and each["generated_tokens"] > 0 for each in running)
 
     def wait(self) -> dict[str, str]:
-        """How each ended, in time."""
+        """How each ended."""
         for thread in self._threads:
-            thread.join(OUTAGE_S)
+            thread.join(PATIENCE_S)
         return self.ends
 
     def _run(self, name: str, target) -> None:
@@ -171,20 +162,25 @@ def mix_models_on_one_stream(url: str) -> None:
             finals = [name] if answer.final else []
 
 
-def test_a_stream_that_mixes_models_ends_nobodys_service_for_long(serving):
-    ready, outage_s = wait_ready(serving)
+def test_a_stream_that_mixes_models_ends_nobodys_service_for_good(serving):
+    ready = serving.ready_line()
     with Bystander(ready["grpc"]) as bystander:
         bystander.wait_answered()
-        for _ in range(3):
+        for _ in range(2):
             mix_models_on_one_stream(ready["grpc"])
             assert serving.ready_line() == ready
         bystander.wait_answered()
-    assert 0.2 < bystander.longest_s < outage_s
+    assert bystander.num_refusals > 0
 
 
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_infer", "tensorrt_llm", "preprocessing"])
+@pytest.mark.parametrize(
+    "model",
+    with_all(
+        ["ensemble", "tensorrt_llm_infer", "tensorrt_llm", "preprocessing"], ["ensemble", "tensorrt_llm"]
+    ),
+)
 def test_a_model_whose_process_is_killed_comes_back(serving, model):
-    ready, outage_s = wait_ready(serving)
+    ready = serving.ready_line()
     (before,) = ask(ready["grpc"], "ensemble", text_input="def f", max_tokens=5)
     with Bystander(ready["grpc"]) as bystander:
         in_flight, folder = InFlight(ready), folder_of(serving)
@@ -197,17 +193,17 @@ def test_a_model_whose_process_is_killed_comes_back(serving, model):
     assert set(ends) == {"tensorrt_llm", "ensemble", "tensorrt_llm_infer"}
     assert all(end.startswith("error") for end in ends.values()), ends
     assert after.error is None and after.text == before.text
-    assert bystander.longest_s < outage_s
     assert not folder.exists() and not runtime_directory.find_processes(folder)
     assert not runtime_directory.shared_memory_files(folder)
     serving.process.terminate()
     assert f"the process of the model {model} has ended" in serving.process.communicate(timeout=30)[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_a_model_whose_process_is_stopped_comes_back(serving, model):
-    """Within the silence that its guard allows and an outage."""
-    ready, _ = wait_ready(serving)
+    """After the silence that its guard allows; guards themselves are in tests/server/test_guard.py."""
+    ready = serving.ready_line()
     os.kill(stubs(serving)[model], signal.SIGSTOP)
     assert serving.ready_line() == ready
     (after,) = ask(ready["grpc"], "ensemble", text_input="def f", max_tokens=5)
@@ -217,7 +213,7 @@ def test_a_model_whose_process_is_stopped_comes_back(serving, model):
     assert f"the process of the model {model} has been silent for {SILENCE_S:g} s" in said
 
 
-@pytest.mark.parametrize("mode", ["orchestrator", "leader"])
+@pytest.mark.parametrize("mode", with_all(["orchestrator", "leader"], ["orchestrator"]))
 def test_a_server_with_ranks_comes_back_with_others(elsewhere, mode):
     arguments = ["--tp", "2", "--mode", mode, "--dtype", "float32", "--set=max_tokens_in_paged_kv_cache=8192"]
     with command(REPOSITORY, *arguments) as serving:

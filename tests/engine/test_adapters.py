@@ -24,6 +24,7 @@ from tests.engine.lora import Adapter, make_adapter, pack_rows, stored, weights_
 from tests.engine.paging import load_paged
 from tests.engine.ranks import TOPOLOGIES, ranks
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 NUM_TOKENS = 16
 every_kernel = pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
@@ -142,8 +143,13 @@ def test_weights_come_in_any_type(zoo: Zoo, dtype: torch.dtype) -> None:
 
 
 @every_kernel
-@pytest.mark.parametrize("config", ["plain", "dora"])
-@pytest.mark.parametrize("topology", [*TOPOLOGIES.values(), (4, 1)], ids=[*TOPOLOGIES, "tp4"])
+@pytest.mark.parametrize("config", with_all(["plain", "dora"], ["plain"]))
+@pytest.mark.parametrize(
+    "topology",
+    with_all(
+        [pytest.param(sizes, id=name) for name, sizes in {**TOPOLOGIES, "tp4": (4, 1)}.items()], [(2, 2)]
+    ),
+)
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 def test_every_rank_has_its_slice(
     zoo: Zoo, case: str, topology: tuple[int, int], config: str, kernels: str | None

@@ -25,9 +25,13 @@ from tests.engine.ranks import TOPOLOGIES, ranks
 from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
 from tests.engine.tape import Tape
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.tiers import with_all
 
 CASES = ["llama-gqa", "qwen2", "gpt2"]
-every_case = pytest.mark.parametrize(("case", "kernels"), by_default_and(CASES, CASES))
+every_case = pytest.mark.parametrize(
+    ("case", "kernels"),
+    with_all(by_default_and(CASES, CASES), [("llama-gqa", None), ("gpt2", "torch")]),
+)
 OFFERED = "hidden_states_0:context, hidden_states_1:context, hidden_states_2, hidden_states_3:context, "
 OFFERED += "last_hidden_state:context, top_5_logits:context, top_5_logit_ids:context"
 OUTPUTS = parse_outputs(OFFERED)
@@ -165,7 +169,9 @@ def test_every_sequence_of_a_request_has_its_own_rows(zoo: Zoo, case: str, kerne
         assert_outputs(model, request, served.result(request, index), tokens)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
+)
 @every_case
 def test_several_ranks_give_what_one_gives(
     zoo: Zoo, case: str, kernels: str | None, topology: tuple[int, int]

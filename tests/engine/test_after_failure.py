@@ -23,6 +23,7 @@ from tests.engine.kernels import needs_native
 from tests.engine.search import Search
 from tests.engine.serving import config_of, load, to_torch
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 CASE = "mistral-window"
 PENALIZED = SamplingConfig(
@@ -81,8 +82,15 @@ IN_ANY_KERNELS = [
 ]  # fmt: skip
 every_stage = pytest.mark.parametrize(
     ("stage", "kernels"),
-    [(stage, "torch") for stage in STAGES]
-    + [pytest.param(stage, "native", marks=needs_native) for stage in IN_ANY_KERNELS],
+    with_all(
+        [(stage, "torch") for stage in STAGES]
+        + [pytest.param(stage, "native", marks=needs_native) for stage in IN_ANY_KERNELS],
+        [
+            *((stage, "torch") for stage in ("before anything", "amid block tables", "after copies")),
+            *((stage, "torch") for stage in ("in the second layer", "in the sampler", "after everything")),
+            ("after block tables", "native"),
+        ],
+    ),
 )
 
 

@@ -20,6 +20,7 @@ from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import needs_native
 from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 DTYPES = ["int8", "bfloat16", "float32"]
 NUM_TOKENS = 12
@@ -40,8 +41,13 @@ def assert_equal(row: Row, other: Row) -> None:
     assert torch.equal(torch.stack(row.logits[:count]), torch.stack(other.logits[:count]))
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "llama-head-dim", "qwen3", "gpt2", "mixtral", "qwen2-moe"])
-@pytest.mark.parametrize("size", [2, 3, 16])
+@pytest.mark.parametrize(
+    "case",
+    with_all(
+        ["llama-gqa", "llama-head-dim", "qwen3", "gpt2", "mixtral", "qwen2-moe"], ["llama-gqa", "mixtral"]
+    ),
+)
+@pytest.mark.parametrize("size", with_all([2, 3, 16], [3]))
 def test_rows_of_a_batch(zoo: Zoo, case: str, dtype: str, size: int) -> None:
     """Contexts beside each other, then contexts beside generation, then generation alone."""
     model = zoo[case]
@@ -59,8 +65,10 @@ def test_rows_of_a_batch(zoo: Zoo, case: str, dtype: str, size: int) -> None:
         assert_equal(row, single)
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2", "qwen3-moe"])
-@pytest.mark.parametrize("chunk", [1, 7, 8, 33])
+@pytest.mark.parametrize(
+    "case", with_all(["llama-gqa", "mistral-window", "gpt2", "qwen3-moe"], ["mistral-window", "qwen3-moe"])
+)
+@pytest.mark.parametrize("chunk", with_all([1, 7, 8, 33], [7]))
 def test_chunks_of_a_context(zoo: Zoo, case: str, dtype: str, chunk: int) -> None:
     model = zoo[case]
     engine = load_native(model.folder, dtype)

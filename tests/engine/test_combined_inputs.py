@@ -26,6 +26,7 @@ from tests.engine.tables import TableOracle, make_table, with_table
 from tests.engine.test_served_adapters import HostAdapters, adapters_of
 from tests.guided.factories import END_ID, load, tiny_vocabulary
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.tiers import with_all
 
 PATTERNS = ["([a-d]{2,4} ){3,6}end", r"[0-9]{2,5}(\+[0-9]{1,3}){2,5}=\?"]
 NUM_TOKENS = 20
@@ -158,7 +159,7 @@ def without_end(tokens: list[int]) -> list[int]:
 
 
 @every_kernel
-@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+@pytest.mark.parametrize("name", with_all(["llama-gqa", "gpt2"], ["gpt2"]))
 def test_the_tokens_are_pefts_alone_and_beside_all_others(zoo: Zoo, name: str, kernels: str | None) -> None:
     model = zoo[name]
     cases, expected = cases_of(model), expected_of(model)

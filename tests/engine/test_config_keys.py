@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from inflight.errors import ConfigError
 from inflight.models import FAMILIES, ModelDescription, read_model_description
 from tests.engine.driver import Row, alone, load_engine
+from tests.tiers import with_all
 
 TOLERANCE = 1e-4
 NUM_LAYERS = 2
@@ -352,7 +353,7 @@ def _verdict(folder: Path, config: dict[str, Any], key: str, runs: list[_Run]) -
     return "" if difference < TOLERANCE else f"logits differ by {difference}"
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", with_all(CONFIGS, ["llama", "gpt_oss"]))
 def test_a_key_is_understood_or_refused_by_name(tmp_path: Path, family: str) -> None:
     torch.set_num_threads(1)  # models this small only wait for each other on more
     verdicts, runs = {}, list[_Run]()

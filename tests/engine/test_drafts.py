@@ -10,10 +10,15 @@ from inflight.engine.engine import ModelEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 CASES = ["llama-gqa", "mistral-window", "qwen2-window", "gpt2"]
 every_case = pytest.mark.parametrize(
-    ("case", "kernels"), by_default_and(["llama-gqa", "mistral-window"], CASES)
+    ("case", "kernels"),
+    with_all(
+        by_default_and(["llama-gqa", "mistral-window"], CASES),
+        [("llama-gqa", None), ("mistral-window", "torch")],
+    ),
 )
 SAMPLINGS = {
     "greedy": SamplingConfig(),

@@ -26,6 +26,7 @@ from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, load, serve
 from tests.models.quantized import FORMATS, write
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 CASE_OF = {
     "llama": "llama-gqa",
@@ -57,7 +58,9 @@ NEW = [
 """The others are in the other tests of ways of serving."""
 BOUND = {"bfloat16": 0.08, "int8": 0.15}
 """As in test_precision.py: root mean square error of the logits over their standard deviation."""
-every_case = pytest.mark.parametrize(("case", "kernels"), by_default_and(NEW, NEW))
+FAST = [(case, None) for case in ("mixtral", "deepseek-v3", "gemma3", "gpt-oss")] + [("mixtral", "torch")]
+"""Experts, latent attention, windows in some layers, learned sinks."""
+every_case = pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(NEW, NEW), FAST))
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
@@ -83,7 +86,9 @@ def test_on_ranks(zoo: Zoo, case: str, kernels: str | None, topology: tuple[int,
     assert_as_transformers(model, served, requests)
 
 
-@pytest.mark.parametrize(("case", "kernels"), by_default_and(["gemma2", "olmo2"], NEW))
+@pytest.mark.parametrize(
+    ("case", "kernels"), with_all(by_default_and(["gemma2", "olmo2"], NEW), [*FAST[:4], ("gemma2", "torch")])
+)
 @pytest.mark.parametrize("dtype", BOUND)
 @torch.inference_mode()
 def test_error_of_other_types_is_bounded(zoo: Zoo, case: str, dtype: str, kernels: str | None) -> None:

@@ -9,6 +9,7 @@ from inflight.core.request.sampling_config import SamplingConfig
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,9 @@ from tests.models.zoo import Zoo
     [((2, 1), 2), ((4, 1), 2), ((4, 1), 1), ((2, 2), 2)],
     ids=["tp2-ep2", "tp4-ep2", "tp4", "tp2-pp2-ep2"],
 )
-@pytest.mark.parametrize("case", ["mixtral-even", "qwen2-moe", "qwen3-moe-even", "olmoe"])
+@pytest.mark.parametrize(
+    "case", with_all(["mixtral-even", "qwen2-moe", "qwen3-moe-even", "olmoe"], ["mixtral-even", "qwen2-moe"])
+)
 def test_tokens_are_those_of_one(zoo: Zoo, case: str, topology: tuple[int, int], moe_ep_size: int) -> None:
     """Packed prompts, generation of single rows (so that a rank has nothing to compute), a beam search."""
     model = zoo[case]

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from tests.engine.driver import Driver, alone, load_engine
+from tests.engine.test_every_family import CASE_OF
 from tests.models.zoo import CASES, Zoo
+from tests.tiers import with_all
 
 NUM_TOKENS = 64
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_all(CASES, CASE_OF.values()))
 def test_greedy_tokens_and_logits_are_those_of_transformers(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     prompt = model.prompt(27)
@@ -25,7 +27,12 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(zoo: Zoo, case: str,
     torch.testing.assert_close(torch.stack(row.logits), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-window", "qwen2-window", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    "case",
+    with_all(
+        ["llama-rope-yarn", "mistral-window", "qwen2-window", "qwen3", "gpt2"], ["mistral-window", "gpt2"]
+    ),
+)
 def test_logits_after_every_prompt_token(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     prompt = model.prompt(40)

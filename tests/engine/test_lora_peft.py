@@ -17,6 +17,7 @@ from tests.engine.driver import Driver, Row, load_engine
 from tests.engine.kernels import DEFAULT, TORCH
 from tests.engine.lora import Adapter, lora_config, make_adapter, stored, weights_of
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 CASES = ["llama-gqa", "qwen2", "mistral-window", "gpt2", "phi3", "gemma2"]
 NUM_TOKENS = 24
@@ -74,7 +75,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @every_kernel
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_all(CASES, ["llama-gqa"]))
 def test_an_adapter_alone(zoo: Zoo, case: str, config: str, kernels: str | None) -> None:
     model = zoo[case]
     adapter = adapter_of(model, config)
@@ -102,7 +103,7 @@ def test_some_modules_alone_and_magnitudes_of_mixed_ranks(
 
 
 @every_kernel
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
 def test_base_and_two_adapters_in_turn_as_peft_mixes_them(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     oracle, weights = two_adapters(model)
@@ -131,7 +132,7 @@ def test_base_and_two_adapters_in_turn_as_peft_mixes_them(zoo: Zoo, case: str, k
 
 
 @every_kernel
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
 def test_beams_of_base_and_two_adapters_as_peft_mixes_them(zoo: Zoo, case: str, kernels: str | None) -> None:
     model, width, num_tokens = zoo[case], 3, 12
     oracle, weights = two_adapters(model)
@@ -171,7 +172,7 @@ def test_peft_mixes_no_adapters_with_magnitudes(zoo: Zoo) -> None:
 
 
 @every_kernel
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
 def test_every_kind_of_adapter_in_one_batch(zoo: Zoo, case: str, kernels: str | None) -> None:
     """Contexts in chunks, beside generation; each row is as PEFT has it alone."""
     model = zoo[case]

@@ -20,6 +20,7 @@ from tests.engine.failing import serve_through_faults
 from tests.engine.kernels import needs_native
 from tests.engine.serving import config_of, load
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 OVERFLOWING = {7: float("nan"), 8: float("inf"), 9: -float("inf")}
 """Token ids, and what their embeddings are."""
@@ -52,7 +53,7 @@ def harmless(model: ZooModel, length: int, seed: int) -> tuple[int, ...]:
 
 @every_way
 @pytest.mark.parametrize("token", OVERFLOWING)
-@pytest.mark.parametrize("place", [0, 10, 20])
+@pytest.mark.parametrize("place", with_all([0, 10, 20], [10]))
 def test_it_is_noticed_wherever_it_is(
     zoo: Zoo, overflowing: Path, kernels: str, dtype: str, cache: str, token: int, place: int
 ) -> None:
@@ -98,8 +99,8 @@ def leave_behind(engine: ModelEngine, value: float) -> None:
 
 
 @every_way
-@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])
-@pytest.mark.parametrize("tokens_per_block", [2, 24])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "mistral-window", "gpt2"], ["mistral-window"]))
+@pytest.mark.parametrize("tokens_per_block", with_all([2, 24], [2]))
 def test_what_blocks_held_before_reaches_nobody(
     zoo: Zoo, case: str, kernels: str, dtype: str, cache: str, tokens_per_block: int
 ) -> None:

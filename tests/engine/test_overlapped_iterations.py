@@ -25,6 +25,7 @@ from tests.engine.paging import load_paged
 from tests.engine.serving import WAYS, Served, config_of, load, serve
 from tests.engine.tape import Tape
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 CASE = "llama-gqa"
 SAMPLINGS = (
@@ -116,7 +117,7 @@ def assert_same(ours: Served, theirs: Served) -> None:
             assert found == pytest.approx(wanted, abs=1e-3)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_all(WAYS, ["no-evict", "utilization-chunked-no-reuse"]))
 def test_tokens_are_the_same_as_in_turn(zoo: Zoo, way: str, kernels: str | None) -> None:
     model = zoo[CASE]
     requests, expected = undemanding(model), in_turn(model, way, kernels)
@@ -293,7 +294,9 @@ STAGES = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+@pytest.mark.parametrize(
+    "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
+)
 def test_failed_batches_change_no_token(
     zoo: Zoo, stage: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,11 +18,14 @@ from tests.engine.ranks import TOPOLOGIES, ranks
 from tests.engine.serving import WAYS, config_of, load, serve, to_torch
 from tests.engine.tables import TableOracle, make_table, with_table
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.tiers import with_all
 
 LOGITS = OutputConfig(return_generation_logits=True, return_context_logits=True)
 METRICS = OutputConfig(return_perf_metrics=True)
 CASES = ["llama-gqa", "llama-gqa-tied", "qwen2", "gpt2"]
-every_family = pytest.mark.parametrize(("case", "kernels"), by_default_and(CASES, CASES))
+every_family = pytest.mark.parametrize(
+    ("case", "kernels"), with_all(by_default_and(CASES, CASES), [("llama-gqa", None), ("gpt2", "torch")])
+)
 of_llama = pytest.mark.parametrize(("case", "kernels"), by_default_and(["llama-gqa"], ["llama-gqa"]))
 
 
@@ -91,7 +94,9 @@ def test_every_way_of_serving_gives_the_same(zoo: Zoo, case: str, kernels: str |
 
 
 @every_family
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
+)
 def test_several_ranks_give_the_same(
     zoo: Zoo, case: str, kernels: str | None, topology: tuple[int, int]
 ) -> None:

@@ -20,6 +20,7 @@ from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve
 from tests.models.quantized import FORMATS, awq, gptq, write
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -34,7 +35,9 @@ def test_logits_are_those_of_what_the_weights_stand_for(zoo: Zoo, tmp_path: Path
     assert rounding > 1e-3, "the quantization is seen"
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "ct-int4-zeros", "awq", "gptq-act-order"])
+@pytest.mark.parametrize(
+    "name", with_all(["fp8-block", "ct-int4-zeros", "awq", "gptq-act-order"], ["gptq-act-order"])
+)
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
 def test_ranks_cut_what_the_weights_stand_for(
     zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]
@@ -47,8 +50,11 @@ def test_ranks_cut_what_the_weights_stand_for(
         assert served.tokens(request) == model.greedy(request.input_token_ids, 8)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3-moe", "deepseek-v3", "phi3", "qwen2"])
-@pytest.mark.parametrize("name", ["fp8-tensor", "ct-int8", "gptq-one-group"])
+@pytest.mark.parametrize(
+    "case",
+    with_all(["mixtral", "qwen3-moe", "deepseek-v3", "phi3", "qwen2"], ["mixtral", "deepseek-v3", "phi3"]),
+)
+@pytest.mark.parametrize("name", with_all(["fp8-tensor", "ct-int8", "gptq-one-group"], ["gptq-one-group"]))
 def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
     """Experts, latent attention, fused projections, biases; a router is not quantized."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",))

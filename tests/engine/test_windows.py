@@ -18,6 +18,7 @@ from tests.engine.driver import Driver, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.engine.serving import WAYS, config_of, load, serve
 from tests.models.zoo import MAX_POSITIONS, Zoo, ZooModel
+from tests.tiers import with_all
 
 NUM_TOKENS = 40
 TOLERANCE = 1e-4
@@ -131,13 +132,13 @@ def test_windows_and_sinks_are_masks(zoo: Zoo, case: str, asked: tuple[int, ...]
     assert not torch.equal(oracle.logits(prompt), model.logits(prompt)), "the windows hide nothing"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_all(CASES, ["llama-gqa"]))
 @pytest.mark.parametrize("chunk", [1, 7, 8, 33, 90])
 def test_chunks_of_a_context(zoo: Zoo, case: str, chunk: int, kernels: str | None) -> None:
     assert_chunks_are_whole(zoo[case], chunk, kernels)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
 @pytest.mark.parametrize("chunk", [7, 33, 90])
 @pytest.mark.parametrize("piece_rows", [1, 5])
 def test_pieces_of_a_chunk(
@@ -218,7 +219,13 @@ def make_requests(model: ZooModel) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize(("way", "kernels"), by_default_and(["utilization-chunked-no-reuse"], list(WAYS)))
+@pytest.mark.parametrize(
+    ("way", "kernels"),
+    with_all(
+        by_default_and(["utilization-chunked-no-reuse"], list(WAYS)),
+        ["no-evict", "utilization-chunked-no-reuse"],
+    ),
+)
 @pytest.mark.parametrize(("asked", "num_sinks"), [((9, 21), 0), ((30, 17), 6)])
 def test_served(zoo: Zoo, way: str, kernels: str | None, asked: tuple[int, ...], num_sinks: int) -> None:
     """Chunks, shared prefixes, pauses, drafts and beams together, against the masked model alone."""

@@ -25,6 +25,7 @@ from tests.guided.factories import (
     tiny_vocabulary,
 )
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 DEMO_MODEL = Path(__file__).parents[2] / "model_repository/tensorrt_llm/1/demo_model"
 NUM_TINY, NUM_DEMO = 300, 60
@@ -55,7 +56,7 @@ def check(
     return num_ended, num_compared
 
 
-@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("name", with_all(["llguidance", "xgrammar"], ["llguidance"]))
 def test_texts_of_a_random_model(zoo: Zoo, name: str) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     model = zoo["llama-gqa"]
@@ -71,6 +72,7 @@ def test_texts_of_a_random_model(zoo: Zoo, name: str) -> None:
     assert num_compared > 0.7 * len(cases)
 
 
+@pytest.mark.exhaustive
 def test_texts_of_the_demo_model() -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     tokenizer = Tokenizer.from_dir(DEMO_MODEL)

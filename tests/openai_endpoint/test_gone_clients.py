@@ -11,13 +11,14 @@ from typing import Any, cast
 import pytest
 
 from inflight.core.ports import EngineClient, SendResponseCallback
+from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
 from inflight.core.request.stop import StopReason
 from inflight.errors import Cancelled
 from inflight.openai.answers import Piece
 from inflight.openai.context import answer_stream, answer_whole
-from inflight.openai.engine_session import EngineSession
-from inflight.serving.reply import Prompt, ReplyOptions
+from inflight.prompt import Prompt, ReplyOptions
+from inflight.serving.engine_session import EngineSession
 from tests.core.factories import make_request
 
 
@@ -30,12 +31,12 @@ class BlockingClient:
         self.takes_third = threading.Event()
         self._first_is_stopped = threading.Event()
 
-    def submit(self, request: Request, on_response: SendResponseCallback) -> int:
+    def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
         self.num_submitted += 1
         if self.num_submitted == 3:
             self.takes_third.set()
             assert self._first_is_stopped.wait(60), "nobody has noticed that the client is gone"
-        return self.num_submitted
+        return RequestHandle(self.num_submitted, self.stop)
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         assert reason is StopReason.CANCELLED and sequence_index is None

@@ -10,6 +10,7 @@ import pytest
 from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.response import Result, merge_responses
 from inflight.core.request.stop import FinishReason
+from tests.tiers import with_all
 
 from .outcome import Outcome
 from .scenario import (
@@ -22,22 +23,28 @@ from .scenario import (
 )
 from .simulated_server import run
 
-SEEDS = range(1000)
-PIPELINED_SEEDS = range(500)
+SEEDS = with_all([range(300), range(300, 1000)], [range(300)])
+PIPELINED_SEEDS = with_all([range(150), range(150, 500)], [range(150)])
+Outcomes = list[tuple[CapacitySchedulerPolicy, Outcome]]
+
+
+@pytest.fixture(scope="module", params=SEEDS, ids=str)
+def seeds(request: pytest.FixtureRequest) -> range:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[tuple[CapacitySchedulerPolicy, Outcome]]:
+def outcomes(seeds: range) -> Outcomes:
     """Every scenario with one and with two batches in flight; their responses are checked and forgotten."""
-    return [_outcome(one_in_flight(draw(seed))) for seed in SEEDS] + [
-        _outcome(two_in_flight(draw(seed))) for seed in SEEDS
+    return [_outcome(one_in_flight(draw(seed))) for seed in seeds] + [
+        _outcome(two_in_flight(draw(seed))) for seed in seeds
     ]
 
 
-@pytest.fixture(scope="module")
-def pipelined_outcomes() -> list[tuple[CapacitySchedulerPolicy, Outcome]]:
+@pytest.fixture(scope="module", params=PIPELINED_SEEDS, ids=str)
+def pipelined_outcomes(request: pytest.FixtureRequest) -> Outcomes:
     """Half of the scenarios, on two or three pipeline stages."""
-    return [_outcome(draw(seed).pipelined(2 + seed % 2)) for seed in PIPELINED_SEEDS]
+    return [_outcome(draw(seed).pipelined(2 + seed % 2)) for seed in request.param]
 
 
 def _outcome(scenario: Scenario) -> tuple[CapacitySchedulerPolicy, Outcome]:
@@ -64,27 +71,28 @@ def three_stages(scenario: Scenario) -> Scenario:
     return scenario.pipelined(3)
 
 
-def test_every_seed_gives_every_request_what_it_has_alone(outcomes):
-    assert len(outcomes) == 2 * len(SEEDS)
-    ahead = [outcome for _, outcome in outcomes[len(SEEDS) :]]
-    assert sum(outcome.num_ahead > 3 for outcome in ahead) > len(SEEDS) // 3
-    assert sum(outcome.num_ahead > 0 and outcome.num_pauses > 0 for outcome in ahead) > len(SEEDS) // 40
+def test_every_seed_gives_every_request_what_it_has_alone(outcomes, seeds):
+    assert len(outcomes) == 2 * len(seeds)
+    ahead = [outcome for _, outcome in outcomes[len(seeds) :]]
+    assert sum(outcome.num_ahead > 3 for outcome in ahead) > len(seeds) // 3
+    assert sum(outcome.num_ahead > 0 and outcome.num_pauses > 0 for outcome in ahead) > len(seeds) // 40
     assert (
         sum(outcome.num_ahead > 0 and outcome.num_failed_iterations > 0 for outcome in ahead)
-        > len(SEEDS) // 8
+        > len(seeds) // 8
     )
 
 
 def test_every_seed_gives_the_same_on_a_pipeline_and_keeps_its_stages_at_work(pipelined_outcomes):
-    assert len(pipelined_outcomes) == len(PIPELINED_SEEDS)
     found = [outcome for _, outcome in pipelined_outcomes]
-    assert sum(outcome.num_full_pipelines > 3 for outcome in found) > len(PIPELINED_SEEDS) // 3
-    assert sum(outcome.num_shared_generations > 0 for outcome in found) > len(PIPELINED_SEEDS) // 4
-    assert sum(outcome.num_pauses > 0 for outcome in found) > len(PIPELINED_SEEDS) // 20
-    assert sum(outcome.num_failed_iterations > 0 for outcome in found) > len(PIPELINED_SEEDS) // 8
+    assert sum(outcome.num_full_pipelines > 3 for outcome in found) > len(found) // 3
+    assert sum(outcome.num_shared_generations > 0 for outcome in found) > len(found) // 4
+    assert sum(outcome.num_pauses > 0 for outcome in found) > len(found) // 20
+    assert sum(outcome.num_failed_iterations > 0 for outcome in found) > len(found) // 8
 
 
-@pytest.mark.parametrize("kind", [one_in_flight, two_in_flight, two_stages, three_stages])
+@pytest.mark.parametrize(
+    "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
+)
 def test_a_device_that_fails_again_and_again_changes_no_tokens(kind):
     """So often that a request may well be alone in an iteration that fails: then it ends, whoever is to blame."""
     outcomes = [run(kind(draw_with_a_bad_device(seed))) for seed in range(100)]
@@ -92,7 +100,9 @@ def test_a_device_that_fails_again_and_again_changes_no_tokens(kind):
     assert sum(bool(outcome.convicted) for outcome in outcomes) > 50
 
 
-@pytest.mark.parametrize("kind", [one_in_flight, two_in_flight, two_stages, three_stages])
+@pytest.mark.parametrize(
+    "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
+)
 def test_a_row_that_fails_alone_ends_its_request_and_changes_no_tokens_of_others(kind):
     """Of searches, drafts, siblings; beside failed iterations too."""
     outcomes = [run(kind(draw_with_failing_rows(seed))) for seed in range(200)]
@@ -100,7 +110,9 @@ def test_a_row_that_fails_alone_ends_its_request_and_changes_no_tokens_of_others
     assert sum(bool(outcome.convicted) and outcome.num_failed_iterations > 0 for outcome in outcomes) > 20
 
 
-@pytest.mark.parametrize("kind", [one_in_flight, two_in_flight, two_stages, three_stages])
+@pytest.mark.parametrize(
+    "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
+)
 def test_when_everybody_leaves_an_iteration_ends_a_bounded_number(kind):
     outcomes = [run(kind(draw_with_everybody_leaving(seed))) for seed in range(100)]
     assert sum(outcome.num_divided_endings > 0 for outcome in outcomes) > 30
@@ -116,9 +128,9 @@ def test_a_failed_iteration_is_nobodys_end_who_was_in_company(kind):
     assert num_spared > 15
 
 
-def test_the_seeds_reach_what_they_are_meant_to_reach(outcomes):
+def test_the_seeds_reach_what_they_are_meant_to_reach(outcomes, seeds):
     """Pauses, chunks, copies, rejected drafts: a simulation that never gets there proves nothing."""
-    often, seldom = len(SEEDS) // 8, len(SEEDS) // 12
+    often, seldom = len(seeds) // 8, len(seeds) // 12
 
     def count(reached: Callable[[Outcome], object]) -> int:
         return sum(bool(reached(outcome)) for _, outcome in outcomes)
@@ -140,22 +152,22 @@ def test_the_seeds_reach_what_they_are_meant_to_reach(outcomes):
     assert count(lambda outcome: outcome.num_rejected) > often
     assert count(lambda outcome: outcome.num_adapter_loads > 1) > often
     assert count(lambda outcome: outcome.num_adapter_waits) > seldom
-    assert count(lambda outcome: outcome.num_adapter_evictions) > len(SEEDS) // 20
+    assert count(lambda outcome: outcome.num_adapter_evictions) > len(seeds) // 20
 
 
-def test_the_seeds_reach_every_ending(outcomes):
+def test_the_seeds_reach_every_ending(outcomes, seeds):
     for code in ("INTERNAL", "UNAVAILABLE", "INVALID_ARG"):
-        assert sum(outcome.errors[code] for _, outcome in outcomes) > len(SEEDS) // 20
+        assert sum(outcome.errors[code] for _, outcome in outcomes) > len(seeds) // 20
     for reason in set(FinishReason) - {FinishReason.NOT_FINISHED}:
-        assert sum(outcome.reasons[reason] for _, outcome in outcomes) > len(SEEDS) // 2
+        assert sum(outcome.reasons[reason] for _, outcome in outcomes) > len(seeds) // 2
 
 
 @pytest.mark.parametrize(
     "policy", [CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.STATIC_BATCH]
 )
-def test_who_reserves_to_its_end_is_never_paused(outcomes, policy):
+def test_who_reserves_to_its_end_is_never_paused(outcomes, seeds, policy):
     of_policy = [outcome for its_policy, outcome in outcomes if its_policy is policy]
-    assert len(of_policy) > len(SEEDS) // 4 and not any(outcome.num_pauses for outcome in of_policy)
+    assert len(of_policy) > len(seeds) // 4 and not any(outcome.num_pauses for outcome in of_policy)
 
 
 def test_a_run_is_a_function_of_its_seed():

@@ -18,6 +18,7 @@ from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_class import AS_IN_ITS_FILE, CLASS_OF_MODEL
 from inflight.text.words import word_ids
 from tests.text.checkpoint_folders import CHAT, FOLDERS, TEXTS
+from tests.tiers import with_all
 
 
 @cache
@@ -61,7 +62,7 @@ def test_text_is_that_of_transformers_as_a_whole_and_streamed(name: str, skip: b
         assert "".join(deltas) + detokenizer.flush() == expected
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", with_all(FOLDERS, ["byte level", "LlamaTokenizer", "Mistral"]))
 @given(data=st.data())
 def test_any_ids_streamed_are_the_whole_text(name: str, data: st.DataObject) -> None:
     ours, _ = loaded(name)

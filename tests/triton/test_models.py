@@ -140,8 +140,12 @@ def test_more_beams_than_slots_fail_the_load_and_say_why(pb_utils: FakePbUtils, 
         )
 
 
-def test_a_load_that_fails_leaves_no_thread(pb_utils: FakePbUtils, folder: Path) -> None:
-    before = set(threading.enumerate())
+def test_a_load_that_fails_leaves_no_thread(
+    pb_utils: FakePbUtils, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: [started.append(thread), start(thread)])
     args = make_args(
         fake_engine="vocab=100",
         engine_endpoint=str(folder / "socket"),
@@ -149,7 +153,7 @@ def test_a_load_that_fails_leaves_no_thread(pb_utils: FakePbUtils, folder: Path)
     )
     with pytest.raises(ConfigError, match="record_path: cannot write"):
         fake_server.TritonPythonModel().initialize(args)
-    assert set(threading.enumerate()) <= before  # threads of other tests may end meanwhile
+    assert not [thread for thread in started if thread.is_alive()]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,24 @@ def test_the_largest_sizes_that_it_has_room_for(
     torch.testing.assert_close(*(torch.stack(row.logits) for row in rows), rtol=0, atol=1e-4)
 
 
+_COUNT_THREADS = """
+import os, sys
+from tests.engine.driver import load_engine
+
+load_engine(sys.argv[1], kernels="native", engine_threads=1)
+before = len(os.listdir("/proc/self/task"))
+engine = load_engine(sys.argv[1], kernels="native", engine_threads=7)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
 @needs_native
 def test_its_threads_run_once_it_is_loaded(zoo: Zoo) -> None:
-    before = set(os.listdir("/proc/self/task"))
-    engine = load_engine(zoo["llama"].folder, kernels="native", engine_threads=7)
-    started = set(os.listdir("/proc/self/task")) - before  # threads of other tests may end meanwhile
-    assert len(started) >= 6
-    engine.close()
+    """In a process of its own, where nothing else starts threads."""
+    program = [sys.executable, "-c", _COUNT_THREADS, str(zoo["llama"].folder)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 6, "beside the one that calls"
 
 
 @needs_native

@@ -35,6 +35,7 @@ from tests.engine.serving import config_of, serve, to_torch
 from tests.engine.serving import load as load_served
 from tests.models.quantized import FORMATS, write
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 BOUND = 0.2
 """Of the logits' deviation; bfloat16 alone is off by half of it, and 4 bits by five times as much."""
@@ -125,8 +126,10 @@ def test_that_a_dtype_rounds_them_again_is_said(
 
 
 @needs_native
-@pytest.mark.parametrize("case", ["mixtral", "qwen3-moe", "qwen2", "phi3", "qwen3"])
-@pytest.mark.parametrize("name", ["gptq-one-group", "ct-int8"])
+@pytest.mark.parametrize(
+    "case", with_all(["mixtral", "qwen3-moe", "qwen2", "phi3", "qwen3"], ["mixtral", "phi3"])
+)
+@pytest.mark.parametrize("name", with_all(["gptq-one-group", "ct-int8"], ["gptq-one-group"]))
 def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
     """With experts a token near the border of two may go to the other one; most do not."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
@@ -144,7 +147,12 @@ def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "ct-int4-zeros", "awq-one-group", "ct-int8"])
+@pytest.mark.parametrize(
+    "name",
+    with_all(
+        ["gptq", "gptq-act-order", "ct-int4-zeros", "awq-one-group", "ct-int8"], ["gptq", "gptq-act-order"]
+    ),
+)
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
 def test_ranks_cut_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]) -> None:
     """Of 96 inputs in groups of 32 two ranks have 48 each, which are groups of 16; in another order none."""

@@ -28,6 +28,7 @@ from tests.engine.ranks import ranks
 from tests.engine.serving import WAYS, config_of, load, serve, to_torch
 from tests.engine.tables import TableOracle, make_table, with_table
 from tests.models.zoo import VOCAB_SIZE, WITHOUT_MAP, Zoo, make_model
+from tests.tiers import with_all
 
 WITH_MAP = ["llama-gqa", "gemma2", "mistral-layer-types", "mixtral", "gpt2", "phi3-longrope"]
 every_family = pytest.mark.parametrize("case", WITHOUT_MAP)
@@ -60,8 +61,10 @@ def test_a_batch_of_greedy_requests(zoo: Zoo, case: str) -> None:
         assert served.tokens(request) == model.greedy(request.input_token_ids, 64)
 
 
-@pytest.mark.parametrize("case", [*WITHOUT_MAP, *WITH_MAP])
-@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+@pytest.mark.parametrize("case", with_all([*WITHOUT_MAP, *WITH_MAP], ["stablelm", "gemma2", "mixtral"]))
+@pytest.mark.parametrize(
+    "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
+)
 def test_everything_at_once(zoo: Zoo, case: str, way: str) -> None:
     """Packed, chunked, with blocks that are reused, paused; beams, drafts and prompt lookup."""
     requests = some_of_everything(zoo[case])
@@ -70,7 +73,7 @@ def test_everything_at_once(zoo: Zoo, case: str, way: str) -> None:
     assert_as_transformers(zoo[case], served, requests)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_all(WAYS, ["no-evict", "chunked"]))
 def test_blocks_of_equal_prefixes_are_reused(zoo: Zoo, way: str) -> None:
     model = zoo["cohere2"]
     prompt, output = model.prompt(40), OutputConfig(return_perf_metrics=True)

@@ -25,6 +25,7 @@ from tests.engine.tensorrt.in_flight import (
 from tests.engine.tensorrt.test_networks import BOUND, EXACT
 from tests.models.quantized import FORMATS, write
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 IN_4_BITS = [
     "ct-int4",
@@ -42,7 +43,7 @@ IN_4_BITS = [
 ]
 
 
-@pytest.mark.parametrize("name", IN_4_BITS)
+@pytest.mark.parametrize("name", with_all(IN_4_BITS, ["awq", "gptq-act-order"]))
 def test_logits_are_those_of_what_the_weights_stand_for(zoo: Zoo, tmp_path: Path, name: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
     (engine,) = build(model.folder, tmp_path / "engine")
@@ -115,7 +116,10 @@ def test_another_type_unpacks_them(zoo: Zoo, tmp_path: Path) -> None:
     assert largest_error(model, texts) < EXACT
 
 
-@pytest.mark.parametrize(("name", "weights"), [("awq", "constants"), ("gptq-act-order", "inputs")])
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    with_all([("awq", "constants"), ("gptq-act-order", "inputs")], [("gptq-act-order", "inputs")]),
+)
 def test_plans_build(zoo: Zoo, tmp_path: Path, name: str, weights: str) -> None:
     model = write(zoo["llama-heads-16"], tmp_path / "checkpoint", FORMATS[name], dtype="float16")
     (sidecar,) = build_engine(model.folder, tmp_path / "engine", BuildOptions(**SIZES, weights=weights))

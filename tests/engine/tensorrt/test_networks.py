@@ -41,6 +41,7 @@ from tests.engine.tensorrt.in_flight import (
 )
 from tests.engine.tensorrt.interpreter import Node
 from tests.models.zoo import CASES, Zoo, ZooModel, make_model
+from tests.tiers import with_all
 
 EXACT = 2e-4
 """Largest error of a logit in float32; those of the zoo's models have a standard deviation of 2 to 3."""
@@ -54,7 +55,10 @@ def _one(model: ZooModel, folder: Path, **options: Any) -> Interpreted:
     return engine
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in REFUSED])
+@pytest.mark.parametrize(
+    "case",
+    with_all([case for case in CASES if case not in REFUSED], ["llama-gqa", "mixtral", "gemma3", "gpt2"]),
+)
 def test_every_family(zoo: Zoo, tmp_path: Path, case: str) -> None:
     model, texts = zoo[case], texts_of(zoo[case])
     run(Runner(_one(model, tmp_path)), texts)

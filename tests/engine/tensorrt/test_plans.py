@@ -29,6 +29,7 @@ from tests.engine.tensorrt.in_flight import SIZES
 from tests.engine.tensorrt.interpreter import dump
 from tests.engine.test_every_family import CASE_OF
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 WITH_KERNELS = {"gemma3_text": "gemma3-heads-16", "qwen3_moe": "qwen3-moe-even"}
 """Instead of models whose heads are of 12 dimensions, for which TensorRT has no kernel."""
@@ -45,7 +46,9 @@ def _build(model: Path, folder: Path, **options: Any) -> list[Sidecar]:
     return build_engine(model, folder, BuildOptions(**(SIZES | {"dtype": "float32", **options})))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if name not in REFUSED])
+@pytest.mark.parametrize(
+    "family", with_all([name for name in FAMILY_NAMES if name not in REFUSED], ["llama", "gpt2", "mixtral"])
+)
 def test_every_family_builds(zoo: Zoo, tmp_path: Path, family: str) -> None:
     (sidecar,) = _build(zoo[WITH_KERNELS.get(family, CASE_OF[family])].folder, tmp_path)
     for plan in (sidecar.layers, sidecar.head):
@@ -62,14 +65,17 @@ def test_others_are_refused_by_name_before_anything_is_built(zoo: Zoo, tmp_path:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"dtype": "float16", "target": "sm80"},
-        {"dtype": "bfloat16", "weights": "inputs", "additional_outputs": ("hidden_states_0",)},
-        {"dtype": "bfloat16", "tensor_parallel_size": 2},
-        {"dtype": "bfloat16", "max_lora_rank": 16},
-        {"dtype": "fp8", "target": "sm89,sm120"},
-        {"dtype": "int8", "weights": "inputs"},
-    ],
+    with_all(
+        [
+            {"dtype": "float16", "target": "sm80"},
+            {"dtype": "bfloat16", "weights": "inputs", "additional_outputs": ("hidden_states_0",)},
+            {"dtype": "bfloat16", "tensor_parallel_size": 2},
+            {"dtype": "bfloat16", "max_lora_rank": 16},
+            {"dtype": "fp8", "target": "sm89,sm120"},
+            {"dtype": "int8", "weights": "inputs"},
+        ],
+        [{"dtype": "bfloat16", "max_lora_rank": 16}, {"dtype": "fp8", "target": "sm89,sm120"}],
+    ),
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
 def test_every_option_builds(zoo: Zoo, tmp_path: Path, options: dict[str, Any]) -> None:
@@ -80,6 +86,7 @@ def test_every_option_builds(zoo: Zoo, tmp_path: Path, options: dict[str, Any]) 
         assert (sidecar.weights is not None) == (options.get("weights") == "inputs")
 
 
+@pytest.mark.exhaustive
 def test_experts_build_in_8_bits(zoo: Zoo, tmp_path: Path) -> None:
     _build(zoo["mixtral-heads-16"].folder, tmp_path, dtype="int8")
 
@@ -263,6 +270,7 @@ def test_an_engine_is_not_built_of_an_engine(zoo: Zoo, tmp_path: Path) -> None:
         build_engine(tmp_path / "first", tmp_path / "second", BuildOptions(**SIZES), serialize=dump)
 
 
+@pytest.mark.exhaustive
 def test_the_smallest_engine_builds(zoo: Zoo, tmp_path: Path) -> None:
     _build(zoo["llama-heads-16"].folder, tmp_path, max_batch_size=1, max_num_tokens=2, max_seq_len=2)
 

@@ -22,6 +22,7 @@ from tests.engine.tensorrt.conftest import Plans
 from tests.engine.tensorrt.engines import load
 from tests.engine.tensorrt.test_plan_features import Replays, record
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 Patch = pytest.MonkeyPatch
 Change = Callable[[PlanRows], PlanRows]
@@ -146,7 +147,9 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", with_all(FAULTS, ["keys one position behind", "stale rows", "blocks written in another order"])
+)
 def test_a_fault_is_noticed(zoo: Zoo, plans: Plans, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what `test_served_plans.py` asserts, of fewer requests."""
     model = zoo["llama-gqa"]

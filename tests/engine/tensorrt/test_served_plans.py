@@ -16,11 +16,12 @@ from tests.engine.tensorrt.conftest import Plans
 from tests.engine.tensorrt.engines import build, load
 from tests.models.quantized import FORMATS, write
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 FAMILIES = ["llama-gqa", "qwen3", "gpt2", "mistral-window", "gemma3", "mixtral"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_all(WAYS, ["no-evict", "utilization-chunked-no-reuse"]))
 def test_everything_at_once_in_every_way(zoo: Zoo, plans: Plans, way: str) -> None:
     model = zoo["llama-gqa"]
     requests = some_of_everything(model)
@@ -30,7 +31,7 @@ def test_everything_at_once_in_every_way(zoo: Zoo, plans: Plans, way: str) -> No
         assert served.num_pauses > 0
 
 
-@pytest.mark.parametrize("case", FAMILIES[1:])
+@pytest.mark.parametrize("case", with_all(FAMILIES[1:], ["mixtral", "mistral-window"]))
 def test_families_in_flight(zoo: Zoo, plans: Plans, case: str) -> None:
     model = zoo[case]
     requests = [request for request in some_of_everything(model) if not request.sampling.uses_beams]
@@ -38,7 +39,7 @@ def test_families_in_flight(zoo: Zoo, plans: Plans, case: str) -> None:
     assert_as_transformers(model, served, requests)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-act-order"])
+@pytest.mark.parametrize("name", with_all(["awq", "gptq-act-order"], ["gptq-act-order"]))
 def test_matrices_in_4_bits_in_flight(zoo: Zoo, tmp_path: Path, name: str) -> None:
     """Served in float32, the tokens are those of transformers with what the levels stand for."""
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
@@ -121,7 +122,7 @@ def test_sampled_tokens_are_those_of_torch(zoo: Zoo, plans: Plans) -> None:
 FORMS = [{"attention": "packed"}, {"weights": "inputs"}, {"weights": "inputs", "attention": "packed"}]
 
 
-@pytest.mark.parametrize("options", FORMS, ids=str)
+@pytest.mark.parametrize("options", with_all(FORMS, FORMS[2:]), ids=str)
 def test_other_forms_of_plans(zoo: Zoo, plans: Plans, options: dict[str, str]) -> None:
     """Weights that are bound to inputs; attention that TensorRT for RTX does not build."""
     model = zoo["qwen3"]

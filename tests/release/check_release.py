@@ -31,7 +31,7 @@ from tests.commands import eventually
 from tests.endpoint.factories import Inbox
 from tests.triton.factories import make_parameters
 
-VERSION_DIR = Path(__file__).parents[1] / "model_repository" / "tensorrt_llm" / "1"
+VERSION_DIR = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1"
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 LIVES = 10
 # Two requests of 400 tokens fill the KV cache.

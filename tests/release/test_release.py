@@ -1,0 +1,12 @@
+"""What an engine takes of its process it gives back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.own_process import run_checks
+
+
+def test_in_a_process_of_its_own() -> None:
+    """Threads, files and memory are counted, of which other tests would leave some."""
+    run_checks(Path(__file__).with_name("check_release.py"), timeout_s=300)
