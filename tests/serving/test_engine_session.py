@@ -46,7 +46,9 @@ def run(story: Callable[[EngineSession, FakeEngineClient], Awaitable[None]]) -> 
 
 async def started(session: EngineSession, count: int = 1) -> OutputStream:
     prompt = make_prompt(options={"streaming": True}, streaming=True)
-    return await session.start([(prompt, None)] * count)
+    stream = session.open([(prompt, None)] * count)
+    await stream.start()
+    return stream
 
 
 def test_what_a_slow_reader_has_not_asked_for_is_joined() -> None:
@@ -127,7 +129,8 @@ def test_a_stop_string_ends_its_sequence_alone() -> None:
     async def story(session: EngineSession, client: FakeEngineClient) -> None:
         tokenizer = letter_tokenizer()
         prompt = make_prompt(options={"streaming": True, "stop_strings": ("b",)}, streaming=True)
-        stream = await session.start([(prompt, new_text(prompt, tokenizer, True))])
+        stream = session.open([(prompt, new_text(prompt, tokenizer, True))])
+        await stream.start()
         client.respond(make_response(client.last_id, tokenizer.encode("ab"), sequence_index=1))
         (output,) = await anext(stream)
         assert output.texts == ("a",) and output.result.sequence_index == 1
