@@ -11,6 +11,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inflight.openai.kserve_client import KServeEngineClient
+from inflight.server.client_apis import ClientApis
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.repository import Wanted
 from inflight_client import Client
@@ -66,9 +67,8 @@ def server(elsewhere: Path, folders: dict[str, Path]) -> Iterator[TritonServer]:
         "enable_adapter_commands": "true",
     }
     named = tuple((name, folders[name]) for name in ("sql", "chat"))
-    with serve(
-        dtype="float32", settings=settings, options=ServerOptions(wanted=Wanted(adapters=named))
-    ) as up:
+    options = ServerOptions(wanted=Wanted(adapters=named), client_apis=ClientApis(model_config=True))
+    with serve(dtype="float32", settings=settings, options=options) as up:
         yield up
 
 
