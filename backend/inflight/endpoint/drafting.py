@@ -38,7 +38,7 @@ from inflight.core.request.request import (
 )
 from inflight.core.request.response import PerfMetrics, Response, Result
 from inflight.core.request.results import ended_before_start
-from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import DRAWING, SamplingConfig
 from inflight.core.request.stop import CUT_SHORT, FINISH_REASON_OF_STOP, FinishReason, StopReason
 from inflight.errors import InflightError, StepFailed, Unavailable, without_places
 
@@ -349,7 +349,7 @@ class _Drafted:
             # Where the target draws itself, its number must not be the one that the draft came from.
             seed = sampling.random_seed ^ _DRAFT_SEED
             return SamplingConfig(temperature=sampling.temperature, top_p=1.0, random_seed=seed)
-        names = ("temperature", "top_k", "top_p", "min_p", "random_seed")
+        names = ("temperature", *DRAWING, "random_seed")
         return SamplingConfig(**{name: getattr(sampling, name) for name in names})
 
     def _proposal(self, result: Result) -> ExternalDraft:

@@ -9,12 +9,13 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.guide import Guide
 from inflight.core.request.request import EngineDescription, ModelLimits, OutputConfig, Request
-from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid, unsupported
 from inflight.openai.protocol import MAX_INT32, ChatBody, SamplingBody
@@ -137,28 +138,30 @@ def _stop_words(body: SamplingBody, encoder: TextEncoder) -> tuple[tuple[int, ..
 
 
 def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
-    """How tokens are chosen."""
+    """How tokens are chosen. Most numbers mean what they do in the engine; those that do not are spelled out."""
     uses_beams = body.use_beam_search and body.n > 1
     greedy = body.use_beam_search if body.n == 1 else False  # a search with one beam
+    values: dict[str, Any] = {
+        name: getattr(body, control.body.name)
+        for name, control in CONTROLS.items()
+        if control.body is not None and control.body.is_number
+    }
     return SamplingConfig(
-        beam_width=body.n if uses_beams else 1,
-        num_return_sequences=None if uses_beams else body.n,
-        # A share of nothing is the likeliest token alone; the engine takes 0 for no share.
-        temperature=0.0 if greedy or (body.top_p == 0.0 and not uses_beams) else body.temperature,
-        top_k=max(body.top_k, 0),
-        top_p=body.top_p or 1.0,
-        min_p=body.min_p,
-        random_seed=seed,
-        allowed_token_ids=tuple(body.allowed_token_ids or ()),
-        logit_bias_ids=tuple(map(_token_id, body.logit_bias)),
-        logit_bias_values=tuple(body.logit_bias.values()),
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        min_length=body.min_tokens,
-        no_repeat_ngram_size=body.no_repeat_ngram_size,
-        length_penalty=body.length_penalty if uses_beams else 0.0,
-        early_stopping=_early_stopping(body) if uses_beams else 0,
+        **values
+        | {
+            "beam_width": body.n if uses_beams else 1,
+            "num_return_sequences": None if uses_beams else body.n,
+            # A share of nothing is the likeliest token alone; the engine takes 0 for no share.
+            "temperature": 0.0 if greedy or (body.top_p == 0.0 and not uses_beams) else body.temperature,
+            "top_k": max(body.top_k, 0),
+            "top_p": body.top_p or 1.0,
+            "random_seed": seed,
+            "allowed_token_ids": tuple(body.allowed_token_ids or ()),
+            "logit_bias_ids": tuple(map(_token_id, body.logit_bias)),
+            "logit_bias_values": tuple(body.logit_bias.values()),
+            "length_penalty": body.length_penalty if uses_beams else 0.0,
+            "early_stopping": _early_stopping(body) if uses_beams else 0,
+        }
     )
 
 
