@@ -27,6 +27,13 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         0,
         "divides the logits; 0: greedy; 1 by default",
     ),
+    "top_n_sigma": (
+        "top_n_sigma",
+        "top_n_sigma",
+        "float32",
+        0,
+        "keep logits of at least the highest minus top_n_sigma times their standard deviation; 0: all",
+    ),
     "top_k": (
         "top_k",
         "runtime_top_k",

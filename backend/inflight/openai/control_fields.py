@@ -12,6 +12,7 @@ class ControlFields(BaseModel):
     """The numbers among the sampling controls."""
 
     temperature: float = Field(1.0, ge=0)
+    top_n_sigma: float = Field(0.0, ge=0)
     top_k: int = Field(0, ge=-1, le=2147483647)
     top_p: float = Field(1.0, ge=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)

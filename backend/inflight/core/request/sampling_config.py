@@ -223,6 +223,26 @@ class SamplingConfig:
             ),
         ),
     )
+    top_n_sigma: float = _declare(
+        0.0,
+        Control(
+            "top_n_sigma",
+            "FP32",
+            _within(0.0, LARGEST),
+            "keep logits of at least the highest minus top_n_sigma times their standard deviation; 0: all",
+            example=1.5,
+            draws=True,
+            body=BodyField("top_n_sigma", 0.0, {"ge": 0}),
+            client="top_n_sigma",
+            on_command_line=True,
+            setting=Setting(
+                _CHOICE,
+                "Top n sigma",
+                "0",
+                "Tokens whose logits are more than so many standard deviations below the highest are left out.",
+            ),
+        ),
+    )
     top_k: int = _declare(
         0,
         Control(

@@ -11,6 +11,12 @@ const SAMPLING_GROUPS = [
         "hint": "0 always takes the likeliest token; the higher, the more often others are chosen."
       },
       {
+        "field": "top_n_sigma",
+        "label": "Top n sigma",
+        "usual": "0",
+        "hint": "Tokens whose logits are more than so many standard deviations below the highest are left out."
+      },
+      {
         "field": "top_k",
         "label": "Top k",
         "usual": "all",
@@ -62,4 +68,4 @@ const SAMPLING_GROUPS = [
 ];
 
 /** Fields that the client of OpenAI has no argument for. */
-const EXTRA_FIELDS = ["allowed_token_ids", "early_stopping", "length_penalty", "min_p", "min_tokens", "n", "no_repeat_ngram_size", "repetition_penalty", "top_k"];
+const EXTRA_FIELDS = ["allowed_token_ids", "early_stopping", "length_penalty", "min_p", "min_tokens", "n", "no_repeat_ngram_size", "repetition_penalty", "top_k", "top_n_sigma"];
