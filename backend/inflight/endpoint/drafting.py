@@ -286,8 +286,7 @@ class _Drafted:
             self._request.num_draft_tokens,
             self._num_to_come - 1,
             target.max_context_tokens - length,
-            draft.max_sequence_length - length,
-            draft.num_blocks * draft.tokens_per_block - length + 1,
+            draft.room(length),
         )
         is_last = count + 1 >= self._num_to_come
         # The next round's prompt is this one's with what it gave.

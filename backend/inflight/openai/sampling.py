@@ -19,7 +19,7 @@ from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid, unsupported
 from inflight.openai.protocol import MAX_INT32, ChatBody, SamplingBody
-from inflight.prompt import Prompt, ReplyOptions
+from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.text.text_encoder import TextEncoder, check_words
 
 MAX_CONTEXT_LOGITS_BYTES = 1 << 30
@@ -94,8 +94,7 @@ def make_prompt(
         request_id=0,
         input_token_ids=tuple(ids),
         max_new_tokens=_max_new_tokens(asked, len(ids), limits),
-        # Where text ends a sequence, somebody has to look at it while it is being made.
-        streaming=(body.stream or bool(stop_strings)) and not uses_beams,
+        streaming=engine_streams(body.stream and not uses_beams, stop_strings, uses_beams),
         end_ids=_end_ids(body, description),
         sampling=read_sampling(body, asked.seed),
         output=_output(asked, len(ids), limits),
@@ -165,21 +164,11 @@ def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
     )
 
 
-def room_for(prompt_length: int, limits: ModelLimits, beam_width: int = 1) -> int:
-    """Most tokens that can be generated behind a prompt, by the model's length and the size of the KV cache."""
-    size = limits.tokens_per_block
-    shared = prompt_length // size if beam_width > 1 else 0
-    blocks = shared + max(0, limits.num_blocks - shared) // beam_width
-    return min(limits.max_sequence_length, blocks * size + 1) - prompt_length
-
-
 def longest_prompt(asked: Asked, prompt_length: int, limits: ModelLimits) -> int:
     """How many of a prompt's tokens leave room for what is asked for; 1 if none does, which is then refused."""
     wanted, width = max(asked.max_tokens or 1, 1), _num_beams(asked.body)
-    longest = min(
-        prompt_length, limits.max_input_length, limits.max_context_tokens, room_for(0, limits) - wanted
-    )
-    fitting = (length for length in range(longest, 0, -1) if room_for(length, limits, width) >= wanted)
+    longest = min(prompt_length, limits.max_input_length, limits.max_context_tokens, limits.room(0) - wanted)
+    fitting = (length for length in range(longest, 0, -1) if limits.room(length, width) >= wanted)
     return next(fitting, 1)
 
 
@@ -191,7 +180,7 @@ def _max_new_tokens(asked: Asked, prompt_length: int, limits: ModelLimits) -> in
     body = asked.body
     if not prompt_length:
         raise invalid("prompt", "prompt is empty: a request needs at least one token")
-    room = room_for(prompt_length, limits, _num_beams(body))
+    room = limits.room(prompt_length, _num_beams(body))
     wanted = asked.max_tokens
     if wanted == 0 and isinstance(body, ChatBody):
         raise invalid("max_tokens", "max_tokens must be at least 1, got 0")
