@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.measuring.options import new_parser
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
-from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import CONTROLS, DRAWING, SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ScheduledBatch, SlotStart
 from inflight.sampling import Sampler
 
@@ -43,10 +43,11 @@ class Feature:
 FEATURES = (
     Feature("greedy"),
     Feature("temperature", SamplingConfig(temperature=0.8, top_p=1.0)),
-    Feature("top_k 50", SamplingConfig(top_k=50)),
-    Feature("top_p 0.9", SamplingConfig(top_p=0.9)),
+    *(
+        Feature(f"{name} {CONTROLS[name].example}", SamplingConfig(**{name: CONTROLS[name].example}))
+        for name in DRAWING
+    ),
     Feature("top_k 50, top_p 0.9", SamplingConfig(top_k=50, top_p=0.9)),
-    Feature("min_p 0.05", SamplingConfig(min_p=0.05)),
     Feature("repetition_penalty", SamplingConfig(repetition_penalty=1.1)),
     Feature("presence_penalty", SamplingConfig(presence_penalty=0.5)),
     Feature("frequency_penalty", SamplingConfig(frequency_penalty=0.5)),

@@ -36,6 +36,20 @@ class ReplyOptions:
     offered: tuple[OfferedOutput, ...] = ()
 
 
+def engine_streams(streaming: bool, stop_strings: tuple[str, ...], uses_beams: bool) -> bool:
+    """Whether the engine has to answer as tokens come, be it that only the server looks at them.
+
+    Where text ends a sequence, the server looks for it while the sequence is being made. Beams are looked at when
+    the search has ended, as they change until then.
+
+    Args:
+        streaming: Whether the client wants responses as they come.
+        stop_strings: Texts that end the output.
+        uses_beams: Whether it is a beam search.
+    """
+    return streaming or (bool(stop_strings) and not uses_beams)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt of a client's request.

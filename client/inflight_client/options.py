@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from inflight_client.controls import CONTROLS
 from inflight_client.guide import Guide
 
 Tensors = dict[str, np.ndarray]
@@ -61,35 +62,14 @@ PERF_OUTPUTS = (
 )
 
 _INT, _FLOAT = np.int32, np.float32
+_CONTROLS = {
+    name: Option(text_name, ids_name, np.dtype(dtype).type, ndim, help=help)
+    for name, (text_name, ids_name, dtype, ndim, help) in CONTROLS.items()
+}
+"""The server's sampling controls."""
+_ENDING_CONTROLS = ("min_length",)
 CHOOSING = {
-    "temperature": _number("temperature", _FLOAT, help="divides the logits; 0 is greedy"),
-    "top_k": _number("top_k", _INT, "runtime_top_k", "sample from so many of the likeliest tokens"),
-    "top_p": _number(
-        "top_p", _FLOAT, "runtime_top_p", "sample from the likeliest tokens of this total probability"
-    ),
-    "top_p_min": _number("top_p_min", _FLOAT, "runtime_top_p_min"),
-    "top_p_decay": _number("top_p_decay", _FLOAT, "runtime_top_p_decay"),
-    "top_p_reset_id": _number("top_p_reset_ids", _INT, "runtime_top_p_reset_ids"),
-    "min_p": _number(
-        "min_p", _FLOAT, help="leave out what is less likely than so many times the likeliest token"
-    ),
-    "seed": _number(
-        "seed", np.uint64, "random_seed", "of the random numbers: the same seed, the same answer"
-    ),
-    "allowed_token_ids": Option("allowed_token_ids", "allowed_token_ids", _INT, ndim=1),
-    "repetition_penalty": _number("repetition_penalty", _FLOAT, help="above 1: tokens seen are less likely"),
-    "presence_penalty": _number("presence_penalty", _FLOAT, help="taken once from the logits of tokens seen"),
-    "frequency_penalty": _number("frequency_penalty", _FLOAT, help="taken for each time a token was seen"),
-    "no_repeat_ngram_size": _number(
-        "no_repeat_ngram_size", _INT, help="so many tokens in a row occur only once"
-    ),
-    "beam_width": _number("beam_width", _INT, help="search with so many beams, and print them, best first"),
-    "num_return_sequences": _number("num_return_sequences", _INT),
-    "length_penalty": _number(
-        "length_penalty", _FLOAT, "len_penalty", "exponent of a beam's length in its score"
-    ),
-    "early_stopping": _number("early_stopping", _INT),
-    "beam_search_diversity_rate": _number("beam_search_diversity_rate", _FLOAT),
+    **{name: option for name, option in _CONTROLS.items() if name not in _ENDING_CONTROLS},
     "prompt_lookup_num_tokens": _number("prompt_lookup_num_tokens", _INT),
     "draft_input_ids": Option("", "draft_input_ids", _INT, ndim=1),
     "draft_logits": Option("", "draft_logits", _FLOAT, ndim=2),
@@ -105,7 +85,7 @@ CHOOSING = {
 ENDING = {
     "end_id": _number("end_id", _INT, help="token id that ends the answer; -1 for none"),
     "pad_id": _number("pad_id", _INT),
-    "min_length": _number("min_length", _INT, help="no end id before so many tokens"),
+    **{name: _CONTROLS[name] for name in _ENDING_CONTROLS},
 }
 """Where the answer ends."""
 QUEUEING = {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from inflight.core.request.sampling_config import CONTROLS
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_table import OUTPUTS
 from inflight.tensors.spec import Vocabulary
@@ -16,22 +17,11 @@ from inflight_client.options import NAMES, read_options
 from inflight_client.tensors import generate_call
 from tests.client.fake_server import Asked, FakeServer, Response, as_texts, response_of
 
+LISTS = ("allowed_token_ids",)
+OF_CONTROLS = {control.client: control for control in CONTROLS.values() if control.client}
 NUMBERS = {
-    "top_p_min": 0.25,
-    "top_p_decay": 0.5,
-    "top_p_reset_id": 3,
-    "min_p": 0.125,
+    **{name: control.example for name, control in OF_CONTROLS.items() if control.tensor not in LISTS},
     "pad_id": 7,
-    "min_length": 2,
-    "repetition_penalty": 1.5,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.75,
-    "no_repeat_ngram_size": 3,
-    "beam_width": 4,
-    "num_return_sequences": 2,
-    "length_penalty": 0.5,
-    "early_stopping": 2,
-    "beam_search_diversity_rate": 0.25,
     "prompt_lookup_num_tokens": 5,
     "priority": 0.75,
     "client_id": 2**64 - 1,
@@ -40,12 +30,7 @@ NUMBERS = {
     "retention_decode_priority": 60,
     "retention_decode_duration_ms": 500,
 }
-IDS_NAMES = {
-    "top_p_min": "runtime_top_p_min",
-    "top_p_decay": "runtime_top_p_decay",
-    "top_p_reset_id": "runtime_top_p_reset_ids",
-    "length_penalty": "len_penalty",
-}
+IDS_NAMES = {name: control.tensor for name, control in OF_CONTROLS.items()}
 TEXT_NAMES = {"top_p_reset_id": "top_p_reset_ids"}
 # One value of each, in the shapes of a vocabulary of four.
 ARRAYS = {
@@ -76,10 +61,6 @@ FLAGS = {
 ADDITIONAL = {"additional_outputs": ["context_last_hidden_state", "generation_top_2_logits"]}
 OTHERS = {
     "max_tokens": 1,
-    "temperature": 1.0,
-    "top_k": 1,
-    "top_p": 0.5,
-    "seed": 1,
     "end_id": 1,
     "logits_post_processor_name": "upper",
 }

@@ -319,10 +319,22 @@ def sampled(server, prompt: list[int], count: int = NUM_TOKENS, **tensors: Any) 
     return completion(server.grpc, input_ids=prompt, request_output_len=count, **given).ids
 
 
+class TopNSigmaWarper:
+    """llama.cpp's sampler of this name, which transformers has none of."""
+
+    def __init__(self, n: float) -> None:
+        self._n = n
+
+    def __call__(self, _: Any, logits: torch.Tensor) -> torch.Tensor:
+        least = logits.amax(dim=-1, keepdim=True) - self._n * logits.std(dim=-1, correction=0, keepdim=True)
+        return logits.masked_fill(logits < least, -torch.inf)
+
+
 WARPED = [
     Control("runtime_top_k", {"runtime_top_k": 3}, {"warper": transformers.TopKLogitsWarper(3)}),
     Control("runtime_top_p", {"runtime_top_p": 0.4}, {"warper": transformers.TopPLogitsWarper(0.4)}),
     Control("min_p", {"min_p": 0.25}, {"warper": transformers.MinPLogitsWarper(0.25)}),
+    Control("top_n_sigma", {"top_n_sigma": 1.0}, {"warper": TopNSigmaWarper(1.0)}),
 ]
 
 

@@ -39,7 +39,6 @@ from inflight.openai import kserve_client, serving_model
 from inflight.openai.__main__ import main
 from inflight.openai.kserve_client import KServeEngineClient
 from inflight.openai.kserve_description import describe
-from inflight.openai.sampling import room_for
 from inflight.server.launch import TritonServer
 from inflight.testing.fake_server import make_fake_repository, serve_fake
 from tests.commands import command, eventually, read_line
@@ -570,7 +569,7 @@ def test_what_a_configuration_leaves_open_is_as_with_the_engine():
     assert limits.num_blocks >= 1 << 30, "nobody knows"
     cached = of_model(config_of(max_tokens_in_paged_kv_cache="300", tokens_per_block="16"), None).limits
     assert (cached.num_blocks, cached.tokens_per_block) == (18, 16)
-    assert room_for(100, cached) == 18 * 16 + 1 - 100, "which is less than the model's length"
+    assert cached.room(100) == 18 * 16 + 1 - 100, "which is less than the model's length"
     assert of_model(config_of(max_tokens_in_paged_kv_cache="300"), 7).limits.num_blocks == 7
     packed = of_model(config_of(max_num_tokens="64"), None).limits
     split = of_model(config_of(max_num_tokens="64", enable_chunked_context="true"), None).limits

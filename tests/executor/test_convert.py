@@ -16,6 +16,7 @@ from inflight.build import check_parameters
 from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, Parameters
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
+from inflight.core.request import sampling_config
 from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawBuffer
 from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits
@@ -166,26 +167,11 @@ def test_a_field_of_a_request(name: str) -> None:
     assert convert(**{name: value}) == replace(PLAIN, **expected)
 
 
-CONTROLS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "top_k": (5, {"top_k": 5}),
-    "top_p": (0.5, {"top_p": 0.5}),
-    "top_p_min": (0.25, {"top_p_min": 0.25}),
-    "top_p_reset_ids": (7, {"top_p_reset_id": 7}),
-    "top_p_decay": (0.5, {"top_p_decay": 0.5}),
-    "seed": (2**64 - 1, {"random_seed": 2**64 - 1}),
-    "temperature": (0.0, {"temperature": 0.0}),
-    "min_tokens": (3, {"min_length": 3}),
-    "beam_search_diversity_rate": (0.5, {"beam_search_diversity_rate": 0.5}),
-    "repetition_penalty": (1.5, {"repetition_penalty": 1.5}),
-    "presence_penalty": (-0.5, {"presence_penalty": -0.5}),
-    "frequency_penalty": (0.5, {"frequency_penalty": 0.5}),
-    "length_penalty": (1.0, {"length_penalty": 1.0}),
-    "early_stopping": (0, {"early_stopping": 0}),
-    "no_repeat_ngram_size": (4, {"no_repeat_ngram_size": 4}),
-    "num_return_sequences": (2, {"num_return_sequences": 2}),
-    "min_p": (0.25, {"min_p": 0.25}),
-    "beam_width": (3, {"beam_width": 3}),
-}
+CONTROLS = {
+    control.executor.name: (control.example, {name: control.example})
+    for name, control in sampling_config.CONTROLS.items()
+    if control.executor
+} | {"early_stopping": (0, {"early_stopping": 0}), "temperature": (0.0, {"temperature": 0.0})}
 
 
 @pytest.mark.parametrize("name", CONTROLS)

@@ -11,7 +11,7 @@ from inflight.core.request.request import EngineDescription, ModelLimits, Reques
 from inflight.errors import InvalidArgument
 from inflight.openai.errors import ApiError
 from inflight.openai.protocol import ChatBody, CompletionBody
-from inflight.openai.sampling import Asked, choose_seed, make_prompt, room_for
+from inflight.openai.sampling import Asked, choose_seed, make_prompt
 from inflight.text.text_encoder import TextEncoder
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.serving import DEMO
@@ -100,7 +100,7 @@ def test_usage_alone_asks_for_the_engines_counts() -> None:
 @pytest.mark.parametrize("num_blocks", [4, 9, 16, 64])
 def test_what_fits_is_what_the_engine_takes(width: int, length: int, num_blocks: int) -> None:
     limits = replace(LIMITS, num_blocks=num_blocks)
-    room = room_for(length, limits, width)
+    room = limits.room(length, width)
     body = {"n": width, "use_beam_search": True}
 
     def is_taken(max_tokens: int) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from inflight.core.kv.retention import Retention, TokenRangeRetention
 from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
+from inflight.core.request.sampling_config import CONTROLS
 from inflight.errors import Unsupported
 from inflight.prompt import ReplyOptions
 from inflight.tensors.input_table import INPUTS
@@ -214,27 +215,18 @@ LANDINGS = [
     ("stop_words", [[b"ab", b""]], "stop_strings", ("ab",)),
     ("bad_words", [[b"ab", b""]], "bad_words", ((97, 98), (32, 97, 98))),
     ("embedding_bias", BIAS, "embedding_bias", bias({7: 2.0})),
-    ("temperature", 0.5, "sampling.temperature", 0.5),
-    ("runtime_top_k", 3, "sampling.top_k", 3),
-    ("runtime_top_p", 0.5, "sampling.top_p", 0.5),
-    ("random_seed", 2**64 - 1, "sampling.random_seed", 2**64 - 1),
+    *(
+        (
+            control.tensor,
+            [control.example] if isinstance(control.example, tuple) else control.example,
+            f"sampling.{name}",
+            control.example,
+        )
+        for name, control in CONTROLS.items()
+        if not name.startswith("logit_bias")
+    ),
     ("seed", 11, "sampling.random_seed", 11),
-    ("min_p", 0.25, "sampling.min_p", 0.25),
-    ("allowed_token_ids", [[4, 9, 4]], "sampling.allowed_token_ids", (4, 9, 4)),
-    ("runtime_top_p_min", 0.25, "sampling.top_p_min", 0.25),
-    ("runtime_top_p_decay", 0.5, "sampling.top_p_decay", 0.5),
-    ("runtime_top_p_reset_ids", 8, "sampling.top_p_reset_id", 8),
-    ("repetition_penalty", 1.5, "sampling.repetition_penalty", 1.5),
-    ("presence_penalty", -0.5, "sampling.presence_penalty", -0.5),
-    ("frequency_penalty", 0.5, "sampling.frequency_penalty", 0.5),
-    ("no_repeat_ngram_size", 3, "sampling.no_repeat_ngram_size", 3),
-    ("min_length", 2, "sampling.min_length", 2),
     ("min_tokens", 2, "sampling.min_length", 2),
-    ("beam_width", 4, "sampling.beam_width", 4),
-    ("num_return_sequences", 3, "sampling.num_return_sequences", 3),
-    ("len_penalty", 0.5, "sampling.length_penalty", 0.5),
-    ("early_stopping", 2, "sampling.early_stopping", 2),
-    ("beam_search_diversity_rate", 0.5, "sampling.beam_search_diversity_rate", 0.5),
     ("exclude_input_in_output", True, "output.exclude_input_from_output", True),
     ("return_log_probs", True, "output.return_log_probs", True),
     ("num_top_log_probs", 5, "output.num_top_log_probs", 5),

@@ -39,7 +39,7 @@ from inflight.core.request.request import (
 )
 from inflight.core.request.response import PerfMetrics, Response, Result
 from inflight.core.request.results import ended_before_start
-from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import DRAWING, SamplingConfig
 from inflight.core.request.stop import CUT_SHORT, FINISH_REASON_OF_STOP, FinishReason, StopReason
 from inflight.errors import InflightError, StepFailed, Unavailable, without_places
 
@@ -285,8 +285,7 @@ class _Drafted:
             self._request.num_draft_tokens,
             self._num_to_come - 1,
             target.max_context_tokens - length,
-            draft.max_sequence_length - length,
-            draft.num_blocks * draft.tokens_per_block - length + 1,
+            draft.room(length),
         )
         is_last = count + 1 >= self._num_to_come
         # The next round's prompt is this one's with what it gave.
@@ -349,7 +348,7 @@ class _Drafted:
             # Where the target draws itself, its number must not be the one that the draft came from.
             seed = sampling.random_seed ^ _DRAFT_SEED
             return SamplingConfig(temperature=sampling.temperature, top_p=1.0, random_seed=seed)
-        names = ("temperature", "top_k", "top_p", "min_p", "random_seed")
+        names = ("temperature", *DRAWING, "random_seed")
         return SamplingConfig(**{name: getattr(sampling, name) for name in names})
 
     def _proposal(self, result: Result) -> ExternalDraft:

@@ -28,6 +28,7 @@ from inflight.core.request.guide import Guide, GuideType
 from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits
 from inflight.core.request.request import OutputConfig as CoreOutputConfig
 from inflight.core.request.request import Request as CoreRequest
+from inflight.core.request.sampling_config import CONTROLS
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
 from inflight.engine_folder import is_engine_folder, num_slots
 from inflight.errors import InvalidArgument
@@ -102,32 +103,17 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
 
 def to_core_sampling(request: Request) -> CoreSamplingConfig:
     """How its tokens are chosen; what it leaves open has TensorRT-LLM's defaults."""
-    config = request.sampling_config
-    returned = config.num_return_sequences
-    if returned is None and request.num_return_sequences > 1:
-        returned = request.num_return_sequences
+    given = {
+        name: value
+        for name, control in CONTROLS.items()
+        if control.executor and (value := getattr(request.sampling_config, control.executor.name)) is not None
+    }
+    if request.num_return_sequences > 1:
+        given.setdefault("num_return_sequences", request.num_return_sequences)
+    given.setdefault("early_stopping", 1)
     # Without an end id there is nothing that a least length could hold back.
-    default_min_tokens = 1 if _end_ids(request) else 0
-    return CoreSamplingConfig(
-        beam_width=config.beam_width,
-        num_return_sequences=returned,
-        temperature=_or(config.temperature, 1.0),
-        top_k=_or(config.top_k, 0),
-        top_p=_or(config.top_p, 0.0),
-        top_p_min=_or(config.top_p_min, 1e-6),
-        top_p_decay=_or(config.top_p_decay, 1.0),
-        top_p_reset_id=_or(config.top_p_reset_ids, -1),
-        min_p=_or(config.min_p, 0.0),
-        random_seed=_or(config.seed, 0),
-        repetition_penalty=_or(config.repetition_penalty, 1.0),
-        presence_penalty=_or(config.presence_penalty, 0.0),
-        frequency_penalty=_or(config.frequency_penalty, 0.0),
-        min_length=_or(config.min_tokens, default_min_tokens),
-        no_repeat_ngram_size=_or(config.no_repeat_ngram_size, 0),
-        length_penalty=_or(config.length_penalty, 0.0),
-        early_stopping=_or(config.early_stopping, 1),
-        beam_search_diversity_rate=_or(config.beam_search_diversity_rate, 0.0),
-    )
+    given.setdefault("min_length", 1 if _end_ids(request) else 0)
+    return CoreSamplingConfig(**given)
 
 
 def to_core_output(config: OutputConfig) -> CoreOutputConfig:
@@ -140,10 +126,6 @@ def to_core_output(config: OutputConfig) -> CoreOutputConfig:
         return_perf_metrics=config.return_perf_metrics,
         additional_outputs=_additional_outputs(config.additional_model_outputs),
     )
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def _end_ids(request: Request) -> tuple[int, ...]:

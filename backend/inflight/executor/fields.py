@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from typing import Any
 
+from inflight.core.request.sampling_config import CONTROLS
 from inflight.executor.config import (
     CacheTransceiverConfig,
     DebugConfig,
@@ -162,28 +163,15 @@ _REQUEST = _of(
     cache_salt_id=_works("0 and None are the same salt"),
 )
 
+_CONTROLS = {
+    control.executor.name: _works(control.executor.note) for control in CONTROLS.values() if control.executor
+}
+
 _PARTS_OF_REQUESTS = [
     *_of(
         SamplingConfig,
-        beam_width=_works("1 by default"),
-        top_k=_works("0 by default: all; greedy if top_p and min_p are unset too"),
-        top_p=_works("unset by default"),
-        top_p_min=_works("1e-6 by default"),
-        top_p_reset_ids=_works("none by default"),
-        top_p_decay=_works("1 by default"),
-        seed=_works("0 by default, a seed like any other: equal requests give equal tokens"),
-        temperature=_works("1 by default; 0 is greedy"),
-        min_tokens=_works("1 by default"),
-        beam_search_diversity_rate=_works("0 by default"),
-        repetition_penalty=_works("1 by default; the prompt counts"),
-        presence_penalty=_works("0 by default; the prompt counts"),
-        frequency_penalty=_works("0 by default; the prompt counts"),
+        **_CONTROLS,
         prompt_ignore_length=_refused("penalties count the whole prompt", 0),
-        length_penalty=_works("0 by default"),
-        early_stopping=_works("1 by default: a search ends with enough finished beams"),
-        no_repeat_ngram_size=_works("off by default; 0 and 1 << 30 are off"),
-        num_return_sequences=_works("1, or all beams, by default"),
-        min_p=_works("0 by default"),
         beam_width_array=_refused("a search has the same number of beams at every step"),
     ),
     *_of(

@@ -14,12 +14,13 @@ import copy
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import cache, wraps
 from numbers import Real
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from inflight.core.request.sampling_config import CONTROLS, Range
 from inflight.executor.errors import InvalidValue
 
 _T = TypeVar("_T")
@@ -27,19 +28,6 @@ _C = TypeVar("_C", bound=type)
 
 # Tensors are named in annotations only, so that torch is not imported for them; any object passes as one.
 _NAMES_IN_ANNOTATIONS = {"torch": SimpleNamespace(Tensor=Any)}
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The values of a field that are not None.
-
-    Attributes:
-        text: For errors: "in (0, 1]".
-        contains: Whether a value is one of them.
-    """
-
-    text: str
-    contains: Callable[[Any], bool]
 
 
 POSITIVE = Range(">= 1", lambda value: value >= 1)
@@ -52,6 +40,13 @@ FRACTION = Range("in (0, 1)", lambda value: 0.0 < value < 1.0)
 def within(default: _T, values: Range) -> _T:
     """A field whose values are checked."""
     return field(default=default, metadata={"range": values})
+
+
+def of_control(name: str, default: _T) -> _T:
+    """A field for a sampling control, with the values that its declaration has for this API."""
+    control = CONTROLS[name].executor
+    assert control is not None, f"{name} is no control of this API"
+    return within(default, control.range)
 
 
 def required(values: Range) -> Any:

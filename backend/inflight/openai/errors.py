@@ -47,20 +47,11 @@ _TYPES = {
 
 # Messages of the engine name its tensors; clients of this endpoint know these fields.
 _FIELD_OF_TENSOR = {
-    **{control.tensor: control.tensor for control in CONTROLS.values()},  # most have one name in both
+    **{each.tensor: each.body.name if each.body else each.tensor for each in CONTROLS.values()},
     "logits_post_processor_name": "logits_post_processor_name",
     "prompt_lookup_num_tokens": "prompt_lookup_num_tokens",
     "request_output_len": "max_tokens",
     "input_ids": "prompt",
-    "beam_width": "n",
-    "num_return_sequences": "n",
-    "runtime_top_k": "top_k",
-    "runtime_top_p": "top_p",
-    "random_seed": "seed",
-    "min_length": "min_tokens",
-    "len_penalty": "length_penalty",
-    "logit_bias_ids": "logit_bias",
-    "logit_bias_values": "logit_bias",
     "num_top_log_probs": "logprobs",
     "stop_words_list": "stop",
     "bad_words_list": "bad_words",

@@ -1,7 +1,8 @@
 """Bodies of requests: OpenAI's fields and those that vLLM adds, each with its type and its default.
 
-A field that is null counts as left out. A field that nobody knows is refused by its name, and one that is known
-and not served in a sentence; there are no others. What a field means for the engine is in `sampling`.
+Sampling controls that are numbers are in `control_fields`, which is written from their declarations. A field that
+is null counts as left out. A field that nobody knows is refused by its name, and one that is known and not served
+in a sentence; there are no others. What a field means for the engine is in `sampling`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from inflight.openai.control_fields import ControlFields
 from inflight.openai.errors import ApiError, refused, unsupported
 
 MAX_INT32 = (1 << 31) - 1
@@ -119,7 +121,7 @@ _COMMON_NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class SamplingBody(Body):
+class SamplingBody(Body, ControlFields):
     """What both routes take: how tokens are chosen, what ends them, and what comes back."""
 
     model: str | None = None
@@ -134,15 +136,7 @@ class SamplingBody(Body):
     store: bool | None = None
     metadata: dict[str, str] | None = None
 
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(0, ge=-1, le=MAX_INT32)
-    min_p: float = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = Field(1.0, gt=0)
-    no_repeat_ngram_size: int = Field(0, ge=0, le=MAX_INT32)
     logit_bias: dict[str, float] = Field(default_factory=dict)
     allowed_token_ids: _Ids | None = Field(None, min_length=1)
     bad_words: _Texts = Field(default_factory=list)
@@ -150,11 +144,9 @@ class SamplingBody(Body):
     prompt_lookup_num_tokens: int = Field(0, ge=0, le=MAX_INT32)
 
     use_beam_search: bool = False
-    length_penalty: float = Field(1.0, ge=0)
     early_stopping: bool | Literal["never"] = False
 
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
-    min_tokens: int = Field(0, ge=0, le=MAX_INT32)
     stop: str | _Texts = Field(default_factory=list)
     stop_token_ids: _Ids = Field(default_factory=list, max_length=MAX_TOKEN_IDS)
     ignore_eos: bool = False

@@ -9,16 +9,17 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.guide import Guide
 from inflight.core.request.request import EngineDescription, ModelLimits, OutputConfig, Request
-from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid, unsupported
 from inflight.openai.protocol import MAX_INT32, ChatBody, SamplingBody
-from inflight.prompt import Prompt, ReplyOptions
+from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.text.text_encoder import TextEncoder, check_words
 
 MAX_CONTEXT_LOGITS_BYTES = 1 << 30
@@ -93,8 +94,7 @@ def make_prompt(
         request_id=0,
         input_token_ids=tuple(ids),
         max_new_tokens=_max_new_tokens(asked, len(ids), limits),
-        # Where text ends a sequence, somebody has to look at it while it is being made.
-        streaming=(body.stream or bool(stop_strings)) and not uses_beams,
+        streaming=engine_streams(body.stream and not uses_beams, stop_strings, uses_beams),
         end_ids=_end_ids(body, description),
         sampling=read_sampling(body, asked.seed),
         output=_output(asked, len(ids), limits),
@@ -133,46 +133,38 @@ def _stop_words(stop_strings: Sequence[str], encoder: TextEncoder) -> tuple[tupl
 
 
 def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
-    """How tokens are chosen."""
+    """How tokens are chosen. Most numbers mean what they do in the engine; those that do not are spelled out."""
     uses_beams = body.use_beam_search and body.n > 1
     greedy = body.use_beam_search if body.n == 1 else False  # a search with one beam
+    values: dict[str, Any] = {
+        name: getattr(body, control.body.name)
+        for name, control in CONTROLS.items()
+        if control.body is not None and control.body.is_number
+    }
     return SamplingConfig(
-        beam_width=body.n if uses_beams else 1,
-        num_return_sequences=None if uses_beams else body.n,
-        # A share of nothing is the likeliest token alone; the engine takes 0 for no share.
-        temperature=0.0 if greedy or (body.top_p == 0.0 and not uses_beams) else body.temperature,
-        top_k=max(body.top_k, 0),
-        top_p=body.top_p or 1.0,
-        min_p=body.min_p,
-        random_seed=seed,
-        allowed_token_ids=tuple(body.allowed_token_ids or ()),
-        logit_bias_ids=tuple(map(_token_id, body.logit_bias)),
-        logit_bias_values=tuple(body.logit_bias.values()),
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        min_length=body.min_tokens,
-        no_repeat_ngram_size=body.no_repeat_ngram_size,
-        length_penalty=body.length_penalty if uses_beams else 0.0,
-        early_stopping=_early_stopping(body) if uses_beams else 0,
+        **values
+        | {
+            "beam_width": body.n if uses_beams else 1,
+            "num_return_sequences": None if uses_beams else body.n,
+            # A share of nothing is the likeliest token alone; the engine takes 0 for no share.
+            "temperature": 0.0 if greedy or (body.top_p == 0.0 and not uses_beams) else body.temperature,
+            "top_k": max(body.top_k, 0),
+            "top_p": body.top_p or 1.0,
+            "random_seed": seed,
+            "allowed_token_ids": tuple(body.allowed_token_ids or ()),
+            "logit_bias_ids": tuple(map(_token_id, body.logit_bias)),
+            "logit_bias_values": tuple(body.logit_bias.values()),
+            "length_penalty": body.length_penalty if uses_beams else 0.0,
+            "early_stopping": _early_stopping(body) if uses_beams else 0,
+        }
     )
-
-
-def room_for(prompt_length: int, limits: ModelLimits, beam_width: int = 1) -> int:
-    """Most tokens that can be generated behind a prompt, by the model's length and the size of the KV cache."""
-    size = limits.tokens_per_block
-    shared = prompt_length // size if beam_width > 1 else 0
-    blocks = shared + max(0, limits.num_blocks - shared) // beam_width
-    return min(limits.max_sequence_length, blocks * size + 1) - prompt_length
 
 
 def longest_prompt(asked: Asked, prompt_length: int, limits: ModelLimits) -> int:
     """How many of a prompt's tokens leave room for what is asked for; 1 if none does, which is then refused."""
     wanted, width = max(asked.max_tokens or 1, 1), _num_beams(asked.body)
-    longest = min(
-        prompt_length, limits.max_input_length, limits.max_context_tokens, room_for(0, limits) - wanted
-    )
-    fitting = (length for length in range(longest, 0, -1) if room_for(length, limits, width) >= wanted)
+    longest = min(prompt_length, limits.max_input_length, limits.max_context_tokens, limits.room(0) - wanted)
+    fitting = (length for length in range(longest, 0, -1) if limits.room(length, width) >= wanted)
     return next(fitting, 1)
 
 
@@ -184,7 +176,7 @@ def _max_new_tokens(asked: Asked, prompt_length: int, limits: ModelLimits) -> in
     body = asked.body
     if not prompt_length:
         raise invalid("prompt", "prompt is empty: a request needs at least one token")
-    room = room_for(prompt_length, limits, _num_beams(body))
+    room = limits.room(prompt_length, _num_beams(body))
     wanted = asked.max_tokens
     if wanted == 0 and isinstance(body, ChatBody):
         raise invalid("max_tokens", "max_tokens must be at least 1, got 0")

@@ -1,8 +1,9 @@
 """The one way from a model's logits to a token, vectorised over the rows of a batch that mixes requests.
 
 First the steps of `pipeline_steps` change a row's logits, in this order: logits post-processor, allowed tokens,
-biases, penalties, bans, guide. What one of them bans, no later one allows again. The guide comes last, so that the
-pass over a row that bans what its mask lacks finds the highest logit too.
+biases, penalties, bans, guide, and what top_n_sigma leaves of a row that is drawn from. What one of them bans, no
+later one allows again. The pass over a row that bans what a guide's mask lacks finds the highest logit too, which
+no step behind the guide may change.
 Then a greedy row takes the highest logit. A sampling row divides by the temperature, keeps the top_k highest; of
 those the smallest set of the likeliest whose share reaches top_p (after decay); of those the ones that are not too
 unlikely beside the likeliest; and draws by inverse CDF: one uniform number, the tokens that are left in ascending
@@ -62,6 +63,7 @@ def pipeline_steps(
         Step(_bad_words, partial(_ban_words, history)),
         Step(_no_repeat_ngram_size, partial(_ban_repeats, history)),
         Step(guide_of, lambda rows, indices, _: guides.mask(rows, indices, kernels)),
+        Step(_top_n_sigma, _keep_near_highest, bans=False),
     )
 
 
@@ -228,6 +230,32 @@ def _ban_repeats(history: History, rows: Rows, indices: Ids, _: Sequence[Any]) -
         slots, lengths = rows.slots[indices], rows.positions[indices]
         row, token = repeated(history, slots, lengths, sizes[indices], rows.vocab_size)
         _ban(rows, rows.upload(indices)[row] * rows.vocab_size + token)
+
+
+# ------------------------------------------------------------------------------ standard deviations
+
+
+def _top_n_sigma(request: Request, _: torch.device) -> bool | None:
+    """Whether it limits what is drawn; beams and greedy requests draw nothing."""
+    sampling = request.sampling
+    return (sampling.top_n_sigma > 0.0 and not sampling.greedy and not sampling.uses_beams) or None
+
+
+def _keep_near_highest(rows: Rows, indices: Ids, _: Sequence[Any]) -> None:
+    """Ban logits further below the highest than top_n_sigma standard deviations of those that are possible.
+
+    A temperature divides both alike, and so changes nothing here.
+    """
+    limits = rows.upload(rows.numbers["top_n_sigma"][indices])
+    for index, limit in zip(
+        indices.tolist(), limits, strict=True
+    ):  # apart, so that sums depend on the row alone
+        row = rows.logits[index]
+        logits, possible = row.double(), row > -torch.inf
+        count = possible.sum().clamp_(min=1)
+        mean = torch.where(possible, logits, 0.0).sum() / count
+        variance = torch.where(possible, (logits - mean).square(), 0.0).sum() / count
+        row.masked_fill_(logits < logits.max() - limit * variance.sqrt(), -torch.inf)
 
 
 def _ban(rows: Rows, where: Tensor) -> None:

@@ -7,6 +7,7 @@ milliseconds a token. The steps are those of `inflight.sampling.pipeline`.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from inflight.core.request.request import Request
@@ -113,6 +114,9 @@ def filtered_probabilities(
         return {}
     if sampling.greedy:
         return {ranked[0]: 1.0}
+    if sampling.top_n_sigma > 0.0:
+        spread = statistics.pstdev([logit for logit in logits if logit > BANNED])
+        ranked = [token for token in ranked if logits[token] >= highest - sampling.top_n_sigma * spread]
     if sampling.top_k > 0:
         ranked = ranked[: sampling.top_k]
     weights = {token: math.exp(logits[token] - highest) for token in ranked}

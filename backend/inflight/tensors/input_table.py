@@ -1,8 +1,8 @@
 """THE table of inputs of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`; config.pbtxt is generated from it.
 
-Names, shapes and types of TensorRT-LLM's Inference Request come first; then what tensorrtllm_backend adds, so that
-its clients work unchanged; then this project's own. Rows with a `neutral` value are declared and not built: any
-other value is refused, never ignored.
+Tensors of sampling controls are declared with these (`core/request/sampling_config.py`), all others here:
+TensorRT-LLM's Inference Request; what tensorrtllm_backend adds, so that its clients work unchanged; and this
+project's own. Rows with a `neutral` value are declared and not built: any other value is refused, never ignored.
 
 `early_stopping` is INT32 as the specification has it; tensorrtllm_backend's config.pbtxt declares BOOL, and a file
 that does so is served too.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from inflight.core.request.sampling_config import CONTROLS, NEUTRAL, Control
 from inflight.tensors.spec import (
     EMPTY,
     NO_TEXT,
@@ -109,81 +110,15 @@ _PROMPT = (
     _both("embedding_bias_weights", "FP32", "added for each token of its text", (-1,)),
 )
 
-_SAMPLING = (
-    _both(
-        "temperature",
-        "FP32",
-        "divides the logits; 0: greedy; 1 by default",
-        text_names=("temperature", "sampling_param_temperature"),
-    ),
-    _both(
-        "runtime_top_k", "INT32", "keep the k likeliest; 0: all", text_names=("top_k", "sampling_param_top_k")
-    ),
-    _both(
-        "runtime_top_p",
-        "FP32",
-        "keep probability p in (0, 1]; <= 0: unset",
-        text_names=("top_p", "sampling_param_top_p"),
-    ),
-    _both(
-        "random_seed",
-        "UINT64",
-        "0 by default",
-        text_names=("seed", "random_seed", "sampling_param_seed"),
-        aliases=("seed",),
-    ),
-    _both("allowed_token_ids", "INT32", "the only tokens that may come", (-1,)),
-    _both("logit_bias_ids", "INT32", "tokens whose logits to change", (-1,)),
-    _both("logit_bias_values", "FP32", "added to the logit of each", (-1,)),
-    _both("min_p", "FP32", "keep p >= min_p * largest p"),
-    _both("runtime_top_p_min", "FP32", "floor of a decaying top_p; 1e-6", text_names=("top_p_min",)),
-    _both("runtime_top_p_decay", "FP32", "top_p's factor per token; 1", text_names=("top_p_decay",)),
-    _both(
-        "runtime_top_p_reset_ids",
-        "INT32",
-        "token that resets top_p; -1: none",
-        text_names=("top_p_reset_ids",),
-    ),
-    _both(
-        "repetition_penalty",
-        "FP32",
-        "divides positive and multiplies negative logits of tokens seen; 1: none",
-    ),
-    _both(
-        "presence_penalty",
-        "FP32",
-        "off the logits of tokens seen; 0: none",
-        text_names=("presence_penalty", "sampling_param_presence_penalty"),
-    ),
-    _both(
-        "frequency_penalty",
-        "FP32",
-        "the same for each time a token was seen; 0: none",
-        text_names=("frequency_penalty", "sampling_param_frequency_penalty"),
-    ),
-    _both("no_repeat_ngram_size", "INT32", "no n-gram twice; 0 or 2**30: off"),
-    _both(
-        "min_length",
-        "INT32",
-        "no end id before so many tokens; 0",
-        text_names=("min_tokens", "min_length"),
-        aliases=("min_tokens",),
-    ),
-)
 
-_BEAMS = (
-    _both("beam_width", "INT32", "beams of a beam search; 1: none"),
-    _both("num_return_sequences", "INT32", "sequences to sample; of beams, how many of the best"),
-    _both("len_penalty", "FP32", "exponent of a beam's length; 0", text_names=("length_penalty",)),
-    _both(
-        "early_stopping",
-        "INT32",
-        "end with enough beams: 1 at once, 0 if none is better now, other if none can be",
-        other_dtypes=("BOOL",),
-    ),
-    _both("beam_search_diversity_rate", "FP32", "times a beam's index, added to its candidates' ranks; 0"),
-)
+def _of_control(name: str, control: Control) -> TensorSpec:
+    """The tensor of a sampling control."""
+    dims = (-1,) if isinstance(NEUTRAL[name], tuple) else ()
+    more = {"aliases": control.aliases, "other_dtypes": control.other_dtypes}
+    return _both(control.tensor, control.dtype, control.meaning, dims, control.text_names, **more)
 
+
+_SAMPLING = tuple(_of_control(name, control) for name, control in CONTROLS.items())
 
 _WANTED = (
     _flag(
@@ -347,7 +282,6 @@ _QUEUE = (
 INPUTS = TensorTable(
     _PROMPT
     + _SAMPLING
-    + _BEAMS
     + _WANTED
     + _ADAPTERS
     + _DRAFTS

@@ -18,7 +18,7 @@ from inflight.core.request.adapter import PromptTable
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
 from inflight.errors import InvalidArgument
-from inflight.prompt import Prompt, ReplyOptions
+from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.tensors.kv_cache import read_identity, read_retention
 from inflight.tensors.lora import read_lora
 from inflight.tensors.prompt_tables import read_extra_ids, read_prompt_table
@@ -154,8 +154,8 @@ class _Row:
             request_id=0,
             input_token_ids=token_ids,
             max_new_tokens=self._max_new_tokens(),
-            # Where text ends a sequence, somebody has to look at it while it is being made; drafts come in rounds.
-            streaming=streaming or (bool(stop_strings) and not sampling.uses_beams) or bool(drafted),
+            # Drafts come in rounds.
+            streaming=engine_streams(streaming, stop_strings, sampling.uses_beams) or bool(drafted),
             end_ids=self._end_ids(prompt_text is not None),
             pad_id=self._pad_id(),
             sampling=sampling,

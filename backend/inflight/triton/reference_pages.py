@@ -1,4 +1,4 @@
-"""The tables of docs/tensors.md and docs/metrics.md, written from the tables of tensors and of metrics.
+"""The tables of docs/tensors.md, metrics.md and openai.md, written from those of tensors, metrics and controls.
 
 So they cannot disagree with these. Run by `scripts/write_configs`; tests hold the pages equal to what this writes.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from inflight.core.report.metrics import ServiceMetrics
+from inflight.core.request.sampling_config import CONTROLS
 from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, LEVELS, CounterFamily
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_table import ADDITIONAL_OUTPUTS, OUTPUTS
@@ -58,6 +59,21 @@ def _row(spec: TensorSpec) -> str:
     names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TOKENS)) or "–"
     text_names = " ".join(f"`{name}`" for name in spec.names(Vocabulary.TEXT)) or "–"
     return f"| {names} | {text_names} | {spec.dtype} | {spec.wire_shape} | {spec.meaning} |"
+
+
+# ---------------------------------------------------------------------- docs/openai.md
+
+
+def body_table() -> str:
+    """Those fields of OpenAI's body that are sampling controls and numbers."""
+    return "\n".join(["| field | default | meaning |", "| --- | --- | --- |", *_body_rows()])
+
+
+def _body_rows() -> Iterator[str]:
+    for control in CONTROLS.values():
+        if (field := control.body) is not None and field.is_number:
+            meaning = field.meaning or control.meaning
+            yield f"| `{field.name}` | {field.default:g} | {meaning[0].upper()}{meaning[1:]} |"
 
 
 # ---------------------------------------------------------------------- docs/metrics.md
@@ -125,7 +141,8 @@ def _counters(families: Iterable[CounterFamily]) -> Iterator[str]:
 
 def main(docs: Path) -> None:
     """Rewrite the pages in the folder `docs`."""
-    for name, tables in (("tensors.md", tensor_tables()), ("metrics.md", metric_tables())):
+    pages = {"tensors.md": tensor_tables(), "metrics.md": metric_tables(), "openai.md": body_table()}
+    for name, tables in pages.items():
         page = docs / name
         page.write_text(fill_in(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
 

@@ -154,6 +154,19 @@ class ModelLimits:
     max_adapter_rank: int = 0
     max_sequences_per_request: int = MAX_RETURN_SEQUENCES
 
+    def kv_room(self, prompt_length: int, beam_width: int = 1) -> int:
+        """Most tokens that the KV cache has room to generate behind a prompt; below 0 if the prompt has none.
+
+        Beams share the prompt's full blocks. The last generated token needs no room, as it is never fed back.
+        """
+        size = self.tokens_per_block
+        shared = prompt_length // size if beam_width > 1 else 0
+        return (shared + max(0, self.num_blocks - shared) // beam_width) * size + 1 - prompt_length
+
+    def room(self, prompt_length: int, beam_width: int = 1) -> int:
+        """Most tokens that can be generated behind a prompt, by the model's length and the KV cache."""
+        return min(self.max_sequence_length - prompt_length, self.kv_room(prompt_length, beam_width))
+
     def check_sequences(self, num_prompts: int, num_sequences: int, name: str) -> None:
         """Raise InvalidArgument if the prompts of one request ask for too many sequences together.
 
@@ -438,8 +451,7 @@ class Request:
 
     def _refuse_blocks(self, needed: int, limits: ModelLimits) -> None:
         size, beams = limits.tokens_per_block, self.sampling.beam_width
-        shared = self.prompt_length // size if beams > 1 else 0
-        fits = (shared + max(0, limits.num_blocks - shared) // beams) * size - self.prompt_length + 1
+        fits = limits.kv_room(self.prompt_length, beams)
         of_beams = f" and beam_width {beams}" if beams > 1 else ""
         raise InvalidArgument(
             f"{self.prompt_length} prompt tokens, request_output_len {self.max_new_tokens}{of_beams} need "

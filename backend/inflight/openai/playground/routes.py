@@ -22,7 +22,8 @@ from inflight.openai.playground.activity import Activity
 _PARTS = Path(__file__).parent / "page"
 # One script after the other in one scope; the last one starts the page.
 _SCRIPTS = (
-    "api.js", "controls.js", "tokens.js", "answers.js", "conversation.js", "code.js", "engine.js", "main.js",
+    "api.js", "sampling.js", "controls.js", "tokens.js", "answers.js", "conversation.js", "code.js", "engine.js",
+    "main.js",
 )  # fmt: skip
 
 playground_router = APIRouter(include_in_schema=False)

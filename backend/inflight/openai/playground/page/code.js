@@ -9,9 +9,6 @@ function asCurl(path, body) {
   return [...lines, `-d ${quoted(JSON.stringify(body, null, 2))}`].join(" \\\n  ");
 }
 
-/** Fields that the client of OpenAI has no argument for. */
-const EXTRA_FIELDS = ["top_k", "min_p", "repetition_penalty"];
-
 function asPython(path, body) {
   const isChat = path.endsWith("chat/completions");
   const fields = Object.entries(body);

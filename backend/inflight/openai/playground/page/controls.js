@@ -50,32 +50,10 @@ const SETTING_GROUPS = [
         hint: "The answer is JSON that this schema allows.", placeholder: '{"type": "object"}' },
     ],
   },
-  {
-    title: "Choice of tokens",
-    settings: [
-      { field: "temperature", label: "Temperature", usual: "1", ...NUMBER,
-        hint: "0 always takes the likeliest token; the higher, the more often others are chosen." },
-      { field: "top_p", label: "Top p", usual: "1", ...NUMBER,
-        hint: "The choice is among the likeliest tokens that have this probability together." },
-      { field: "top_k", label: "Top k", usual: "all", ...NUMBER,
-        hint: "The choice is among so many of the likeliest tokens." },
-      { field: "min_p", label: "Min p", usual: "0", ...NUMBER,
-        hint: "Tokens with less than this share of the likeliest token’s probability are left out." },
-      { field: "seed", label: "Seed", usual: "random", ...NUMBER,
-        hint: "The same seed and the same request give the same answer again." },
-    ],
-  },
-  {
-    title: "Repetition",
-    settings: [
-      { field: "frequency_penalty", label: "Frequency penalty", usual: "0", ...NUMBER,
-        hint: "Tokens become less likely each time that the prompt or the answer has used them." },
-      { field: "presence_penalty", label: "Presence penalty", usual: "0", ...NUMBER,
-        hint: "Tokens become less likely once the prompt or the answer has used them, however often." },
-      { field: "repetition_penalty", label: "Repetition penalty", usual: "1", ...NUMBER,
-        hint: "Above 1, tokens of the prompt and of the answer become less likely to come again." },
-    ],
-  },
+  ...SAMPLING_GROUPS.map(({ title, settings }) => ({
+    title,
+    settings: settings.map((setting) => ({ ...setting, ...NUMBER })),
+  })),
   {
     title: "Display",
     settings: [

@@ -1,0 +1,166 @@
+"""The files that are written from the declarations of sampling controls.
+
+They are for those that cannot read these: the client is installed alone, and a browser runs the playground.
+OpenAI's body and the Executor's SamplingConfig get their fields as source text, which type checkers and editors
+read. Run by `scripts/write_configs`; a test holds the files equal to what this writes. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+from inflight.core.request.sampling_config import CONTROLS, NEUTRAL, Control, ExecutorField
+
+_HEAD = "Written by scripts/write_configs from inflight/core/request/sampling_config.py: change that."
+_NUMPY_TYPES = {"FP32": "float32", "INT32": "int32", "UINT64": "uint64"}
+
+
+def files(root: Path) -> dict[Path, str]:
+    """What each of the files below the root of the checkout has to hold."""
+    backend = root / "backend" / "inflight"
+    return {
+        backend / "openai" / "control_fields.py": body_fields(),
+        backend / "openai" / "playground" / "page" / "sampling.js": playground_settings(),
+        backend / "executor" / "control_fields.py": executor_fields(),
+        root / "client" / "inflight_client" / "controls.py": client_options(),
+    }
+
+
+def body_fields() -> str:
+    """The fields of OpenAI's body that are numbers, as a class of pydantic's."""
+    lines = [
+        *_docstring("Fields of bodies that are sampling controls."),
+        "",
+        "from __future__ import annotations",
+        "",
+        "from pydantic import BaseModel, Field",
+        "",
+        "",
+        "class ControlFields(BaseModel):",
+        '    """The numbers among the sampling controls."""',
+        "",
+    ]
+    for control in CONTROLS.values():
+        if control.body is not None and control.body.is_number:
+            bounds = "".join(f", {word}={bound}" for word, bound in control.body.bounds.items())
+            default = repr(float(control.body.default) if control.dtype == "FP32" else control.body.default)
+            lines.append(f"    {control.body.name}: {_python_type(control)} = Field({default}{bounds})")
+    return _text(lines)
+
+
+def executor_fields() -> str:
+    """The fields of the Executor's SamplingConfig that work, as a base class of it."""
+    fields = [(name, control, control.executor) for name, control in CONTROLS.items() if control.executor]
+    lines = [
+        *_docstring("Fields of SamplingConfig that are sampling controls."),
+        "",
+        "from __future__ import annotations",
+        "",
+        "from dataclasses import KW_ONLY, dataclass",
+        "",
+        "from inflight.executor.typed import Typed, of_control",
+        "",
+        "",
+        "@dataclass",
+        "class ControlFields(Typed):",
+        '    """The sampling controls that requests may have.',
+        "",
+        "    Attributes:",
+        *(line for _, control, field in fields for line in _described(control, field)),
+        '    """',
+        "",
+    ]
+    for name, control, field in fields:
+        kind = _python_type(control)
+        if name == "beam_width":  # the one that is positional, and has a default of its own
+            lines += [f'    {field.name}: {kind} = of_control("{name}", {NEUTRAL[name]})', "    _: KW_ONLY"]
+        else:
+            lines.append(f'    {field.name}: {kind} | None = of_control("{name}", None)')
+    return _text(lines)
+
+
+def client_options() -> str:
+    """The client's options: by name, the names of its tensors, type, dimensions and help."""
+    lines = [
+        *_docstring("Options that are sampling controls."),
+        "",
+        "from __future__ import annotations",
+        "",
+        "CONTROLS: dict[str, tuple[str, str, str, int, str]] = {",
+    ]
+    for name, control in CONTROLS.items():
+        if control.client:
+            text_names = control.text_names or (control.tensor,)
+            text_name = control.client if control.client in text_names else text_names[0]
+            values = [text_name, control.tensor, _NUMPY_TYPES[control.dtype], int(NEUTRAL[name] == ())]
+            values.append(control.meaning if control.on_command_line else "")
+            lines += [
+                f'    "{control.client}": (',
+                *(f"        {_quoted(each)}," for each in values),
+                "    ),",
+            ]
+    doc = "By option: its tensor's name in a text model, that in an id model, type, dimensions, and help."
+    return _text([*lines, "}", f'"""{doc}"""'])
+
+
+def playground_settings() -> str:
+    """The playground's settings in groups, and the fields that OpenAI's own client has no argument for."""
+    groups: dict[str, list[dict[str, str]]] = {}
+    extra: list[str] = []
+    for control in CONTROLS.values():
+        if control.body is not None and not control.body.of_openai:
+            extra.append(control.body.name)
+        if control.body is not None and control.setting is not None:
+            shown = control.setting
+            setting = {
+                "field": control.body.name,
+                "label": shown.label,
+                "usual": shown.usual,
+                "hint": shown.hint,
+            }
+            groups.setdefault(shown.group, []).append(setting)
+    titled = [{"title": title, "settings": settings} for title, settings in groups.items()]
+    return _text(
+        [
+            f"// Settings that are sampling controls. {_HEAD}",
+            "",
+            f"const SAMPLING_GROUPS = {json.dumps(titled, indent=2, ensure_ascii=False)};",
+            "",
+            "/** Fields that the client of OpenAI has no argument for. */",
+            f"const EXTRA_FIELDS = {json.dumps(sorted(set(extra)))};",
+        ]
+    )
+
+
+def _docstring(text: str) -> list[str]:
+    return [f'"""{text}', "", _HEAD, '"""']
+
+
+def _described(control: Control, field: ExecutorField) -> list[str]:
+    text = f"{field.name}: {control.meaning}. Here: {field.note}."
+    return textwrap.wrap(text, 108, initial_indent=" " * 8, subsequent_indent=" " * 12)
+
+
+def _python_type(control: Control) -> str:
+    return "float" if control.dtype == "FP32" else "int"
+
+
+def _quoted(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _text(lines: list[str]) -> str:
+    return "\n".join(lines) + "\n"
+
+
+def main(root: Path) -> None:
+    """Write the files anew."""
+    for path, text in files(root).items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

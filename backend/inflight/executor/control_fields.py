@@ -1,0 +1,66 @@
+"""Fields of SamplingConfig that are sampling controls.
+
+Written by scripts/write_configs from inflight/core/request/sampling_config.py: change that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+from inflight.executor.typed import Typed, of_control
+
+
+@dataclass
+class ControlFields(Typed):
+    """The sampling controls that requests may have.
+
+    Attributes:
+        beam_width: beams of a beam search; 1: none. Here: 1 by default.
+        num_return_sequences: sequences to sample; of beams, how many of the best. Here: 1, or all beams, by
+            default.
+        temperature: divides the logits; 0: greedy; 1 by default. Here: 1 by default; 0 is greedy.
+        top_k: keep the k likeliest; 0: all. Here: 0 by default: all; greedy if top_p and min_p are unset
+            too.
+        top_p: keep the smallest set of likeliest tokens that has probability p in (0, 1]; <= 0: unset.
+            Here: unset by default.
+        top_p_min: floor of a decaying top_p; 1e-6. Here: 1e-6 by default.
+        top_p_decay: top_p's factor per token; 1. Here: 1 by default.
+        top_p_reset_ids: token that resets top_p; -1: none. Here: none by default.
+        min_p: keep tokens of at least min_p times the largest probability; 0: all. Here: 0 by default.
+        seed: of the random numbers: the same seed, the same tokens; 0 by default. Here: 0 by default, a
+            seed like any other: equal requests give equal tokens.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen, prompt included;
+            1: none. Here: 1 by default; the prompt counts.
+        presence_penalty: taken once from the logits of tokens seen, prompt included; 0: none. Here: 0 by
+            default; the prompt counts.
+        frequency_penalty: taken from a token's logit for each time it was seen, prompt included; 0: none.
+            Here: 0 by default; the prompt counts.
+        min_tokens: no end id before so many tokens; 0. Here: 1 by default.
+        no_repeat_ngram_size: no n-gram of so many tokens comes twice, prompt included; 0 or 2**30: off.
+            Here: off by default; 0 and 1 << 30 are off.
+        length_penalty: exponent of a beam's length, which its score is divided by; 0. Here: 0 by default.
+        early_stopping: end with enough beams: 1 at once, 0 if none is better now, other if none can be.
+            Here: 1 by default: a search ends with enough finished beams.
+        beam_search_diversity_rate: times a beam's index, added to its candidates' ranks; 0. Here: 0 by
+            default.
+    """
+
+    beam_width: int = of_control("beam_width", 1)
+    _: KW_ONLY
+    num_return_sequences: int | None = of_control("num_return_sequences", None)
+    temperature: float | None = of_control("temperature", None)
+    top_k: int | None = of_control("top_k", None)
+    top_p: float | None = of_control("top_p", None)
+    top_p_min: float | None = of_control("top_p_min", None)
+    top_p_decay: float | None = of_control("top_p_decay", None)
+    top_p_reset_ids: int | None = of_control("top_p_reset_id", None)
+    min_p: float | None = of_control("min_p", None)
+    seed: int | None = of_control("random_seed", None)
+    repetition_penalty: float | None = of_control("repetition_penalty", None)
+    presence_penalty: float | None = of_control("presence_penalty", None)
+    frequency_penalty: float | None = of_control("frequency_penalty", None)
+    min_tokens: int | None = of_control("min_length", None)
+    no_repeat_ngram_size: int | None = of_control("no_repeat_ngram_size", None)
+    length_penalty: float | None = of_control("length_penalty", None)
+    early_stopping: int | None = of_control("early_stopping", None)
+    beam_search_diversity_rate: float | None = of_control("beam_search_diversity_rate", None)

@@ -1,0 +1,150 @@
+"""Options that are sampling controls.
+
+Written by scripts/write_configs from inflight/core/request/sampling_config.py: change that.
+"""
+
+from __future__ import annotations
+
+CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
+    "beam_width": (
+        "beam_width",
+        "beam_width",
+        "int32",
+        0,
+        "beams of a beam search; 1: none",
+    ),
+    "num_return_sequences": (
+        "num_return_sequences",
+        "num_return_sequences",
+        "int32",
+        0,
+        "",
+    ),
+    "temperature": (
+        "temperature",
+        "temperature",
+        "float32",
+        0,
+        "divides the logits; 0: greedy; 1 by default",
+    ),
+    "top_n_sigma": (
+        "top_n_sigma",
+        "top_n_sigma",
+        "float32",
+        0,
+        "keep logits of at least the highest minus top_n_sigma times their standard deviation; 0: all",
+    ),
+    "top_k": (
+        "top_k",
+        "runtime_top_k",
+        "int32",
+        0,
+        "keep the k likeliest; 0: all",
+    ),
+    "top_p": (
+        "top_p",
+        "runtime_top_p",
+        "float32",
+        0,
+        "keep the smallest set of likeliest tokens that has probability p in (0, 1]; <= 0: unset",
+    ),
+    "top_p_min": (
+        "top_p_min",
+        "runtime_top_p_min",
+        "float32",
+        0,
+        "",
+    ),
+    "top_p_decay": (
+        "top_p_decay",
+        "runtime_top_p_decay",
+        "float32",
+        0,
+        "",
+    ),
+    "top_p_reset_id": (
+        "top_p_reset_ids",
+        "runtime_top_p_reset_ids",
+        "int32",
+        0,
+        "",
+    ),
+    "min_p": (
+        "min_p",
+        "min_p",
+        "float32",
+        0,
+        "keep tokens of at least min_p times the largest probability; 0: all",
+    ),
+    "seed": (
+        "seed",
+        "random_seed",
+        "uint64",
+        0,
+        "of the random numbers: the same seed, the same tokens; 0 by default",
+    ),
+    "allowed_token_ids": (
+        "allowed_token_ids",
+        "allowed_token_ids",
+        "int32",
+        1,
+        "",
+    ),
+    "repetition_penalty": (
+        "repetition_penalty",
+        "repetition_penalty",
+        "float32",
+        0,
+        "divides positive and multiplies negative logits of tokens seen, prompt included; 1: none",
+    ),
+    "presence_penalty": (
+        "presence_penalty",
+        "presence_penalty",
+        "float32",
+        0,
+        "taken once from the logits of tokens seen, prompt included; 0: none",
+    ),
+    "frequency_penalty": (
+        "frequency_penalty",
+        "frequency_penalty",
+        "float32",
+        0,
+        "taken from a token's logit for each time it was seen, prompt included; 0: none",
+    ),
+    "min_length": (
+        "min_length",
+        "min_length",
+        "int32",
+        0,
+        "no end id before so many tokens; 0",
+    ),
+    "no_repeat_ngram_size": (
+        "no_repeat_ngram_size",
+        "no_repeat_ngram_size",
+        "int32",
+        0,
+        "no n-gram of so many tokens comes twice, prompt included; 0 or 2**30: off",
+    ),
+    "length_penalty": (
+        "length_penalty",
+        "len_penalty",
+        "float32",
+        0,
+        "exponent of a beam's length, which its score is divided by; 0",
+    ),
+    "early_stopping": (
+        "early_stopping",
+        "early_stopping",
+        "int32",
+        0,
+        "",
+    ),
+    "beam_search_diversity_rate": (
+        "beam_search_diversity_rate",
+        "beam_search_diversity_rate",
+        "float32",
+        0,
+        "",
+    ),
+}
+"""By option: its tensor's name in a text model, that in an id model, type, dimensions, and help."""

@@ -1,0 +1,46 @@
+"""What is written from the declarations of controls is what they say, and most sources need not name a control."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from inflight.control_files import files
+from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
+
+ROOT = Path(__file__).parents[1]
+DECLARATION, RULE, ORACLE, COMPILED_RULE = (
+    "backend/inflight/core/request/sampling_config.py",
+    "top_k_top_p.py",
+    "reference.py",
+    "draw.h",
+)
+
+
+def test_the_files_are_what_the_declarations_say() -> None:
+    for path, text in files(ROOT).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run scripts/write_configs"
+
+
+def test_examples_ask_for_something_and_are_valid() -> None:
+    for name, control in CONTROLS.items():
+        if not name.startswith("logit_bias"):
+            config = SamplingConfig(
+                **{name: control.example}, **({"beam_width": 4} if "beam_s" in name else {})
+            )
+            config.validate(1000)
+            assert config.uses(name), name
+
+
+def test_a_control_is_named_by_its_declaration_its_rule_and_the_oracle_alone() -> None:
+    """Of what is written by hand, tests and pages aside."""
+    written = {str(path.relative_to(ROOT)) for path in files(ROOT)}
+    listed = subprocess.run(
+        ["git", "grep", "--untracked", "-lw", "min_p", "--", "*.py", "*.js", "*.h", "*.cpp"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    naming = [path for path in listed.stdout.split() if not path.startswith("tests/") and path not in written]
+    assert [re.sub(r".*/", "", path) for path in sorted(naming)] == [
+        "sampling_config.py", ORACLE, RULE, COMPILED_RULE,
+    ]  # fmt: skip
