@@ -7,6 +7,7 @@ already, and the pages for adapters whether its adapter has room. The scheduler 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from enum import Enum, auto
 
 from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
@@ -18,6 +19,21 @@ from inflight.errors import Unavailable
 
 _MOST_PASSED_OVER = 64
 """Most sequences that `admit` passes over: each of them is looked at again in every iteration."""
+
+
+class _Obstacle(Enum):
+    """The first thing that keeps a sequence from starting, in the order in which it is looked for."""
+
+    SLOTS = auto()
+    TO_END = auto()
+    STATIC_BATCH = auto()
+    ADAPTER_PAGES = auto()
+    PROMISED_BLOCK = auto()
+    BLOCKS = auto()
+
+
+_PASSED_OVER = _Obstacle.TO_END, _Obstacle.ADAPTER_PAGES, _Obstacle.PROMISED_BLOCK
+"""Obstacles of one sequence alone: those behind it may start. Behind the other obstacles nobody starts."""
 
 
 class Admission:
@@ -120,30 +136,17 @@ class Admission:
         pages, claimed = self._running.adapter_pages, None
         for llm_request in self._in_turn(retrying):
             self.considered.append(llm_request)
-            if llm_request.num_slots > self._running.slots.num_free:
+            num_free = self._kv_cache.num_unreserved - claimed_blocks
+            found = self._obstacle(llm_request, bool(retrying), is_filled, claimed, num_free)
+            if isinstance(found, _Obstacle):
+                if found is _Obstacle.ADAPTER_PAGES and claimed is None:
+                    assert llm_request.group.adapter is not None
+                    claimed = pages.claim(llm_request.group.adapter)
+                if found in _PASSED_OVER and len(passed) < _MOST_PASSED_OVER:
+                    passed.append((llm_request, bool(self.waiting.remove(llm_request))))
+                    continue
                 break
-            if llm_request.group.is_to_end and not retrying:
-                if not self._pass_over(llm_request, passed):
-                    break
-                continue
-            # Who is to fill a static batch does not wait for a prompt: it would wait for the end of the batch.
-            fills_batch = self._capacity.fills_batches_once and _is_new(llm_request)
-            if fills_batch and is_filled:
-                break
-            adapter = llm_request.group.adapter
-            if adapter is not None and not pages.may_start(adapter, claimed):
-                if claimed is None:
-                    claimed = pages.claim(adapter)
-                if not self._pass_over(llm_request, passed):
-                    break
-                continue
-            match, num_blocks, needed = self.blocks_needed(llm_request)
-            if match.is_promised and not fills_batch:
-                if not self._pass_over(llm_request, passed):
-                    break
-                continue
-            if needed > self._kv_cache.num_unreserved - claimed_blocks:
-                break
+            match, num_blocks = found
             self.waiting.remove(llm_request)
             num_tokens = len(llm_request.tokens)
             self._kv_cache.admit(llm_request.key, match, num_blocks, llm_request.rules, num_tokens)
@@ -154,12 +157,38 @@ class Admission:
         for llm_request, was_in_front in reversed(passed):
             self.waiting.put_back(llm_request, was_in_front)
 
-    def _pass_over(self, llm_request: LlmRequest, passed: list[tuple[LlmRequest, bool]]) -> bool:
-        """Take a sequence out of the queue until admission ends; False if as many as may be were passed over."""
-        if len(passed) >= _MOST_PASSED_OVER:
-            return False
-        passed.append((llm_request, bool(self.waiting.remove(llm_request))))
-        return True
+    def _obstacle(
+        self,
+        llm_request: LlmRequest,
+        is_retry: bool,
+        is_filled: bool,
+        claimed: Collection[int] | None,
+        num_free_blocks: int,
+    ) -> _Obstacle | tuple[PrefixMatch, int]:
+        """Name the obstacle of a sequence; if there is none, return its cached prefix and the blocks it reserves.
+
+        Args:
+            llm_request: The sequence.
+            is_retry: Whether the requests of an iteration that failed are tried again.
+            is_filled: Whether a static batch is running.
+            claimed: Adapters that a sequence before it has claimed.
+            num_free_blocks: Blocks that it may reserve.
+        """
+        group = llm_request.group
+        if llm_request.num_slots > self._running.slots.num_free:
+            return _Obstacle.SLOTS
+        if group.is_to_end and not is_retry:
+            return _Obstacle.TO_END
+        fills_batch = self._capacity.fills_batches_once and _is_new(llm_request)
+        if fills_batch and is_filled:
+            return _Obstacle.STATIC_BATCH
+        if group.adapter is not None and not self._running.adapter_pages.may_start(group.adapter, claimed):
+            return _Obstacle.ADAPTER_PAGES
+        match, num_blocks, needed = self.blocks_needed(llm_request)
+        # Who is to fill a static batch does not wait for a prompt: it would wait for the end of the batch.
+        if match.is_promised and not fills_batch:
+            return _Obstacle.PROMISED_BLOCK
+        return _Obstacle.BLOCKS if needed > num_free_blocks else (match, num_blocks)
 
     def _in_turn(self, retrying: Collection[int]) -> Iterator[LlmRequest]:
         """Sequences in the order of their turns, if each is removed from the queue before the next is asked for.
@@ -186,23 +215,25 @@ class Admission:
         """A sentence for people that says what a sequence waits for."""
         if retrying and llm_request.request_id not in retrying:
             return "an iteration failed: the requests that were in it are tried again apart"
-        free_slots = self._running.slots.num_free
-        if llm_request.num_slots > free_slots:
-            return f"needs {_count(llm_request.num_slots, 'slot')}, {free_slots} free"
-        if self._capacity.fills_batches_once and self._running.sequences and _is_new(llm_request):
-            return "static batching: waits for the end of the batch that runs"
-        adapter, pages = llm_request.group.adapter, self._running.adapter_pages
-        if adapter is not None and not pages.may_start(adapter, None):
-            num_pages = _count(pages.num_pages(adapter), "page")
-            return f"its adapter needs {num_pages} on the device, {pages.num_free} free"
-        if llm_request.group.is_to_end:
-            return "is to end"
-        match, _, needed = self.blocks_needed(llm_request)
-        if match.is_promised:
-            return "a running request is computing the next block of its prompt"
-        free = self._kv_cache.num_unreserved
-        if needed > free:
-            return f"needs {_count(needed, 'block')}, {free} free"
+        slots, pages = self._running.slots, self._running.adapter_pages
+        num_free = self._kv_cache.num_unreserved
+        match self._obstacle(llm_request, bool(retrying), bool(self._running.sequences), None, num_free):
+            case _Obstacle.SLOTS:
+                return f"needs {_count(llm_request.num_slots, 'slot')}, {slots.num_free} free"
+            case _Obstacle.TO_END:
+                return "is to end"
+            case _Obstacle.STATIC_BATCH:
+                return "static batching: waits for the end of the batch that runs"
+            case _Obstacle.ADAPTER_PAGES:
+                assert llm_request.group.adapter is not None
+                num_pages = _count(pages.num_pages(llm_request.group.adapter), "page")
+                return f"its adapter needs {num_pages} on the device, {pages.num_free} free"
+            case _Obstacle.PROMISED_BLOCK:
+                return "a running request is computing the next block of its prompt"
+            case _Obstacle.BLOCKS:
+                return f"needs {_count(self.blocks_needed(llm_request)[2], 'block')}, {num_free} free"
+            case _:
+                pass
         first = self.waiting.first()
         if first is not None and first is not llm_request:
             return f"is behind request {first.request_id}"
