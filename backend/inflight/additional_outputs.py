@@ -24,7 +24,7 @@ _NUMBERED = re.compile(
 
 
 class OutputKind(Enum):
-    """What is computed for an additional output."""
+    """The kind of values that an additional output has."""
 
     HIDDEN_STATES = auto()
     LAST_HIDDEN_STATE = auto()
@@ -34,7 +34,7 @@ class OutputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a name stands for.
+    """The kind and the number that an additional output's name stands for.
 
     Attributes:
         kind: What is computed.
@@ -74,7 +74,7 @@ class OfferedOutput:
 
 
 def meaning_of(name: str) -> Meaning:
-    """What an output's name stands for; ValueError for a name that no output has."""
+    """The meaning of an output's name; ValueError for a name that no output has."""
     if name == "last_hidden_state":
         return Meaning(OutputKind.LAST_HIDDEN_STATE)
     match = _NUMBERED.fullmatch(name)

@@ -253,7 +253,7 @@ def start_engine(
 def _make_guide_compiler(
     parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
 ) -> ChildCompiler | None:
-    """What has guides compiled beside the loop; None without a tokenizer."""
+    """The compiler of guides, which runs beside the loop; None without a tokenizer."""
     if model.grammars is None:
         return None
     from inflight.guided.compiler import ChildCompiler, GuideBounds
@@ -312,7 +312,7 @@ def make_adapters(
 
 
 def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
-    """What front ends are told."""
+    """The description of the engine for front ends."""
     from inflight.core.request.request import EngineDescription
 
     limits = model.engine.limits
@@ -385,7 +385,8 @@ def _counting_iterations(
 def _wait_until_sent(
     client: LocalEngineClient, takes_all_processors: bool, rank_context: RankContext | None
 ) -> WaitUntilSent | None:
-    """What lets responses be sent between iterations, where the model would take the processors from the senders.
+    """A function that lets responses be sent between iterations, for a model that uses every processor
+    itself.
 
     None with several ranks: the others wait for this one in a broadcast, on processors that senders would need.
     """
@@ -395,7 +396,7 @@ def _wait_until_sent(
 def _tell_of_death(
     client: LocalEngineClient, rank_context: RankContext | None
 ) -> Callable[[InflightError], None]:
-    """What is to be done when the loop has died: nobody may wait for it, neither clients nor ranks."""
+    """A function that tells clients and other ranks that the loop has died, so that nobody waits for it."""
 
     def tell(error: InflightError) -> None:
         client.fail_all(error)
@@ -406,7 +407,7 @@ def _tell_of_death(
 
 
 def _release_once(model: LoadedModel, rank_context: RankContext | None) -> Callable[[], None]:
-    """What ends this rank's ties to the others; later calls do nothing."""
+    """A function that releases the model and leaves the other ranks; later calls do nothing."""
     steps = [] if rank_context is None else [model.release, rank_context.leave]
 
     def release() -> None:

@@ -202,7 +202,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine is loaded with.
+    """The settings that an engine is loaded with.
 
     Attributes:
         dtype: float32, bfloat16 or float16, of weights, activations and KV cache. int8, fp8: weights of
@@ -565,7 +565,7 @@ OLD_NAMES: Mapping[str, str] = {
 
 
 def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
-    """What a model's configuration, as Triton hands it to `initialize`, says.
+    """Read a model's parameters from its configuration, as Triton hands it to `initialize`.
 
     Raises ConfigError that lists every problem: key, value, what was expected, and the nearest known key.
     """
@@ -607,7 +607,7 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
 
 
 def _fields(owner: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given for the fields of `owner`, by their names."""
+    """The given values of the fields of `owner`, by field name."""
     return {name: given[spec.key] for name, spec in declared_rows(owner).items() if spec.key in given}
 
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a folder on this machine, or a name of the Hugging Face hub, which is fetched.
+"""The place of a checkpoint: a folder on this machine, or a name on the Hugging Face hub, which is fetched.
 
 huggingface_hub does the fetching: its cache (`HF_HOME`) is shared with other programs, `HF_TOKEN` opens what is
 not public, `HF_ENDPOINT` names another hub, and `HF_HUB_OFFLINE=1` asks none. What is served of a checkpoint is
@@ -55,13 +55,13 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
 
 
 def checkpoint_name(folder: Path) -> str:
-    """What a checkpoint is called: by its name of the hub if it was fetched, else as its folder."""
+    """The name of a checkpoint: its name on the hub if it was fetched, else that of its folder."""
     found = _SNAPSHOT.search(folder.as_posix())
     return found[1].replace("--", "/") if found else folder.name
 
 
 def instead_of_gguf(path: Path) -> str:
-    """What a message that refuses `path` ends with: what to take instead of GGUF; "" if it is none."""
+    """The advice to append to a message that refuses `path` because it is GGUF; "" if it is not."""
     is_gguf = "gguf" in checkpoint_name(path).rsplit("/")[-1].lower() or any(path.glob("*.gguf"))
     return _NOT_GGUF if is_gguf else ""
 
@@ -94,7 +94,7 @@ def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:
 
 
 def _reason(name: str, revision: str, error: Exception) -> str:
-    """Why there is no such checkpoint, and what can be done about it."""
+    """The reason why the checkpoint cannot be fetched, and what can be done about it."""
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT

@@ -109,7 +109,7 @@ def load_model(
 
 
 def _settle_engine(parameters: Parameters, path: str) -> EngineConfig:
-    """Which engine is meant, whatever way it was named in, and from which folder."""
+    """The engine's configuration, with the kind of engine and the folder settled however they were named."""
     config, scheduler = parameters.engine, parameters.scheduler
     shares_blocks = scheduler.enable_kv_cache_reuse or scheduler.max_beam_width != 1
     config = replace(config, gpt_model_path=path, shares_blocks=shares_blocks)
@@ -146,7 +146,7 @@ def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> 
 def _make_grammars(
     parameters: Parameters, path: str, vocabulary: GuideVocabulary | None, vocab_size: int
 ) -> Grammars | None:
-    """What follows guides in a vocabulary of that size; None without a tokenizer."""
+    """The grammars for a vocabulary of `vocab_size`; None without a tokenizer."""
     from inflight.guided.backend import make_backend
     from inflight.guided.grammars import Grammars
     from inflight.guided.vocabulary import GuideVocabulary

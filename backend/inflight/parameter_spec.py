@@ -149,7 +149,7 @@ NAMES = Kind("names with commas between", lambda text: tuple(part.strip() for pa
 
 
 class Role(Enum):
-    """What a model of the repository does; each takes its own part of the parameters."""
+    """The role of a model in the repository; each role takes its own part of the parameters."""
 
     ENGINE = "engine"
     FRONT_END = "front end"
@@ -196,12 +196,12 @@ class ParameterSpec:
 
     @property
     def built(self) -> bool:
-        """Whether this version acts on it."""
+        """Whether this version acts on the parameter."""
         return self.neutral is None and not self.read_by_triton and not self.no_effect
 
     @property
     def expectation(self) -> str:
-        """What may be written, for a comment."""
+        """The values that may be written, for a comment."""
         if self.neutral is not None:
             return f"not available yet, {self._neutral_advice}"
         if self.no_effect:

@@ -72,7 +72,10 @@ class ProcessId:
                     signal.pidfd_send_signal(descriptor, number)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it has ended, by now or within `timeout_s` seconds. It need not be a child of this process."""
+        """Whether the process has ended, by now or within `timeout_s` seconds.
+
+        It need not be a child of this process.
+        """
         with self.opened() as descriptor:
             if descriptor is None:
                 return True

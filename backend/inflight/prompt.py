@@ -11,7 +11,7 @@ from inflight.core.request.response import Result
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """What the reply to a prompt depends on and the engine need not know.
+    """The facts that the reply to a prompt depends on and the engine need not know.
 
     Attributes:
         outputs: What the client wants back, by the names of its protocol.

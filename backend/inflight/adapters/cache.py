@@ -182,7 +182,7 @@ class HostAdapterCache:
     # ---------------------------------------------------------------- any thread
 
     def list_adapters(self) -> tuple[AdapterInfo, ...]:
-        """What is stored, and what is being read."""
+        """The adapters that are stored and those that are being loaded."""
         with self._lock:
             stored = [entry.info for entry in (*self._entries.values(), *self._unloading)]
             loading = [
@@ -330,7 +330,7 @@ class HostAdapterCache:
     # ---------------------------------------------------------------- under the lock
 
     def _load_for(self, key: LoraRequest) -> _Load:
-        """What is under way for an adapter that is not stored; it is begun if nothing is."""
+        """The load of an adapter that is not stored; starts one if none is under way."""
         if key not in self._loads:
             self._loads[key] = _Load()
             self._jobs.put(key)

@@ -1,4 +1,4 @@
-"""What clients ask of the adapters: `inflight.core.ports.Adapters` over the cache and the folders. Any thread."""
+"""The adapter commands of clients: `inflight.core.ports.Adapters` over the cache and the folders. Any thread."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class PeftConfig:
         return self.rank_pattern.get(_pattern_key(self.rank_pattern, module), self.r)
 
     def scale(self, module: str) -> float:
-        """What B A is multiplied by."""
+        """The factor that B A is multiplied by."""
         rank = self.rank(module)
         alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank

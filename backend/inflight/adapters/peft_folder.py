@@ -46,7 +46,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What a folder holds of a linear layer: A [rank, in], B [out, rank], magnitudes [out]."""
+    """A folder's matrices of one linear layer: A [rank, in], B [out, rank], magnitudes [out]."""
 
     place: _Place
     a: Tensor
@@ -109,7 +109,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def modules_by_name(names: WeightNames) -> dict[str, Module]:
-    """What the linear layers of a family are, by their names below the layer.
+    """The modules that a family's linear layers are, by the layers' names in a decoder layer.
 
     Not among them is a matrix of queries, keys and values that has them head by head: rows of adapters have them
     one after another.

@@ -1,4 +1,4 @@
-"""Where adapters come from: requests, `--lora NAME=FOLDER`, `lora_dir` and `lora_prefetch_dir`.
+"""The sources of adapters: requests, `--lora NAME=FOLDER`, `lora_dir` and `lora_prefetch_dir`.
 
 A folder is one that PEFT has saved, or one with the two files of TensorRT-LLM's converter. Nothing is looked for
 before somebody asks for it, so that thousands of adapters cost nothing. Called on the adapter cache's thread.
@@ -136,7 +136,7 @@ class AdapterLoader:
         self._folders = folders
 
     def __call__(self, lora: LoraRequest) -> CheckedAdapter:
-        """What a request brings, or names. Raises a RequestError that says what is wrong with it."""
+        """The adapter that a request brings or names. Raises a RequestError that says what is wrong with it."""
         if lora.weights is not None:
             return self._checked(lora.weights)
         folder = self._folders.find(lora)

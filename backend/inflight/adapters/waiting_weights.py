@@ -26,7 +26,7 @@ class WaitingWeights:
 
     @property
     def num_bytes(self) -> int:
-        """What they take together now."""
+        """The bytes of all waiting weights together."""
         return self._num_bytes
 
     def add(self, request_id: int, num_bytes: int) -> None:

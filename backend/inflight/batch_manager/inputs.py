@@ -1,4 +1,4 @@
-"""Where a loop's iterations get their inputs: from callbacks, or from the rank that has the callbacks.
+"""The inputs of a loop's iterations: from callbacks, or from the rank that has the callbacks.
 
 Everything that enters an iteration and is not a function of earlier state comes from here, the time included, so
 that the schedulers of all ranks decide the same. Called on the loop thread.
@@ -115,7 +115,10 @@ class OwnInputs:
         return list(first.values())
 
     def _adapter_update(self, requests: tuple[Request, ...]) -> AdapterUpdate:
-        """What is new of adapters. There may be something without requests: one was unloaded."""
+        """The news of adapters for the next iteration.
+
+        It need not be empty without requests: one may be unloaded.
+        """
         adapted = [
             (request.request_id, request.lora)
             for request in self._to_be_accepted(requests)

@@ -1,4 +1,5 @@
-"""What watches the loop beside its callbacks: recorder, watchdog, recent statistics, metrics, answers to `state`.
+"""Observers of the loop beside its callbacks: recorder, watchdog, recent statistics, metrics, answers to
+`state`.
 
 All of it is optional but the answers, and none of it decides anything. The loop says what happens, on its own
 thread; the watchdog has a thread of its own, and any thread may read statistics and ask for the state.
@@ -327,7 +328,7 @@ class Instruments:
             self.return_metrics(stats, metrics)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """What was kept since the last call, for any thread; waits `timeout_s` for events of the KV cache.
+        """The reports kept since the last call, for any thread; waits `timeout_s` for events of the KV cache.
 
         None waits until there are some.
         """
@@ -353,7 +354,9 @@ NO_INSTRUMENTS = Instruments()
 
 
 def _describe(scheduler: Scheduler) -> str:
-    """What is in an iteration, for the watchdog's log; called by its thread, and only while the loop hangs."""
+    """A summary of the current iteration for the watchdog's log; called by its thread, only while the loop
+    hangs.
+    """
     running = scheduler.running_sequences
     in_flight = [r for r in running if r.num_scheduled_tokens]
     ids = ", ".join(str(request_id) for request_id in dict.fromkeys(r.request_id for r in in_flight))

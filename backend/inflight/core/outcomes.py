@@ -1,4 +1,4 @@
-"""What follows from a batch that came back: tokens appended, blocks published, responses made, sequences ended.
+"""The results of a finished batch: tokens appended, blocks published, responses made, sequences ended.
 
 The functions at the end of this file change one sequence alone; how sequences end is in `endings.py`. The
 scheduler's `update` calls this, on the loop thread.

@@ -1,4 +1,6 @@
-"""What the core and the loop ask of the outside: Protocols and types of callbacks, without implementations."""
+"""The interfaces that the core and the loop need from outside: Protocols and callback types, no
+implementations.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ class GuideCompiler(Protocol):
         ...
 
     def events(self) -> tuple[GuideEvent, ...]:
-        """What has become of guides since the last call. One whose guide is known has its event at once."""
+        """The events of guides since the last call. A request whose guide is known has its event at once."""
         ...
 
     def forget(self, request_id: int) -> None:
@@ -138,7 +140,7 @@ class AdapterCache(Protocol):
         ...
 
     def update(self) -> AdapterUpdate:
-        """What has happened since the last call. A request whose adapter is stored has its event at once."""
+        """The news of adapters since the last call. A request whose adapter is stored has its event at once."""
         ...
 
     def forget(self, request_id: int) -> None:
@@ -147,7 +149,7 @@ class AdapterCache(Protocol):
 
 
 class Adapters(Protocol):
-    """What front ends may ask of the adapters beside using them. Any thread."""
+    """The adapter commands that front ends may give, beside using adapters in requests. Any thread."""
 
     def expect_weights(self, request_id: int, num_bytes: int) -> None:
         """A request brings weights, which wait until the adapter cache has them; at once.
@@ -157,7 +159,7 @@ class Adapters(Protocol):
         ...
 
     def give_up_weights(self, request_id: int) -> None:
-        """That request has ended before the adapter cache was asked for its adapter; at once."""
+        """Drop the weights of a request that has ended before the adapter cache was asked for them; at once."""
         ...
 
     def list_adapters(self) -> Sequence[AdapterState]:
@@ -197,7 +199,7 @@ class Ranks(Protocol):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this process is rank 0."""
         ...
 
     def share(self, inputs: IterationInput, are_asleep: bool) -> None:
@@ -263,7 +265,7 @@ class EngineClient(Protocol):
         ...
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """What the batcher has kept since the last call; raises Unavailable without an engine.
+        """The reports that the batcher has kept since the last call; raises Unavailable without an engine.
 
         Args:
             kind: What to fetch.

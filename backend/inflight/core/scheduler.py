@@ -379,7 +379,7 @@ class Scheduler:
         )
 
     def take_kv_events(self) -> list[KvEvent]:
-        """What has happened to the content of KV blocks since the last call; nothing where nobody keeps events."""
+        """The events of the KV cache since the last call; empty where none are kept."""
         return [] if self.kv_cache.events is None else self.kv_cache.events.take()
 
     def metrics(self) -> MetricsSnapshot:

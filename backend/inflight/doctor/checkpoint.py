@@ -74,7 +74,7 @@ def _mend_settings(reason: str) -> str:
 
 
 def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) -> Parameters:
-    """What config.pbtxt will say of the engine, laid out as for a start."""
+    """The engine parameters that config.pbtxt would have, laid out as for a start."""
     from inflight.config import Role, read_parameters
     from inflight.server import config_text
     from inflight.server.repository import Wanted, assemble, default_repository
@@ -232,7 +232,9 @@ def _mend(reason: str) -> str:
 def _check_path(
     config: EngineConfig, description: ModelDescription, dtype: torch.dtype, device: torch.device
 ) -> tuple[Finding, torch.dtype, frozenset[Kind]]:
-    """What will compute its layers, the type that it keeps their matrices in, and which quantized ones stay so."""
+    """The way the layers will be computed, the dtype of their matrices, and the quantized kinds that stay
+    quantized.
+    """
     import torch
 
     from inflight.config import INT8, QUANTIZED

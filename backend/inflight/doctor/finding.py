@@ -1,4 +1,4 @@
-"""What a check has found, how bad that is, and the command that mends it. Standard library only."""
+"""The finding of a check, its severity, and the command that fixes it. Standard library only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def red(name: str, says: str, mend: str) -> Finding:
 
 
 def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """What a check finds; where a package that it needs is missing, or the check itself fails, that is found."""
+    """The findings of a check; a missing package or a failure of the check itself is a finding too."""
     try:
         return list(check())
     except ImportError as error:

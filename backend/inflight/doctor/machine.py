@@ -76,7 +76,7 @@ def check_processors(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
-    """What memory is left for weights and KV cache, as the engine will see it."""
+    """Report the memory that is left for weights and KV cache, as the engine will see it."""
     from inflight.engine.memory import available_cpu_memory
 
     free = available_cpu_memory(root)
@@ -96,7 +96,7 @@ def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def check_layers(has_gpu: bool) -> Iterator[Finding]:
-    """Where the compiled layers come from for each kind of weights, or why torch's operators have to do."""
+    """Report the source of the compiled layers for each kind of weights, or why torch's operators are used."""
     from inflight.engine.cpu.library import CannotBuild, foresee
 
     if has_gpu:

@@ -1,4 +1,7 @@
-"""What is installed: torch and what it can do on a GPU, tritonserver with its Python backend, MPI. One thread."""
+"""Checks of what is installed: torch and its use of a GPU, tritonserver with its Python backend, MPI.
+
+One thread.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,8 @@ def _devices(torch: Any) -> Iterator[Finding]:
 def check_attention(
     model: Path | None, dtype: str | None = None, kv_cache_dtype: str = "auto"
 ) -> Iterator[Finding]:
-    """Which attention kernel a model gets on the device, tried out as a load tries it, and why not a faster one.
+    """Report the attention kernel that a model gets on the device, tried as a load tries it, and why not a
+    faster one.
 
     Args:
         model: A checkpoint folder; None: the demo model, whose shape stands for others.
@@ -177,7 +181,7 @@ def _wheel_version() -> str:
 
 
 def _image_version(program: Path) -> str:
-    """Of a server in one of NVIDIA's images, where a file says it; "" elsewhere."""
+    """The version of a server in one of NVIDIA's images, read from its file; "" elsewhere."""
     try:
         return f", {(program.parent.parent / 'TRITON_VERSION').read_text().strip()}"
     except OSError:

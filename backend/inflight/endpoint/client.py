@@ -106,7 +106,7 @@ class SocketEngineClient:
         """Do nothing: an engine in another process waits for no outbox here."""
 
     def state(self, timeout_s: float) -> str:
-        """What the engine is doing, as JSON; raises Unavailable if it cannot be reached or does not answer.
+        """The engine's state, as JSON; raises Unavailable if it cannot be reached or does not answer.
 
         Not for a callback of `submit`: answers arrive on the thread that those run on.
         """
@@ -121,7 +121,8 @@ class SocketEngineClient:
         return self._connected().adapters(command, timeout_s)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """What the engine has kept since the last call; raises Unavailable if it cannot be reached.
+        """The reports that the engine has kept since the last call; raises Unavailable if it cannot be
+        reached.
 
         Not for a callback of `submit`, as `state`.
         """
@@ -320,7 +321,7 @@ class _Connection:
 
 
 def _why(error: OSError | BadFrame) -> str:
-    """What went wrong, without the path that an OSError may name."""
+    """The reason of an error, without the path that an OSError may name."""
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
 
 

@@ -117,7 +117,7 @@ class DraftingClient:
         self._target.add_outbox(wait_until_sent)
 
     def state(self, timeout_s: float) -> str:
-        """What the target engine is doing, as JSON."""
+        """The target engine's state, as JSON."""
         return self._target.state(timeout_s)
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
@@ -125,7 +125,7 @@ class DraftingClient:
         return self._target.adapters(command, timeout_s)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """What the target engine has kept since the last call."""
+        """The reports that the target engine has kept since the last call."""
         return self._target.reports(kind, timeout_s)
 
     def close(self) -> None:
@@ -293,7 +293,7 @@ class _Drafted:
         return max(0, count) if fits and max(self._known) < draft.vocab_size else 0
 
     def _common(self) -> dict[str, Any]:
-        """What requests of both engines have alike.
+        """The arguments that requests to both engines share.
 
         Those of later rounds go before others of their priority, which have not begun: what runs is not to wait
         behind them. As continuations they are refused neither for a full queue nor while the engine drains.
@@ -363,7 +363,7 @@ class _Drafted:
 
 
 class _Totals:
-    """What the rounds so far add up to, where a response says it of the whole sequence."""
+    """Totals of the rounds so far, for values that a response gives for the whole sequence."""
 
     def __init__(self, arrival_ns: int) -> None:
         self._arrival_ns = arrival_ns

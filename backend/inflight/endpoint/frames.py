@@ -269,7 +269,7 @@ def decode_from_engine(body: bytes) -> FromEngine:
 
 
 class FrontEndFrames:
-    """What a front end sends on one connection, read by one thread."""
+    """The messages from a front end on one connection, read by one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

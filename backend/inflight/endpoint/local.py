@@ -140,7 +140,7 @@ class LocalEngineClient:
         self._outboxes += (wait_until_sent,)
 
     def state(self, timeout_s: float) -> str:
-        """What is queued here and what the batcher is doing, as JSON; waits at most `timeout_s` for it.
+        """The queue here and the state of the batcher, as JSON; waits at most `timeout_s` for it.
 
         Raises Unavailable once the batcher's loop has ended, Unsupported if there is nothing to ask.
         """
@@ -167,7 +167,7 @@ class LocalEngineClient:
         return tuple(self._adapters.list_adapters())
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """What the batcher has kept since the last call, also after its end."""
+        """The reports that the batcher has kept since the last call, also after its end."""
         return Reports() if self._read_reports is None else self._read_reports(kind, timeout_s)
 
     def refuse(self, error: InflightError) -> None:

@@ -1,4 +1,4 @@
-"""Where the engine endpoint's socket is, how a server listens there, and how anybody else connects to it.
+"""The path of the engine endpoint's socket: how a server listens there, and how clients connect to it.
 
 The functions here own the naming rule and the socket's file: stale sockets are replaced, live ones and other
 files are not touched. Any thread may call them.

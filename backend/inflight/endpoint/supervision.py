@@ -78,7 +78,7 @@ class Supervision:
 
     @property
     def awaited_job(self) -> str:
-        """What the engine was started with, if a process is to take it over now, else ""."""
+        """The job that the engine was started with, if a process is to take it over now, else ""."""
         with self._changed:
             is_awaited = self._num_supervisors_awaited == 1 and self._supervisors
             return self._job if is_awaited and self._notice_s is None else ""

@@ -171,7 +171,7 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True)
 class FoundPages:
-    """Which pages a batch needs, on the host.
+    """The adapter pages that a batch needs, on the host.
 
     Attributes:
         pages: Page ids of all of its adapters.
@@ -282,7 +282,7 @@ class AdapterPool:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of a `Linear`: its modules, and how wide they are."""
+    """The modules of a `Linear` and their widths."""
 
     modules: tuple[Module, ...]
     inner: int
@@ -290,7 +290,7 @@ class _Shape:
 
 
 class _LayerShapes:
-    """Where in a page everything is.
+    """The layout of a page: the place of every matrix in it.
 
     Attributes:
         page_size: Numbers of a page.

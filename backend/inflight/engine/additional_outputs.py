@@ -27,7 +27,7 @@ def offer(
     vocab_size: int,
     first_layer: int = 0,
 ) -> tuple[OfferedOutput, ...]:
-    """What an engine offers that is asked for `outputs`.
+    """The outputs that an engine offers where `outputs` are configured.
 
     Args:
         outputs: The parameter additional_model_outputs.
@@ -79,7 +79,7 @@ class HiddenStates:
 
 @dataclass(frozen=True, slots=True)
 class LayerOutputs:
-    """What a forward pass has made of a batch's rows.
+    """The hidden states of a batch's rows after a forward pass.
 
     Attributes:
         last: [rows, hidden_size], the last layer's output.
@@ -161,7 +161,7 @@ class AdditionalOutputs:
         return logits.gather(1, indices) if meaning.kind is OutputKind.TOP_LOGITS else indices.float()
 
     def _meaning(self, output: AdditionalModelOutput) -> Meaning:
-        """What an output's name stands for; behind all layers comes the final norm, as in transformers."""
+        """The meaning of an output's name; after all layers comes the final norm, as in transformers."""
         meaning = meaning_of(output.name)
         is_last = meaning.kind is OutputKind.HIDDEN_STATES and meaning.number == self._num_layers
         return Meaning(OutputKind.LAST_HIDDEN_STATE) if is_last else meaning

@@ -1,4 +1,4 @@
-"""What the forward pass asks of other ranks: collectives of a stage, and links between stages.
+"""Communication of the forward pass between ranks: collectives of a stage, and links between stages.
 
 On CPUs they go over MPI, between GPUs over torch.distributed: NCCL, and gloo in tests. MPI starts torch's process
 group, which `TorchCollectives` owns: rank 0 keeps a TCPStore, whose port a broadcast tells, and everybody
@@ -46,7 +46,9 @@ class Collectives(Protocol):
 
     @property
     def communicator(self) -> Any:
-        """What others than torch add up through: between GPUs a capsule with NCCL's ncclComm_t, on a CPU this."""
+        """The communicator for users other than torch: between GPUs a capsule with NCCL's ncclComm_t, on a
+        CPU `self`.
+        """
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

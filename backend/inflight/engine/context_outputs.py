@@ -1,4 +1,4 @@
-"""What a request gets back about its prompt: logits, log probabilities and additional outputs of every position.
+"""The outputs about a prompt: logits, log probabilities and additional outputs of every position.
 
 The logits of a whole prompt would be large, so they are computed for a slice of its rows at a time and kept on
 the host, or, where only log probabilities are wanted, not at all. Rows that nobody asks for cost nothing. Called

@@ -65,7 +65,10 @@ class DebugTensors:
 
     @classmethod
     def from_config(cls, config: EngineConfig, pp_rank: int, tp_rank: int) -> DebugTensors | None:
-        """What the parameters ask for; None for nothing. Ranks have folders of their own, counted from 1."""
+        """The debug tensors that the parameters ask for, or None.
+
+        Each rank has its own folder, counted from 1.
+        """
         names = {
             *config.debug_tensor_names,
             *(DEBUG_INPUTS if config.debug_input_tensors else ()),

@@ -1,4 +1,4 @@
-"""What a ModelRunner asks of whoever computes layers, and of a KV cache.
+"""The interfaces that a ModelRunner needs: of a decoder, and of a KV cache.
 
 `layers/decoder.py`, `cpu/decoder.py` and `layers/transformers_decoder.py` compute layers over `kv_cache.py`;
 `tensorrt/` has a decoder and a cache of its own.
@@ -23,7 +23,7 @@ from inflight.sampling.row_kernels import RowKernels
 
 
 class RunnerDecoder(Protocol):
-    """What a ModelRunner asks of a decoder; `Decoder` says what each is."""
+    """The interface of a decoder for a ModelRunner; `Decoder` documents each member."""
 
     config: DecoderConfig
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class RunnerDecoder(Protocol):
 
     @property
     def kernels(self) -> str:
-        """Who computes the layers."""
+        """The implementation that computes the layers."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class RunnerDecoder(Protocol):
         ...
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Of some rows of what `forward` returned."""
+        """The logits of `rows` of the hidden states that `forward` returned."""
         ...
 
     def normalize(self, hidden: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class RunnerDecoder(Protocol):
 
 
 class RecordedDecoder(RunnerDecoder, Protocol):
-    """What `IterationGraphs` asks of a decoder beside; `Decoder` says what each is."""
+    """The further members of a decoder that `IterationGraphs` uses; `Decoder` documents each."""
 
     adapters: AdapterPool | None
 
@@ -81,7 +81,8 @@ class RecordedDecoder(RunnerDecoder, Protocol):
         ...
 
     def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits | None:
-        """Of a recorded batch of so many rows and about so many chunks; None: that is more than it takes at once.
+        """The tile limits of a recorded batch with so many rows and about so many chunks; None if it is too
+        large.
 
         Asked only where `takes_fixed_rows`.
         """
@@ -100,13 +101,13 @@ class RecordedDecoder(RunnerDecoder, Protocol):
 
 
 class BlockCache(Protocol):
-    """What a ModelRunner asks of a KV cache."""
+    """The interface of a KV cache for a ModelRunner."""
 
     null_block: int
 
     @property
     def device(self) -> torch.device:
-        """Where the cache is."""
+        """The device that the cache is on."""
         ...
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

@@ -117,7 +117,8 @@ class KvCache:
         return parts[0], parts[-1]
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Of these keys and values, by tokens as `tokens` has them: [tokens, kv_heads] float32, contiguous.
+        """The scales of a layer's keys and values, by token as in `tokens`: [tokens, kv_heads] float32,
+        contiguous.
 
         None where nothing is rounded.
         """
@@ -128,7 +129,7 @@ class KvCache:
 
     @property
     def device(self) -> torch.device:
-        """Where the cache is."""
+        """The device that the cache is on."""
         return self._blocks.device
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

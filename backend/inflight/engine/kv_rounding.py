@@ -51,7 +51,7 @@ class KvRounding:
         return levels.round_().to(self.stored), scales
 
     def restore(self, levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is read of levels [..., head_dim] with `scales` [...], in `dtype`."""
+        """The values that quantized levels [..., head_dim] with `scales` [...] stand for, in `dtype`."""
         known = levels.view(_FLOAT8) if self.name == FP8 else levels
         return known.float().mul_(scales[..., None]).to(dtype)
 
@@ -61,7 +61,7 @@ FP8_LEVELS = KvRounding(FP8, torch.uint8, torch.finfo(_FLOAT8).max)
 
 
 def find_rounding(kv_cache_dtype: str) -> KvRounding | None:
-    """What the parameter of that name asks for; None: keys and values stay as they are computed."""
+    """The rounding that the parameter asks for; None: keys and values are stored as they are computed."""
     return {INT8: INT8_LEVELS, FP8: FP8_LEVELS}.get(kv_cache_dtype)
 
 

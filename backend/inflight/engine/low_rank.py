@@ -22,7 +22,7 @@ _ROW_PARALLEL = (Module.ATTN_DENSE, Module.MLP_4H_TO_H)
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to a linear layer: y = m * (W x + B (A x)) + bias, with m = 1 but for DoRA.
+    """An adapter's change to a linear layer: y = m * (W x + B (A x)) + bias, with m = 1 but for DoRA.
 
     Attributes:
         a: [rank, in], in the dtype that it came in.

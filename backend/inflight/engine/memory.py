@@ -181,7 +181,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _let_go(error: Exception) -> str:
-    """What an error says, in a line; the functions that it ended let go of what they had allocated."""
+    """An error's message in one line; the frames that it ended release what they had allocated."""
     import torch
 
     traceback.clear_frames(error.__traceback__)

@@ -38,7 +38,7 @@ class PackedChunk:
 
 @dataclass(frozen=True, slots=True)
 class FixedRows:
-    """Which rows are a chunk's and which generate, in tensors whose shapes say nothing of it.
+    """The rows of chunks and the generation rows of a batch, in tensors whose shapes do not depend on them.
 
     A recorded forward pass reads it from the same memory at every replay. Rows that are in neither fill it up.
 
@@ -56,7 +56,7 @@ class FixedRows:
 
 @dataclass(frozen=True, slots=True)
 class TileLimits:
-    """What a recorded batch has for context chunks.
+    """The limits of a recorded batch for context chunks.
 
     Attributes:
         count: Most tiles.
@@ -228,7 +228,7 @@ def _context_rows(
 
 
 def _positions(slots: Sequence[int], table: SlotTable) -> list[int]:
-    """Where in its sequence the next token of each slot is."""
+    """The position of the next token of each slot in its sequence."""
     return table.num_tokens[list(slots)].tolist() if slots else []
 
 

@@ -1,4 +1,4 @@
-"""What an engine on torch's tensors has room for, and what it declares: lengths, blocks, pages for adapters.
+"""The capacity and the limits of an engine on torch's tensors: lengths, blocks, pages for adapters.
 
 Used while a model is loaded, whoever computes its layers.
 """
@@ -52,7 +52,7 @@ def find_device(name: str | None) -> torch.device:
 def offer_outputs(
     config: EngineConfig, decoder: DecoderConfig, mapping: Mapping
 ) -> tuple[OfferedOutput, ...]:
-    """What requests may ask for; the same on all ranks, or ConfigError on all."""
+    """The additional outputs that requests may ask for; the same on all ranks, or ConfigError on all."""
     last_stage = Mapping(mapping.tp_size, mapping.pp_size, mapping.sampler)
     first_layer = last_stage.layers(decoder.num_layers)[0]
     return offer(
@@ -65,7 +65,7 @@ def offer_outputs(
 
 
 def longest_sequence(config: EngineConfig, decoder: DecoderConfig) -> int:
-    """What was asked for, or all that the positions reach. ConfigError for more than that."""
+    """The configured length, or the longest that the positions allow. ConfigError for more than that."""
     wanted, longest = config.max_sequence_length, decoder.max_positions
     if wanted is None or wanted <= longest:
         return wanted or longest
@@ -154,7 +154,7 @@ def make_limits(
     device: torch.device,
     mapping: Mapping,
 ) -> EngineLimits:
-    """What an engine with torch's tensors declares, but for what it offers by name."""
+    """The limits that an engine on torch's tensors declares, but for what it offers by name."""
     return EngineLimits(
         vocab_size=decoder.vocab_size,
         max_sequence_length=max_sequence_length,

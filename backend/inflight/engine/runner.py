@@ -37,7 +37,7 @@ _ALONE = Mapping()
 
 @dataclass(frozen=True, slots=True)
 class RowOutputs:
-    """What a forward pass makes of a batch.
+    """The outputs of a forward pass of a batch.
 
     Attributes:
         rows: [rows, vocab_size] float32 logits to choose tokens from; before the last stage, hidden states.

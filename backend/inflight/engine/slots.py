@@ -1,4 +1,4 @@
-"""What an engine remembers of each slot between iterations, and which slots a failed batch has made useless.
+"""The state of each slot between iterations, and the slots that a failed batch has made void.
 
 Block tables and last tokens live on the device, where the forward pass reads them. Numbers of tokens follow from
 the batches and their outputs alone, so they are kept on the host, where positions and group sizes are computed
@@ -25,7 +25,7 @@ from inflight.sampling.transfer import upload
 
 
 class SlotTable:
-    """What the device and the host know of every slot.
+    """The state of every slot, on the device and on the host.
 
     Attributes:
         block_tables: [slots + 1, max_blocks] int64 on the device; the null block after a slot's last.
@@ -77,7 +77,9 @@ class SlotTable:
         self.num_tokens[list(batch.generation_slots)] += 1
 
     def positions(self, batch: ScheduledBatch) -> NDArray[np.int64]:
-        """Where in its sequence the token belongs that each row of the logits chooses, [rows], after `advance`."""
+        """The position in its sequence of the token that each row of the logits chooses, [rows], after
+        `advance`.
+        """
         drafts = [chunk.num_draft_tokens for chunk in batch.context if chunk.is_last]
         first = self.num_tokens[batch.sampled_slots()]
         if not any(drafts):

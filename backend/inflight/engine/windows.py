@@ -1,4 +1,4 @@
-"""Which of the earlier tokens a layer lets a token see: the checkpoint's sliding windows, and those asked for.
+"""The attention windows of layers: the checkpoint's sliding windows, and those of the configuration.
 
 A window changes what is read, not what is kept: KV blocks that no token will look at again stay their sequence's,
 so no memory is saved.

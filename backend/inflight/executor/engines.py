@@ -1,4 +1,4 @@
-"""Where an executor's engine runs: in this process, in ranks of which this process is one, or in ranks it starts.
+"""The engine of an executor: in this process, in ranks of which this process is one, or in ranks it starts.
 
 The ranks are the server's (`inflight.ranks`). In leader mode mpirun or srun has started this program several
 times: rank 0 takes requests, the others follow it and end when it does. In orchestrator mode this process starts
@@ -45,7 +45,7 @@ class ExecutorEngine(Protocol):
         ...
 
     def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
-        """What the iterations since the last call have written down on this rank, oldest first."""
+        """The debug tensors that the iterations since the last call have written on this rank, oldest first."""
         ...
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ def start(parameters: Parameters, parallel: ParallelConfig | None, load: LoadMod
 
 
 def _for_ranks(parameters: Parameters, num_ranks: int) -> Parameters:
-    """Where the parameters name no number of ranks, all share every layer."""
+    """The parameters with a number of ranks; where they name none, all ranks share every layer."""
     if parameters.tensor_parallel_size * parameters.pipeline_parallel_size > 1:
         return parameters
     return replace(parameters, tensor_parallel_size=num_ranks)

@@ -37,7 +37,7 @@ class Numbered(Enum):
 
 
 class ModelType(Numbered):
-    """What a model consists of."""
+    """The parts that a model consists of."""
 
     DECODER_ONLY = 0
     ENCODER_ONLY = 1
@@ -52,7 +52,7 @@ class BatchingType(Numbered):
 
 
 class CapacitySchedulerPolicy(Numbered):
-    """Who may hold KV blocks: see `inflight.config.CapacitySchedulerPolicy`."""
+    """The policy that says which sequences may hold KV blocks: see `inflight.config.CapacitySchedulerPolicy`."""
 
     MAX_UTILIZATION = 0
     GUARANTEED_NO_EVICT = 1
@@ -60,7 +60,7 @@ class CapacitySchedulerPolicy(Numbered):
 
 
 class ContextChunkingPolicy(Numbered):
-    """Who gets the tokens of an iteration that are left for contexts."""
+    """The policy that divides an iteration's remaining tokens among contexts."""
 
     FIRST_COME_FIRST_SERVED = 0
     EQUAL_PROGRESS = 1
@@ -80,7 +80,7 @@ class CommunicationMode(Numbered):
 
 
 class RequestType(Numbered):
-    """Which phases of a request are computed here; the last two are for disaggregated serving."""
+    """The phases of a request that are computed here; the last two are for disaggregated serving."""
 
     REQUEST_TYPE_CONTEXT_AND_GENERATION = 0
     REQUEST_TYPE_CONTEXT_ONLY = 1
@@ -183,29 +183,29 @@ class DecodingMode:
         return self.name in ("TopP", "TopKTopP")
 
     def isTopKorTopP(self) -> bool:
-        """Whether it is one of the ways of sampling."""
+        """Whether the mode samples by top-k, top-p or both."""
         return self.isTopK() or self.isTopP()
 
     def isTopKandTopP(self) -> bool:
-        """Whether it is both at a time."""
+        """Whether the mode samples by top-k and top-p together."""
         return self.isTopK() and self.isTopP()
 
     def isBeamSearch(self) -> bool:
-        """Whether it is beam search."""
+        """Whether the mode is beam search."""
         return self.name == "BeamSearch"
 
     def isMedusa(self) -> bool:
-        """Whether it is Medusa."""
+        """Whether the mode is Medusa."""
         return self.name == "Medusa"
 
     def isLookahead(self) -> bool:
-        """Whether it is lookahead decoding."""
+        """Whether the mode is lookahead decoding."""
         return self.name == "Lookahead"
 
     def isExplicitDraftTokens(self) -> bool:
-        """Whether it is a recurrent drafter."""
+        """Whether the mode is a recurrent drafter."""
         return self.name == "ExplicitDraftTokens"
 
     def isEagle(self) -> bool:
-        """Whether it is EAGLE."""
+        """Whether the mode is EAGLE."""
         return self.name == "Eagle"

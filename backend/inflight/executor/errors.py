@@ -1,4 +1,6 @@
-"""What the Executor API raises: RuntimeErrors, as TensorRT-LLM's bindings did, and part of this package's tree."""
+"""The errors of the Executor API: RuntimeErrors, as in TensorRT-LLM's bindings, and part of this package's
+tree.
+"""
 
 from __future__ import annotations
 

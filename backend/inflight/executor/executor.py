@@ -183,7 +183,7 @@ class Executor:
         self._finalizer()
 
     def can_enqueue_requests(self) -> bool:
-        """Whether this is the process that takes requests, and it is not shut down."""
+        """Whether this process takes requests and is not shut down."""
         return not self._is_shut_down and self._engine.client is not None
 
     # ---------------------------------------------------------------- requests
@@ -391,7 +391,7 @@ class Executor:
         return [reports.debug_tensors(each) for each in self._engine.latest_debug_tensors()]
 
     def get_kv_cache_event_manager(self) -> reports.KVCacheEventManager | None:
-        """Where events of the KV cache can be fetched; None unless `event_buffer_max_size` keeps some."""
+        """The source of KV cache events; None unless `event_buffer_max_size` keeps some."""
         client = self._client()
         if not self._has_kv_events:
             return None
@@ -527,7 +527,7 @@ def _checkpoint(model: str, revision: str | None) -> str:
 def _whose(
     args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[int | Sequence[int] | None, timedelta | float | None]:
-    """Of `await_responses`: whose responses are meant, None for everybody's, and how long to wait."""
+    """The request ids and the timeout in the arguments of `await_responses`; ids are None for all requests."""
     unknown = keywords.keys() - {"id", "ids", "timeout"}
     if unknown or len(args) + len(keywords) > 2:
         raise TypeError("await_responses takes an id or several ids, or neither, and a timeout")

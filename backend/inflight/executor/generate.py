@@ -72,7 +72,10 @@ class Generation:
 
 
 def is_one_prompt(prompts: Prompts) -> bool:
-    """Whether this is a text or a sequence of token ids. Raises InvalidValue for what is no prompt at all."""
+    """Whether `prompts` is one text or one sequence of token ids.
+
+    Raises InvalidValue if it is no prompt at all.
+    """
     if isinstance(prompts, str):
         return True
     are_ids = [isinstance(each, Integral) for each in prompts]

@@ -1,4 +1,4 @@
-"""What happens in the KV cache, as a client fetches it: the data of events.
+"""The data of KV cache events, as a client fetches them.
 
 A block has a hash, which follows from its tokens and those before it; level 0 is the device, level 1 the host.
 """

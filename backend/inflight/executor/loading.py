@@ -1,4 +1,4 @@
-"""What an executor's model is loaded with beside parameters: callables that change logits, and a vocabulary.
+"""The values that a model is loaded with beside parameters: logits post-processors, and a vocabulary.
 
 They are values of this process, so they cannot go to ranks that an orchestrator starts.
 """
@@ -67,7 +67,7 @@ def has_client_id_argument(process: Callable[..., Any]) -> bool:
 
 
 def loader(config: ExecutorConfig, own: OwnPostProcessors, module: str | None = None) -> LoadModel:
-    """What loads the model in this process.
+    """The function that loads the model in this process.
 
     Args:
         config: Its callables and its vocabulary are handed on.

@@ -30,7 +30,7 @@ ReadReports = Callable[[ReportKind, float | None], Reports]
 
 
 class KVCacheEventManager:
-    """What happens in the KV cache, to be fetched.
+    """The events of the KV cache, to be fetched.
 
     Args:
         read: As `EngineClient.reports`.

@@ -1,4 +1,4 @@
-"""What a client asks for: `Request` and the configurations that only some requests have."""
+"""The requests of clients: `Request` and the configurations that only some requests have."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PromptTuningConfig(Frozen):
 
 @dataclass(frozen=True)
 class MultimodalInput(Frozen):
-    """Where images and the like stand in a prompt.
+    """The places of images and other multimodal items in a prompt.
 
     Attributes:
         multimodal_hashes: Eight integers for each item.
@@ -199,7 +199,7 @@ class EagleConfig(Frozen):
 
 @dataclass(frozen=True)
 class ContextPhaseParams(Frozen):
-    """What a server that computed a context hands to the one that generates."""
+    """The state that a context server hands to the server that generates."""
 
     first_gen_tokens: list[int]
     req_id: int

@@ -1,4 +1,4 @@
-"""What a client gets: `Response` and the `Result` in it."""
+"""The responses to clients: `Response` and the `Result` in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AdditionalOutput:
 
 @dataclass
 class SpeculativeDecodingFastLogitsInfo:
-    """Where the logits of a draft are to be fetched from, when a draft engine sends them by itself."""
+    """The source of a draft's logits, when a draft engine sends them itself."""
 
     draft_request_id: int = 0
     draft_participant_id: int = 0
@@ -162,7 +162,7 @@ class Response:
 
     @property
     def request_id(self) -> int:
-        """Whose response it is."""
+        """The id of the request that the response is for."""
         return self._request_id
 
     @property
@@ -176,7 +176,7 @@ class Response:
 
     @property
     def error_msg(self) -> str:
-        """Why the request failed; raises ExecutorError if it did not."""
+        """The reason why the request failed; raises ExecutorError if it did not."""
         if isinstance(self._outcome, Result):
             raise ExecutorError("Cannot get the error message for a response without error")
         return self._outcome
@@ -215,7 +215,7 @@ _PARTS = [
 
 
 def serialize_result(result: Result) -> bytes:
-    """What `deserialize_result` makes an equal result of, in this process or another."""
+    """The bytes from which `deserialize_result` makes an equal result, in this process or another."""
     import torch
 
     buffer = io.BytesIO()

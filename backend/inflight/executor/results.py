@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What of a request its responses depend on.
+    """The parts of a request that its responses depend on.
 
     Attributes:
         streaming: Whether there is a response for every iteration.

@@ -66,7 +66,7 @@ class TrtGptModelType(Enum):
 
 
 class SchedulerPolicy(Enum):
-    """Who may hold KV blocks."""
+    """The policy that says which sequences may hold KV blocks."""
 
     MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
     GUARANTEED_NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
@@ -74,7 +74,7 @@ class SchedulerPolicy(Enum):
 
 @dataclass
 class TrtGptModelOptionalParams(Typed):
-    """What may be said of a model beside its path, as in ExecutorConfig's fields of these names.
+    """The settings of a model beside its path, as in ExecutorConfig's fields of these names.
 
     Attributes:
         max_num_sequences: Most sequences that run at once.
@@ -125,7 +125,7 @@ ReturnBatchManagerStatsCallback = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Arguments:
-    """What the constructor takes behind its first four arguments."""
+    """The constructor's arguments after its first four."""
 
     get_inference_requests_cb: GetInferenceRequestsCallback
     send_response_cb: SendResponseCallback

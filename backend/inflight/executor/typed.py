@@ -1,4 +1,4 @@
-"""What all data classes of the Executor API have in common: what is assigned to a field is checked and copied.
+"""The base of the Executor API's data classes: values assigned to fields are checked and copied.
 
 TensorRT-LLM's classes were C++ behind bindings: a value of a wrong type was a TypeError where it was assigned, a
 number outside its range a RuntimeError there, an unknown attribute an AttributeError, and an object kept a copy of
@@ -168,7 +168,7 @@ def _rule(name: str, hint: Any, annotation: Any, values: Range | None) -> _Conve
 
 
 def _converter(hint: Any) -> _Convert:
-    """What makes of a value one of the type that `hint` stands for, copied if it can be changed; or _Mismatch."""
+    """A function that converts a value to the type of `hint`, copied if it is mutable; it raises _Mismatch."""
     if hint is Any:
         return lambda value: value
     if hint is int:

@@ -1,4 +1,4 @@
-"""What is asked of a library that knows grammars, and which libraries there are."""
+"""The interface of a grammar library, and the libraries that there are."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _ANSWER = msgspec.msgpack.Decoder(Answer)
 
 @dataclass(frozen=True, slots=True)
 class GuideBounds:
-    """What a guide may take.
+    """The bounds of a guide's size and compile time.
 
     Attributes:
         max_bytes: Longest guide, in bytes of UTF-8.
@@ -186,7 +186,7 @@ class ChildCompiler:
             self._notify()
 
     def _compile(self, guide: Guide, is_slow: bool) -> bytes:
-        """What the process makes of a guide; it is killed if that takes too long."""
+        """The child process's answer to a guide; the process is killed if it takes too long."""
         child = self._started()
         may_go_on = (lambda: True) if is_slow else self._jobs.empty
         try:

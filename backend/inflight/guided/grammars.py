@@ -1,4 +1,4 @@
-"""What the rank that chooses tokens keeps of guides: for each a matcher at its beginning, to be forked.
+"""The guides on the rank that samples: for each guide a matcher at its beginning, to be forked.
 
 All masks are filled here, each sequence's within its budget, whichever library follows the guides.
 """

@@ -92,7 +92,7 @@ class LLMatcher:
 
     @property
     def failure(self) -> InvalidArgument | None:
-        """Why the guide cannot be followed on, if it cannot."""
+        """The error if the guide cannot be followed any further, else None."""
         return _failure(self.matcher) if self.matcher.is_error() else None
 
     def fork(self) -> LLMatcher:
@@ -221,7 +221,9 @@ def _check(matcher: llguidance.LLMatcher) -> None:
 
 
 def _failure(matcher: llguidance.LLMatcher, otherwise: str = "") -> InvalidArgument:
-    """Why a guide cannot be followed on: what the library says, or `otherwise` if it says nothing."""
+    """The error of a guide that cannot be followed any further: the library's words, or `otherwise` if it has
+    none.
+    """
     said = matcher.get_error()
     return over_budget() if _OVER_BUDGET.search(said) else refusal(_explained(said) if said else otherwise)
 
@@ -234,7 +236,7 @@ def _equal_items() -> InvalidArgument:
 
 
 def _explained(reason: str) -> str:
-    """What a reason of the library means, in front of its own words."""
+    """An explanation of the library's reason, followed by the library's own words."""
     for sign, meaning in _MEANINGS.items():
         if sign in reason:
             return f"{meaning} (llguidance: {reason})"

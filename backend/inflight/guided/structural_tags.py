@@ -48,7 +48,7 @@ class Structure:
 
     @property
     def path(self) -> str:
-        """What errors call the root of the schema."""
+        """The name of the schema's root in errors."""
         return f"the tool {self.name}, #" if self.name else f"the structure {self.begin!r}, #"
 
 

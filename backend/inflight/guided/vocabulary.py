@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GuideVocabulary:
-    """What a library has to know of a model.
+    """The vocabulary of a model, as a grammar library needs it.
 
     Attributes:
         tokens: By token id, the bytes that it adds to a text; of a special token its spelling; b"" for an id that

@@ -151,7 +151,7 @@ def _listen(options: OpenAiOptions) -> socket.socket:
 
 
 def address(options: OpenAiOptions, listener: socket.socket) -> str:
-    """Where the endpoint is, as a URL."""
+    """The URL of the endpoint."""
     scheme = "http" if options.tls_certificate is None else "https"
     host = f"[{options.host}]" if ":" in options.host else options.host
     return f"{scheme}://{host}:{listener.getsockname()[1]}"

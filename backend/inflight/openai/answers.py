@@ -34,7 +34,7 @@ _CUTS = frozenset((FinishReason.STOP_WORDS, FinishReason.LENGTH, FinishReason.TI
 
 @dataclass(slots=True)
 class Piece:
-    """What one result adds to one choice.
+    """The part of one choice that one result adds.
 
     Attributes:
         index: The choice's place in the answer.
@@ -132,7 +132,7 @@ class Usage:
             self._cached[batch_index] = min(max(num_whole, 0) * size, length - 1)
 
     def of_chunk(self, body: SamplingBody) -> dict[str, Any]:
-        """What a chunk of a stream has of it: all so far, null, or not even the key."""
+        """The usage field of a chunk of a stream: the usage so far, null, or no key at all."""
         if body.has_continuous_usage:
             return {"usage": self.as_json()}
         return {"usage": None} if body.includes_usage else {}

@@ -139,7 +139,7 @@ def _check_counts(raw: bytes) -> None:
 
 
 def _excess(raw: bytes) -> str:
-    """What there is too much of, by the marks of JSON; "" if it is nothing."""
+    """A description of the first limit that JSON exceeds, by counts of its punctuation; "" if there is none."""
     for count, most, name in (
         (raw.count(b","), MAX_VALUES, "values"),  # the last one of each list or object has no comma
         (raw.count(b'"'), MAX_TEXTS, "texts and keys"),  # `_without_texts` leaves one mark of each
@@ -151,7 +151,7 @@ def _excess(raw: bytes) -> str:
 
 
 def _without_texts(raw: bytes) -> bytes:
-    """What is outside of texts in JSON. Where it is no JSON, that is right as far as a parser would read."""
+    """The bytes outside of strings in JSON. For invalid JSON, right as far as a parser would read."""
     found = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     is_in_text = np.logical_xor.accumulate(found == ord('"'))
     return found[~is_in_text].tobytes()

@@ -70,7 +70,7 @@ def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[Plan, C
 
 
 class _Message:
-    """What one choice has said: splits its text into reasoning, content and tool calls.
+    """The message of one choice: splits its text into reasoning, content and tool calls.
 
     Args:
         prompt: Says which parsers do.
@@ -195,7 +195,7 @@ class _Writer:
         self._plan.usage.reasoning_tokens = self._num_thoughts
 
     def _said(self, piece: Piece) -> dict[str, Any]:
-        """What the piece's text adds to the message, by OpenAI's names; nothing that is empty."""
+        """The fields that the piece's text adds to the message, by OpenAI's names, without empty ones."""
         message = self._messages.get(piece.index)
         if message is None:
             message = self._messages[piece.index] = _Message(

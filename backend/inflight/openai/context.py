@@ -1,4 +1,4 @@
-"""What every route needs, kept in the application's state; and the way from prompts to a watched stream.
+"""The state that every route needs, kept in the application; and the way from prompts to a watched stream.
 
 Knows no route's JSON. The event loop, but for what `EngineSession` runs on other threads.
 """
@@ -40,7 +40,7 @@ def context_of(request: Request) -> Context:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What every answer and every chunk of one begins with."""
+    """The fields that every answer and every chunk begins with."""
 
     id: str
     object: str

@@ -185,7 +185,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def validation_error(error: pydantic.ValidationError) -> ApiError:
-    """What pydantic found in a body, in the words of this protocol. Any thread."""
+    """The API error for pydantic's error in a body. Any thread."""
     errors: list[Any] = error.errors(include_url=False)
     first = errors[0]
     raised = first.get("ctx", {}).get("error")

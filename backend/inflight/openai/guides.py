@@ -1,4 +1,4 @@
-"""What a body says its text has to look like, as one guide of the engine. Plain functions, any thread."""
+"""The guide that a body asks for, as one guide of the engine. Plain functions, any thread."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _structured(asked: StructuredOutputs) -> Guide:
 
 
 def _given(asked: StructuredOutputs) -> str:
-    """What kind of guide a body names."""
+    """The kind of guide that a body names."""
     named = {"regex": asked.regex, "choice": asked.choice, "grammar": asked.grammar}
     return next((name for name, value in named.items() if value is not None), "structural_tag")
 

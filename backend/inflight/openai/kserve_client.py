@@ -106,7 +106,7 @@ class KServeEngineClient:
         self._thread.start()
 
     def describe(self) -> EngineDescription:
-        """What the server's configuration of the model and the tokenizer's folder say; raises Unavailable."""
+        """The description of the engine, from the server's model configuration and the tokenizer's folder."""
         with self._describing:
             if self._description is None or time.monotonic() - self._seen_s > _FRESH_S:
                 try:
@@ -144,7 +144,7 @@ class KServeEngineClient:
         """Do nothing: an engine on another host waits for no outbox here."""
 
     def state(self, timeout_s: float) -> str:
-        """What the engine is doing, as JSON; raises Unsupported where the server does not tell."""
+        """The engine's state, as JSON; raises Unsupported where the server does not tell it."""
         return self._call(self._ask_text("state", np.array([[True]]), "state"), timeout_s)
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:

@@ -1,4 +1,4 @@
-"""What is known of a remote engine: by its model's configuration, and by the tokenizer's folder on this machine.
+"""The description of a remote engine, from its model's configuration and a tokenizer folder on this machine.
 
 A server does not tell all of its limits. Those that nobody knows here are as wide as can be, and the server itself
 refuses what exceeds its own. Plain functions, any thread.

@@ -76,7 +76,7 @@ def input_tensors(request: Request) -> dict[str, np.ndarray]:
 
 
 def request_parameters(request: Request) -> dict[str, str | bool]:
-    """What a request says beside its tensors."""
+    """The parameters that a request has beside its tensors."""
     several = {END_IDS: ",".join(map(str, request.end_ids))} if len(request.end_ids) > 1 else {}
     return {ERROR_CODES_WANTED: True, **several}
 

@@ -18,7 +18,7 @@ _LEAST = -9999.0
 
 
 class TokenNames:
-    """What tokens are called in an answer.
+    """The names of tokens in an answer.
 
     A token whose bytes are no characters is named by them, so that two of them never share a name.
 
@@ -32,7 +32,7 @@ class TokenNames:
         self._by_id = by_id
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What the token adds to a text; b"" for one that the tokenizer does not know."""
+        """The bytes that the token adds to a text; b"" for one that the tokenizer does not know."""
         return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
 
     def name(self, token_id: int) -> str:

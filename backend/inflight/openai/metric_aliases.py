@@ -21,7 +21,7 @@ Labels: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class _Engine:
-    """What one engine says: its series by name and by the labels that are not of the model."""
+    """The metrics of one engine: its series by name and by the labels that are not those of the model."""
 
     def __init__(self) -> None:
         self.series: dict[str, dict[Labels, str]] = {}
@@ -174,7 +174,7 @@ def vllm_aliases(page: str, model_name: str | None = None) -> str:
 
 
 def _read(page: str) -> dict[Labels, _Engine]:
-    """What is of this server on the page, by the labels that say of which model; the served one first."""
+    """The series of this server on the page, by the labels that name the model; the served one first."""
     engines: dict[Labels, _Engine] = {}
     for name, text, value in _SERIES.findall(page):
         labels = dict(_LABEL.findall(text))

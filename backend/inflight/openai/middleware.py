@@ -1,4 +1,4 @@
-"""Who may ask the OpenAI endpoint, and from which web pages.
+"""Access to the OpenAI endpoint: who may call it, and from which web pages.
 
 Owns what is decided before a request reaches its route: API keys, cross-origin requests of browsers (CORS), and
 that HEAD is GET. Knows nothing of models. Runs on the event loop of the process.

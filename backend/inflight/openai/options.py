@@ -1,4 +1,4 @@
-"""What the OpenAI endpoint is told on its command line, by `scripts/serve` and by `python -m inflight.openai`.
+"""Command-line options of the OpenAI endpoint, for `scripts/serve` and for `python -m inflight.openai`.
 
 Owns the flags, which both commands share, and where API keys come from. Files are looked into here, so that one
 that is no good is said before anything is started. Does not know what the endpoint does with them. Standard

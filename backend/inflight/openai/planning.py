@@ -17,7 +17,7 @@ from inflight.serving.reply import NewText, new_text
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be run, and what is needed to tell of it.
+    """The prompts to run, and the facts that their answer needs.
 
     Attributes:
         asked: What holds for all prompts.

@@ -1,4 +1,4 @@
-"""What a request is called in its answer's headers: as its client calls it in X-Request-Id, or by a random id.
+"""The request id in an answer's headers: the client's X-Request-Id, or a random id.
 
 Every answer has the header, refusals too, so that a client's log and a proxy's can be put side by side. Knows
 nothing of what is asked. Runs on the event loop of the process.

@@ -1,4 +1,4 @@
-"""What is asked of the server rather than of the model: whether it is there, its version, its metrics.
+"""Routes about the server rather than the model: health, version, metrics.
 
 And the routes of OpenAI's that are not served, each refused in a sentence.
 """

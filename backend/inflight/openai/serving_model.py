@@ -45,7 +45,7 @@ def package_version() -> str:
 
 
 class ServingModel:
-    """What is known of the served model beside the engine client itself; any thread."""
+    """The served model's names, tokenizer and template, beside the engine client itself; any thread."""
 
     def __init__(self, client: EngineClient, options: OpenAiOptions) -> None:
         self._client = client
@@ -89,7 +89,7 @@ class ServingModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the model is called, the usual name first. May block the first time.
+        """The names of the model, the usual name first. May block the first time.
 
         Without names of its own it is the checkpoint's that was served last, also while the engine is away.
         """
@@ -172,7 +172,7 @@ class ServingModel:
         return self._checkpoint().token_bytes()
 
     def _checkpoint(self) -> _Checkpoint:
-        """What is loaded of the checkpoint that the engine has now."""
+        """The checkpoint of the present engine, as loaded here."""
         description = self.describe()
         with self._lock:
             if self._loaded is None or self._loaded.description is not description:

@@ -30,7 +30,7 @@ class _Failure:
 
 
 class FailureDetector:
-    """What one process has heard of its peers, and which of them is lost by that.
+    """The signs of life that one process has from its peers, and which peers it therefore counts as lost.
 
     Args:
         peers: Their ranks.

@@ -1,4 +1,4 @@
-"""What the ranks of an engine are told to do, and what rank 0 answers: messages between processes. Pure."""
+"""Messages between processes: the job of an engine's ranks, and rank 0's answer. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.file_names import readable
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to serve. Paths are absolute, and the same on all hosts.
+    """The model to serve. Paths are absolute, and the same on all hosts.
 
     Attributes:
         parameters: From config.pbtxt.
@@ -53,7 +53,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What an orchestrator tells rank 0, on one line.
+    """The orders of an orchestrator to rank 0, on one line.
 
     Attributes:
         job: For all ranks.
@@ -69,13 +69,13 @@ class Orders(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What rank 0 answers, on one line: that the engine serves, or why it does not."""
+    """Rank 0's answer, on one line: that the engine serves, or why it does not."""
 
     error: str = ""
 
 
 class Briefing(msgspec.Struct, frozen=True):
-    """What rank 0 tells the other ranks: the job, or why there is none."""
+    """Rank 0's message to the other ranks: the job, or why there is none."""
 
     job: Job | None = None
     refusal: str = ""

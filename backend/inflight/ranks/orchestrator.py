@@ -54,7 +54,7 @@ _OWN = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 
 @dataclass(frozen=True, slots=True)
 class ModelControl:
-    """What Triton lets a model do with itself; both raise what Triton does.
+    """Control of a model by itself through Triton; both raise what Triton raises.
 
     Attributes:
         unload: Makes it unready, and returns at once; its process lives on while it has requests or streams.
@@ -93,7 +93,7 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What an orchestrator needs beside its job.
+    """The surroundings of an orchestrator beside its job.
 
     Attributes:
         server: The tritonserver.

@@ -132,7 +132,7 @@ class RankContext:
 
 
 class _Word(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a rank tells the others at the end of a step: a number, or why it failed."""
+    """A rank's message to the others at the end of a step: a number, or why it failed."""
 
     number: int = 0
     error: str = ""

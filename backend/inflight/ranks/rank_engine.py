@@ -71,7 +71,7 @@ class StageLink(Protocol):
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of an iteration: the output, or an error's code and message."""
+    """The outcome of an iteration: the output, or an error's code and message."""
 
     iteration: int
     output: ModelOutput | None = None
@@ -159,7 +159,7 @@ class RankEngine:
         return flight
 
     def decode(self, batch: ScheduledBatch, logits: _Flight) -> ModelOutput:
-        """What became of the oldest batch in flight; `logits` is what `forward` returned.
+        """The output of the oldest batch in flight; `logits` is what `forward` returned.
 
         Raises:
             RequestError: It failed; the same on all ranks.
@@ -182,7 +182,9 @@ class RankEngine:
         self._engine.close()
 
     def _compute(self, flight: _Flight) -> Any | None:
-        """What this stage makes of what the one before has made; None: the batch has failed."""
+        """The hidden states that this stage computes from those of the stage before; None if the batch has
+        failed.
+        """
         batch, hidden = flight.batch, None
         if not self._mapping.is_first_stage:
             hidden = self._link.receive(batch.num_tokens)

@@ -62,7 +62,7 @@ class Peer:
 
 
 class _Invitation(msgspec.Struct, frozen=True):
-    """Where rank 0 listens, and what a rank has to know; broadcast by rank 0."""
+    """The addresses rank 0 listens on, and the secret a rank needs to join; broadcast by rank 0."""
 
     addresses: tuple[str, ...]
     port: int

@@ -1,4 +1,4 @@
-"""Which rank has which part of the model, on which machine, and what it may take of that machine.
+"""The topology of ranks: each one's part of the model, its machine, and its share of that machine.
 
 `Mapping` is TensorRT-LLM's of tensor and pipeline parallelism; `Host` is where a rank runs; `Placement` divides a
 machine's cores, memory and GPUs among its ranks. Keeps nothing; any thread.
@@ -61,22 +61,22 @@ class Mapping:
 
     @property
     def tp_rank(self) -> int:
-        """Which part of its layers this rank has."""
+        """The tensor-parallel rank: which part of its layers this rank has."""
         return self.rank % self.tp_size
 
     @property
     def pp_rank(self) -> int:
-        """Which stage this rank is in."""
+        """The pipeline stage that this rank is in."""
         return self.rank // self.tp_size
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this stage embeds the tokens."""
+        """Whether the rank's stage embeds the tokens."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this stage makes the logits."""
+        """Whether the rank's stage computes the logits."""
         return self.pp_rank == self.pp_size - 1
 
     @property
@@ -86,7 +86,7 @@ class Mapping:
 
     @property
     def is_sampler(self) -> bool:
-        """Whether this rank chooses the tokens."""
+        """Whether the rank chooses the tokens."""
         return self.rank == self.sampler
 
     def layers(self, num_layers: int) -> tuple[int, int]:
@@ -120,7 +120,7 @@ def tensor_parallel_sizes(num_heads: int, num_kv_heads: int, intermediate_size: 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where one rank runs.
+    """The machine and process of one rank.
 
     Attributes:
         name: The machine's host name.
@@ -164,7 +164,7 @@ def gather_hosts(world: MpiWorld) -> list[Host]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one rank may take of the machine that it shares with others.
+    """The share of its machine that one rank may use.
 
     Attributes:
         local_rank: Its number among the ranks of its machine, from 0, in the order of the ranks.

@@ -1,4 +1,4 @@
-"""What comes back beside chosen tokens, for rows that ask; and the candidates of beam searches.
+"""The values returned beside chosen tokens, for rows that ask; and the candidates of beam searches.
 
 Log probabilities and logits are of the model's logits as they came. `with_drawn_log_probs` alone is about what
 became of them: the distributions that tokens were drawn from.
@@ -27,7 +27,7 @@ from inflight.sampling.transfer import as_array, to_list, upload
 
 
 def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputConfig]) -> list[TokenDetails]:
-    """What each row's request wants to know of its token.
+    """The details that each row's request wants about its token.
 
     Args:
         logits: [rows, vocab_size] float32.

@@ -1,4 +1,4 @@
-"""Which draft tokens are accepted, and what comes after them.
+"""The acceptance of draft tokens, and the token that follows them.
 
 Without the draft's own logits each row has chosen its token as in a run without drafts, with the same random
 number; drafts are accepted while they are that token, so the output is that of such a run. With them it is

@@ -115,7 +115,7 @@ class Guides:
         return {int(indices[firsts[place]]): error for place, error in failed.items()}
 
     def take_masked(self) -> Masked | None:
-        """What `mask` has done to the rows of the batch; None if none of them has a guide."""
+        """The changes that `mask` made to the rows of the batch; None if no row has a guide."""
         masked, self._masked = self._masked, None
         return masked
 
@@ -201,5 +201,5 @@ class Guides:
 
 
 def guide_of(request: Request, _: torch.device) -> Any:
-    """What a slot remembers for the step: whether there is a guide."""
+    """The slot's state for this step: the request's guide, or None."""
     return request.guide

@@ -38,7 +38,7 @@ class Seen:
     columns: Tensor
 
     def below(self, vocab_size: int) -> Seen:
-        """Those that are in the vocabulary; on a GPU the host waits to know how many these are."""
+        """The tokens that are in the vocabulary; on a GPU the host waits for their number."""
         kept = (self.token_ids < vocab_size).nonzero().squeeze(-1)
         return Seen(self.token_ids[kept], self.rows[kept], self.columns[kept])
 

@@ -66,7 +66,7 @@ class LogitsPostProcessors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may give as the name."""
+        """The names that requests may give."""
         batched = (BATCHED_POST_PROCESSOR_NAME,) if self.processor_batched is not None else ()
         return (*self.processor_map, *batched)
 

@@ -32,12 +32,12 @@ _MAX_ERROR_TEXT = 2000  # characters; a message travels in the header of an answ
 
 
 class _WrongResult(Exception):
-    """What a post-processor has left is not what was asked of it; the message goes on after its name."""
+    """A post-processor returned or left something of the wrong kind; the message continues after its name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """What a slot remembers; the beams of a search share one."""
+    """The post-processor of a slot; the beams of a search share one."""
 
     request: Request
     process: Callable[..., Any]
@@ -54,7 +54,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a post-processor gets of one sequence.
+    """The arguments of a post-processor for one sequence.
 
     Attributes:
         asked: Who asked for it.
@@ -184,7 +184,7 @@ def _call_batched(calls: Sequence[_Call], stream: int) -> dict[int, InflightErro
 
 
 def _as_list(returned: object, count: int) -> list[object]:
-    """What a batched post-processor has returned for each of its requests."""
+    """The results of a batched post-processor, one for each of its requests."""
     if returned is None:
         return [None] * count
     each = list(cast(Sequence[object], returned)) if isinstance(returned, list | tuple) else []

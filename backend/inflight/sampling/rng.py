@@ -16,7 +16,7 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 class Purpose(IntEnum):
-    """What a number decides, so that two decisions at one position are independent."""
+    """The purpose of a random number, so that two decisions at one position are independent."""
 
     SAMPLE = 0
     ACCEPT = 1

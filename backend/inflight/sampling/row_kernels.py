@@ -1,4 +1,4 @@
-"""What reads whole rows of logits, and so takes most of the time that choosing tokens takes."""
+"""Operations over whole rows of logits, which take most of the time of sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What slots remember of their requests, and the rows of one batch's logits with it.
+"""The sampling state of slots, and the rows of one batch's logits with it.
 
 A slot has a record of numbers, so that a batch is one index operation, and beside it what the steps of the
 pipeline have prepared. All of it is host memory, except for biases; called by the loop thread.
@@ -27,7 +27,7 @@ Failures = Mapping[int, InflightError]
 
 
 class Needs(IntFlag):
-    """What a row asks for beyond an argmax; 0 for most."""
+    """The features that a row needs beyond an argmax; 0 for most."""
 
     SAMPLE = 1
     HISTORY = 2
@@ -81,7 +81,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """What a slot remembers beside numbers: its request, and by a step's index what the step has prepared."""
+    """The state of a slot beside numbers: its request, and each step's prepared state by the step's index."""
 
     request: Request
     prepared: dict[int, Any]
@@ -129,7 +129,7 @@ class SlotParameters:
             self._note_demands(slot)
 
     def __getitem__(self, slot: int) -> SlotRequest:
-        """What a running slot remembers beside numbers."""
+        """The state of a running slot beside numbers."""
         found = self.requests[slot]
         assert found is not None, f"slot {slot} was never started"
         return found

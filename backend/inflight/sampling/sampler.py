@@ -39,7 +39,7 @@ _WORTH_SHARING = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which rows of the logits belong to which sampled slot.
+    """The rows of the logits that belong to each sampled slot.
 
     Attributes:
         slots: [sampled slots].

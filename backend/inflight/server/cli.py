@@ -299,7 +299,7 @@ def _serve(options: ServerOptions) -> int:
 
 @contextlib.contextmanager
 def _echo() -> Iterator[TextIO]:
-    """Where the server's log goes: stderr; on a terminal, lines about progress become a bar there."""
+    """The stream of the server's log: stderr; on a terminal, lines about progress become a bar there."""
     if not sys.stderr.isatty():
         yield sys.stderr
         return

@@ -1,4 +1,4 @@
-"""Which of Triton's APIs its HTTP and gRPC ports offer to clients, as arguments for tritonserver.
+"""The APIs that Triton's HTTP and gRPC ports offer to clients, as arguments for tritonserver.
 
 Whoever may load a model may run code, as a load can bring files, `model.py` among them. Whoever may register
 shared memory may read and write any file in /dev/shm, the Python backend's too. Whoever may change the settings of
@@ -26,7 +26,7 @@ _UNSENDABLE_HEADER = "nobody:has-this-key"
 
 @dataclass(frozen=True)
 class ClientApis:
-    """What clients may do beside asking for inference, health, metadata and statistics.
+    """The operations that clients may use beside inference, health, metadata and statistics.
 
     Attributes:
         shared_memory: Pass tensors in shared memory that they register.

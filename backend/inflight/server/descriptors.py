@@ -11,7 +11,7 @@ TOO_MANY = "Too many open files"
 
 
 def explanation() -> str:
-    """What to do about it, in words for whoever runs the server."""
+    """Advice for the server's operator when it has run out of file descriptors."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
         f"a process of the server has {limit} files and connections open and may not have more: raise `ulimit -n` "

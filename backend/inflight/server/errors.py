@@ -1,4 +1,4 @@
-"""What can go wrong between the command line and a ready server.
+"""The errors between the command line and a ready server.
 
 ServeError            starting or running the server failed            exit 1
 ├── Starved           a start failed that may work when tried again    exit 1

@@ -128,7 +128,7 @@ def guard_of_front_end(model: str) -> Guard | None:
 
 
 class _Word(Enum):
-    """What the guard does when it has heard from the model's process, or of its end."""
+    """The guard's next action after a message from the model's process, or after its end."""
 
     END = "the server is to be ended, or has ended"
     DISMISS = "there is nothing more to do"
@@ -137,7 +137,7 @@ class _Word(Enum):
 
 @dataclass(slots=True)
 class _Leftovers:
-    """What has to be ended and removed beside the server.
+    """The processes and files that have to be ended and removed beside the server.
 
     Attributes:
         region: The name of the shared memory of the model's process.

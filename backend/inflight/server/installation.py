@@ -1,4 +1,4 @@
-"""Which tritonserver to run, and what it needs around it to run from a virtual environment.
+"""The tritonserver to run, and the files it needs to run from a virtual environment.
 
 Owns finding the server that comes with the nvidia-pytriton wheel and laying out its Python backend for the
 running Python version. Does not start anything.

@@ -122,22 +122,22 @@ class TritonServer:
 
     @property
     def http(self) -> str:
-        """Where HTTP is served, as HOST:PORT."""
+        """The address of the HTTP port, as HOST:PORT."""
         return f"{self._options.host}:{self.ports.http}"
 
     @property
     def grpc(self) -> str:
-        """Where gRPC is served, as HOST:PORT."""
+        """The address of the gRPC port, as HOST:PORT."""
         return f"{self._options.host}:{self.ports.grpc}"
 
     @property
     def metrics(self) -> str:
-        """Where the metrics are served, as HOST:PORT."""
+        """The address of the metrics port, as HOST:PORT."""
         return f"{self._options.host}:{self.ports.metrics}"
 
     @property
     def openai(self) -> str | None:
-        """Where the OpenAI endpoint is, as a URL without a path; None without one."""
+        """The URL of the OpenAI endpoint, without a path; None without one."""
         return self._openai.url if self._openai else None
 
     @property
@@ -357,7 +357,7 @@ class TritonServer:
         return OpenAiProcess(wanted, find_socket, self._folder, timeout_s, self._echo)
 
     def _engine_socket(self, engine: str, endpoint: str) -> Path | None:
-        """Where an engine's socket is, or will be; None while tritonserver's process id is not known."""
+        """The path of an engine's socket; None while tritonserver's process id is not known."""
         if endpoint:
             return Path(endpoint)
         pid = runtime_directory.read_pid(self._folder)
@@ -448,7 +448,7 @@ def start_with_tries(
     after_any_failure: bool = False,
     before_next: Callable[[ServeError], None] = lambda error: None,
 ) -> _T:
-    """What `start` returns; a start that was starved is tried again.
+    """Return the result of `start`, and try again if the start was starved.
 
     Args:
         start: Raises ServeError if a start has failed.

@@ -131,7 +131,7 @@ class Repeats:
         return told
 
     def end(self) -> list[str]:
-        """What was counted since the last time, a line for each that was held back."""
+        """Reset the counts and return a line for each message that was held back."""
         seconds = self._clock() - self._begun_s
         told = [
             f"serve: {count - _MOST_REPEATED} times more in {seconds:.0f} s: {said}"

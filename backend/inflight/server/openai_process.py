@@ -65,7 +65,7 @@ class OpenAiProcess:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The URL of the endpoint."""
         scheme = "http" if self._options.tls_certificate is None else "https"
         return f"{scheme}://{self._options.host}:{self._options.port}"
 
@@ -74,7 +74,7 @@ class OpenAiProcess:
         self._thread.start()
 
     def is_up(self) -> bool:
-        """Whether it has listened, whatever it may answer."""
+        """Whether the endpoint has ever listened, whatever it may answer."""
         return self._was_up
 
     def end(self, hurry: Callable[[], bool], timeout_s: float) -> bool:

@@ -22,7 +22,7 @@ class Ports:
     openai: int | None = None
 
     def of_triton(self) -> dict[str, int]:
-        """Those that tritonserver listens on, by its own names for them."""
+        """The ports that tritonserver listens on, by its own names for them."""
         return {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
 
 
@@ -70,7 +70,9 @@ def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> in
 
 
 def _bind_to_free(listener: socket.socket, address: str) -> None:
-    """Where the system gives nobody else a port by itself: the server binds it only when its models are loaded."""
+    """Bind to a free port below the system's ephemeral ports: the server binds it only after loading its
+    models.
+    """
     ports = range(_LOWEST_FREE, _first_of_systems())
     for port in random.sample(ports, min(_TRIES, len(ports))):
         with contextlib.suppress(OSError):

@@ -63,7 +63,7 @@ class ServerProcess:
 
     @property
     def output(self) -> IO[bytes]:
-        """What the server writes to stdout and stderr."""
+        """The server's stdout and stderr, as one stream."""
         assert self._child.stdout is not None, "it was started with a pipe"
         return self._child.stdout
 

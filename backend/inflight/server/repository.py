@@ -44,7 +44,7 @@ _DEMO_MODEL = "demo_model"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to fill into config.pbtxt.
+    """The values to fill into config.pbtxt.
 
     Attributes:
         model: The checkpoint.

@@ -21,7 +21,7 @@ _NUMBERED = re.compile(rb"(\d+) ([^\0]+)")
 
 
 class CannotCompile(Exception):
-    """Why there is no library."""
+    """The reason why the library could not be compiled."""
 
 
 def compile_checks(target: Path) -> Path:

@@ -43,7 +43,7 @@ def make() -> Path:
 
 
 def shared_memory_prefix(folder: Path) -> str:
-    """What the names of the server's shared-memory files start with."""
+    """The prefix of the names of the server's shared-memory files."""
     return folder.name
 
 

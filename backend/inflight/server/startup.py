@@ -76,7 +76,7 @@ class Startup:
         self._num_lines = self._num_bytes = 0
 
     def check(self) -> str | None:
-        """What to say of a server that has not got any further for too long; None while it may go on."""
+        """A complaint about a server that has made no progress for too long; None while it may go on."""
         now = self._now()
         if self._has_progress(now):
             self._last_progress_s = now
@@ -90,7 +90,7 @@ class Startup:
         )
 
     def forgotten(self) -> str | None:
-        """What to say where tritonserver waits for the end of a model's process that waits for it; else None.
+        """A complaint that tritonserver waits for the end of a model's process that waits for it; else None.
 
         It has given that process up, see `log.was_starved`.
         """

@@ -51,7 +51,7 @@ class Signals:
         return bool(self.received)
 
     def several(self) -> bool:
-        """Whether this process is to end at once."""
+        """Whether a second signal has asked this process to end at once."""
         return len(self.received) > 1
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:

@@ -23,7 +23,7 @@ _CONFIG = "config.pbtxt"
 
 @dataclass(frozen=True)
 class Translation:
-    """What to start.
+    """The server to start, translated from the launcher's flags.
 
     Attributes:
         arguments: For `scripts/serve`.
@@ -91,7 +91,7 @@ def parser(model_repository: Path) -> argparse.ArgumentParser:
 
 
 def translate(given: argparse.Namespace) -> Translation:
-    """What these flags come to; OptionError where they do not go together or not with the repository."""
+    """The translation of these flags; OptionError where they contradict each other or the repository."""
     tritonserver = given.tritonserver if Path(given.tritonserver).exists() else None
     if tritonserver is None and given.tritonserver != _TRITONSERVER:
         raise OptionError(f"--tritonserver {given.tritonserver}: there is no such program")

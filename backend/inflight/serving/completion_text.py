@@ -71,7 +71,7 @@ class TokenizerFinder:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one result means for the text of one sequence or beam.
+    """The effect of one result on the text of one sequence or beam.
 
     Attributes:
         text: What the result adds to the text; with beams, the beam's whole text.

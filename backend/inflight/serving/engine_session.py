@@ -43,7 +43,7 @@ class EngineSession:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def compute(self, function: Callable[[], _T]) -> _T:
-        """What `function` returns or raises, which takes processor time; it runs on another thread."""
+        """Run a function that takes processor time on another thread; return or raise its result."""
         return await asyncio.get_running_loop().run_in_executor(self._computing, function)
 
     def compute_later(self, function: Callable[[], object]) -> None:
@@ -52,7 +52,7 @@ class EngineSession:
             self._computing.submit(function)
 
     async def wait_for(self, function: Callable[[], _T]) -> _T:
-        """What `function` returns or raises, which waits for another process; it runs on another thread.
+        """Run a function that waits for another process on another thread; return or raise its result.
 
         It keeps nobody who calls `compute` waiting.
         """

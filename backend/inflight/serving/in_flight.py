@@ -1,4 +1,4 @@
-"""Who still waits for an answer: the clients' request ids, the engine's ids, and the clients behind them.
+"""The requests in flight of one front end: the clients' request ids, the engine's ids, and the clients.
 
 Owns the requests in flight of one front end and what may be done to them: start, stop, cancel. Does not know
 protocols or how answers are sent. Any thread; one lock, never held while sending a response.
@@ -43,7 +43,7 @@ class ClientStream(Protocol):
 
 
 class Ending(Enum):
-    """Why this front end ended a request early, where that changes the last response."""
+    """The reason why this front end ended a request early, where it changes the last response."""
 
     NONE = "not ended here, or by a stop request, which gets a normal last response"
     CLIENT_GONE = "the client cancelled or went away"
@@ -52,7 +52,7 @@ class Ending(Enum):
 
 
 def error_of_ending(ending: Ending) -> InflightError:
-    """What the client of a request that was ended here is told."""
+    """The error for the client of a request that was ended here."""
     if ending is Ending.CLIENT_GONE:
         return Cancelled("the request was cancelled by its client")
     if ending is Ending.UNLOAD:
@@ -88,7 +88,7 @@ class InFlightRequest:
 
     @property
     def engine_ids(self) -> tuple[int, ...]:
-        """What its prompts run under."""
+        """The engine's request ids of its prompts."""
         return tuple(handle.request_id for handle in self.handles)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class InFlightRequest:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Whose response has come.
+    """The request and prompt that an arrived response belongs to.
 
     Attributes:
         entry: The client's request.

@@ -1,4 +1,4 @@
-"""What this process holds of the host's and the devices' memory, as its kernel and torch count it.
+"""The memory of the host and the devices that this process holds, as its kernel and torch count it.
 
 And that a process gives back what it needs no more. Asks torch only where something else has imported it and CUDA
 is in use: a process without an engine pays nothing. Any thread.

@@ -1,4 +1,4 @@
-"""What goes back for one client's request: the engine's results in, outputs to be sent out.
+"""The reply to one client's request: the engine's results in, the outputs of responses out.
 
 A client's request is one prompt or a batch of them, each an engine request of its own with one or several
 sequences. Owns what is held back: results that are gathered because the client wants one response where the engine
@@ -50,7 +50,7 @@ def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """What every response of a stream repeats, as those of tensorrtllm_backend do.
+    """The values that every response of a stream repeats, as in tensorrtllm_backend.
 
     Attributes:
         log_probs: Whether it has the log probabilities of all tokens so far; else those of its own tokens.
@@ -179,7 +179,7 @@ class _Sequence:
 
 
 class _Repeated:
-    """What the responses of one stream have said, as far as the next ones repeat it."""
+    """The values in earlier responses of one stream that later ones repeat."""
 
     def __init__(self, rules: Repetition) -> None:
         self._rules = rules
@@ -259,7 +259,9 @@ def _of_tokens(result: Result) -> Iterator[AdditionalOutput]:
 
 
 def _additional_rows(results: list[Result]) -> tuple[AdditionalOutput, ...]:
-    """Those of the prompt once, which are the same of each sequence; those of tokens with a tensor for each."""
+    """Combine additional outputs: the prompt's once, as all sequences share it, and one tensor of each
+    sequence's tokens.
+    """
     of_sequences = [{output.name: output.tensors[0] for output in _of_tokens(result)} for result in results]
     return tuple(
         AdditionalOutput(output.name, tuple(each.get(output.name, _NO_ROWS) for each in of_sequences))

@@ -72,7 +72,7 @@ def _read_weights(reader: TensorReader) -> LoraWeights | None:
 
 
 def read_adapter_command(rows: Sequence[TensorReader]) -> AdapterCommand:
-    """What a request with `lora_command` asks for; InvalidArgument says what is wrong with it."""
+    """The command in a request with `lora_command`; InvalidArgument says what is wrong with it."""
     first, *others = rows
     if others:
         raise InvalidArgument(f"lora_command takes one command, got a batch of {1 + len(others)}")

@@ -101,7 +101,7 @@ class TensorReader:
 
     @property
     def has_text_vocabulary(self) -> bool:
-        """Whether this client speaks `ensemble`'s names."""
+        """Whether the client uses the tensor names of `ensemble`."""
         return self._vocabulary is Vocabulary.TEXT
 
     def in_client_names(self, message: str) -> str:

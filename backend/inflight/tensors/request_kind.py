@@ -1,4 +1,4 @@
-"""What a request is for: most generate text, and some stop another one, or ask for a state or about adapters."""
+"""The kinds of requests: most generate text, others stop a request, ask for the state or manage adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inflight.tensors.reader import TensorReader
 
 
 class RequestKind(Enum):
-    """What a request asks for; of one that does not generate, only the tensor that says so means anything."""
+    """The kind of a request; where it does not generate, only the tensor that names the kind has a meaning."""
 
     GENERATE = "tokens for its prompts"
     STOP = "the end of another request"

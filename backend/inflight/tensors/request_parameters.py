@@ -1,4 +1,4 @@
-"""What a request says beside its tensors: its timeout, and parameters that stand in for tensors.
+"""The parameters of a request beside its tensors: its timeout, and parameters that stand in for tensors.
 
 tritonserver keeps its own `priority` to itself, hands `timeout` (microseconds) on, and passes every other
 parameter through: integers, booleans, numbers and strings over gRPC and HTTP infer, whatever JSON has over HTTP
@@ -53,7 +53,7 @@ _EXACT = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """What holds for every prompt of a request that has no tensor that says otherwise. None: not given.
+    """The values for every prompt of a request whose tensors do not say otherwise. None: not given.
 
     Attributes:
         priority: Parameter `request_priority`, in [0, 1].

@@ -42,7 +42,7 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class ServingContext:
-    """What the meaning of a request depends on beside its tensors.
+    """The context that the meaning of a request depends on beside its tensors.
 
     Attributes:
         description: The engine behind this model.

@@ -33,7 +33,7 @@ def read_sampling_config(reader: TensorReader) -> SamplingConfig:
 
 
 def read_guide(reader: TensorReader) -> Guide | None:
-    """What the text has to look like; None if nothing is asked for."""
+    """The guide that the text must follow; None if none is asked for."""
     name, text = reader.text("guided_decoding_guide_type"), reader.text("guided_decoding_guide")
     if not name:
         if text:
@@ -64,7 +64,7 @@ def read_draft(reader: TensorReader) -> ExternalDraft | None:
 
 
 def read_drafting(reader: TensorReader, has_draft_model: bool) -> dict[str, Any]:
-    """What a `DraftedRequest` has more than others; empty where no other model is to draft tokens.
+    """The further arguments of a `DraftedRequest`; empty where no other model is to draft tokens.
 
     Raises Unsupported if there is no such model, InvalidArgument for what goes with no number of drafts.
     """

@@ -1,4 +1,4 @@
-"""What one tensor is: its names, data type and shape, and which values of it ask for nothing.
+"""The specification of a tensor: its names, data type and shape, and the values that ask for nothing.
 
 The tables of tensors are made of these. Knows neither numpy nor Triton's Python objects, so that config.pbtxt can
 be written from the tables anywhere. Pure.
@@ -53,7 +53,7 @@ NO_TEXT = Neutral(NeutralRule.NO_TEXT)
 
 
 class InStream(Enum):
-    """What each response of a stream says in an output; of streamed beams, all so far in every output."""
+    """The content of an output in each response of a stream; with streamed beams, all so far in every output."""
 
     NEW = "the new tokens'"
     SO_FAR = "all so far"

@@ -1,4 +1,4 @@
-"""Which outputs a prompt gets: those that its client names, or that its flags ask for."""
+"""The choice of a prompt's outputs: those that its client names, or that its flags ask for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _METRIC_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs if spec.asked_by
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """Which outputs a client names. It gets exactly these; one whose flag is not set has no elements.
+    """The outputs that a client names. It gets exactly these; one whose flag is not set has no elements.
 
     A Triton ensemble names whatever it hands on, be it wanted or not, so a name asks for nothing that has a flag.
     A client that names none, as HTTP generate never does, gets what the flags say.
@@ -95,7 +95,7 @@ def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
 
 
 def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputConfig:
-    """What the engine has to keep and send for these outputs."""
+    """The values that the engine has to keep and send for these outputs."""
     return OutputConfig(
         # Nobody looks at the prompt's ids without these outputs: they need not come back.
         exclude_input_from_output=exclude_input or not wanted & _ID_OUTPUTS,

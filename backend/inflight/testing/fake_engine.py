@@ -47,7 +47,7 @@ _NO_ADAPTER = b"nothing", 0  # what an unwritten page for adapters holds
 
 @dataclass(slots=True)
 class _Slot:
-    """What the device remembers of a row; `history` is used only if the choice of tokens looks back.
+    """The device's state of a slot; `history` is used only if the choice of tokens looks back.
 
     What is in the pages of its adapter is looked up whenever it is used, and is no part of `conditions`.
     """
@@ -70,7 +70,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class FakeLogits:
-    """What `forward` hands to `decode`: digests, which the logits follow from.
+    """The result of `forward` for `decode`: digests, from which the logits follow.
 
     Attributes:
         sampled: For each of `ScheduledBatch.sampled_slots` the digests of its rows, one more than it has drafts.

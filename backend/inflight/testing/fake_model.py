@@ -28,7 +28,7 @@ _NO_HISTORY = 0
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a sequence's keys and values depend on besides its tokens.
+    """The facts that a sequence's keys and values depend on besides its tokens.
 
     Attributes:
         identity: As the request has it.
@@ -42,12 +42,13 @@ class Conditions:
 
     @classmethod
     def of(cls, request: Request, adapter: bytes = b"") -> Conditions:
-        """Those of a request whose adapter has this content."""
+        """The conditions of a request whose adapter has this content."""
         table = request.prompt_table
         return cls(request.identity, adapter, table.digest if table else b"")
 
     def seen_as(self, token_id: int, position: int) -> int:
-        """What stands for a token in digests: its id, or a number of its own where not all is as in `PLAIN`.
+        """The stand-in for a token in digests: its id, or another number where the conditions differ from
+        `PLAIN`.
 
         An extra id changes the token that it belongs to, everything else changes every token.
         """
@@ -71,12 +72,12 @@ def digest_after(prefix: Sequence[int], token_id: int) -> int:
 
 
 def looks_back(sampling: SamplingConfig) -> bool:
-    """Whether this fake model's choice depends on the tokens that a slot remembers, beside the cache."""
+    """Whether the fake model's choice depends on the tokens that a slot remembers, beside the cache."""
     return sampling.looks_back
 
 
 def remember(history: int, token_ids: Iterable[int]) -> int:
-    """What a slot that looks back remembers after these tokens; 0 before the first."""
+    """The history of a slot that looks back, after these tokens; 0 before the first."""
     for token_id in token_ids:
         history = hash((history, token_id)) or 1
     return history
@@ -148,7 +149,7 @@ def rank_candidates(
 def describe_tokens(
     logits: Sequence[Sequence[float]], token_ids: Sequence[int], output: OutputConfig
 ) -> TokenDetails:
-    """What is wanted of tokens beside their ids; `logits` are those that each was chosen from."""
+    """The details that are wanted of tokens; `logits` has the row that each was chosen from."""
     log_probs = [log_softmax(values) for values in logits]
     count = output.num_top_log_probs
     return TokenDetails(
@@ -208,7 +209,7 @@ class LoneSequence:
         return copy
 
     def history(self, sampling: SamplingConfig) -> int:
-        """What a slot would remember of the tokens so far."""
+        """The history that a slot would have after the tokens so far."""
         return remember(_NO_HISTORY, self.tokens) if looks_back(sampling) else _NO_HISTORY
 
     def logits(self) -> array[float]:
@@ -264,14 +265,14 @@ def expected_log_probs(
 def expected_beams(
     request: Request, vocab_size: int, attend_to_all: bool = True, adapter: bytes = b""
 ) -> list[Hypothesis]:
-    """What a beam search finds whose every beam has the device to itself."""
+    """The result of a beam search in which every beam has the device to itself."""
     return expected_beam_steps(request, vocab_size, attend_to_all, adapter)[-1]
 
 
 def expected_beam_steps(
     request: Request, vocab_size: int, attend_to_all: bool = True, adapter: bytes = b""
 ) -> list[list[Hypothesis]]:
-    """What such a search would answer after each of its steps; the last is what it finds.
+    """The answers of such a search after each of its steps; the last is its result.
 
     `adapter` is the digest of its adapter's content, empty without one.
     """

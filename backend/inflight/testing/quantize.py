@@ -87,7 +87,8 @@ def _quantize_stacks(weights: Mapping[str, Tensor]) -> tuple[Parts, dict[str, ob
 
 
 def _mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Of [..., n * 32] numbers: uint8 [..., n, 16], two 4-bit floats a byte, and exponents plus 127 [..., n].
+    """Quantize [..., n * 32] numbers to MXFP4: uint8 [..., n, 16], two floats a byte, and exponents plus 127
+    [..., n].
 
     A block's exponent is that of its largest number less that of the largest 4-bit float, 6.
     """

@@ -96,7 +96,7 @@ class _StreamedText:
         return text if raw is not None else text + self._decoder.continued(token)
 
     def rest(self) -> str:
-        """What more there is of the text if it ends here. Changes nothing."""
+        """The remaining text if it ends here. Changes nothing."""
         return self._utf8.pending if self._start is None else self._decoder.text(self._start)
 
     def _add_to_start(self, start: list[str], token: str) -> str:

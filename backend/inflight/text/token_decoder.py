@@ -68,7 +68,7 @@ class Utf8Decoder:
 
     @property
     def pending(self) -> str:
-        """What `replace_pending` would return."""
+        """The text that `replace_pending` would return."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.getstate()[0].decode("utf-8", self._errors))
 
     @property

@@ -141,7 +141,7 @@ class Tokenizer:
 
 
 def _prefix_ids(backend: tokenizers.Tokenizer) -> list[int]:
-    """What stands before the ids of a text with special tokens, and not without."""
+    """The ids that stand before those of a text only if special tokens are added."""
     bare, around = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
     starts = range(len(around) - len(bare) + 1)
     return around[: next((at for at in starts if around[at : at + len(bare)] == bare), 0)]

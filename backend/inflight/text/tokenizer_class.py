@@ -1,4 +1,4 @@
-"""Which of transformers' tokenizer classes a checkpoint has, and what that class makes of tokenizer.json.
+"""The tokenizer class of a checkpoint in transformers, and its changes to tokenizer.json.
 
 Most checkpoints are used as their tokenizer.json says. A few classes take the vocabulary and the merges from it
 and bring everything else themselves: how a text is normalized, cut and joined again. Owns the table of those that

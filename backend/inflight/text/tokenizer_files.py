@@ -31,7 +31,7 @@ _MODELS_OWN = "model_specific_special_tokens"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What the files of a checkpoint say together.
+    """The tokenizer and special tokens in a checkpoint's files.
 
     Attributes:
         backend: The tokenizer, complete.

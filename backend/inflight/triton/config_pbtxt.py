@@ -36,7 +36,8 @@ LLMAPI = Path("all_models", "llmapi")
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """What a config.pbtxt says outside of strings. A template variable there is no protobuf until it is filled in.
+    """The fields of a config.pbtxt outside of strings. A template variable there is no protobuf until it is
+    filled in.
 
     Attributes:
         max_batch_size: Of Triton's field of that name.

@@ -1,4 +1,5 @@
-"""What a model and its tritonserver tell each other beside requests: configuration, log lines, loads and unloads.
+"""The exchange between a model and its tritonserver beside requests: configuration, log lines, loads and
+unloads.
 
 `triton_python_backend_utils` is there only in Triton's stub, and has its classes only once Triton calls
 `initialize`; so it is imported there and passed on.

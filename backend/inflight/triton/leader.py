@@ -94,7 +94,7 @@ def take_seat() -> socket.socket:
 
 
 def _shared_memory() -> str:
-    """What the paths of Open MPI's files start with: each rank of the host has one, and leaves it when killed."""
+    """The prefix of the paths of Open MPI's files: each rank of the host has one, and leaves it when killed."""
     for mapped in psutil.Process().memory_maps():
         if Path(mapped.path).name.startswith("sm_segment."):
             return mapped.path.rpartition(".")[0] + "."

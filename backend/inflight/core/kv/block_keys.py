@@ -1,4 +1,5 @@
-"""What KV blocks are found by: digests of all that their content follows from, and how sequences share blocks.
+"""The keys of KV blocks: digests of all that a block's content follows from, and the scopes that share
+blocks.
 
 A block's key is the blake2b digest of its parent's key, its tokens and their extra ids, so that equal keys mean
 equal prefixes. Python's `hash()` would not do: it is salted, collides for -1 and -2, and collisions can be made on
@@ -89,7 +90,8 @@ class CacheRules:
 
 @dataclass(frozen=True, slots=True)
 class PrefixIdentity:
-    """What a prompt's keys and values depend on besides its tokens, as its client says: a part of every key.
+    """The facts beside its tokens that a prompt's keys and values depend on, as its client says: a part of
+    every key.
 
     Two requests share a block only if everything here is equal, and so are their adapters and embedding tables.
 

@@ -93,7 +93,7 @@ class BlockHeap:
 
 @dataclass(slots=True)
 class _Content:
-    """What is known of a published block.
+    """The content and the history of a published block.
 
     Attributes:
         digest: Key of the block's content and all that comes before it.

@@ -60,7 +60,7 @@ class BlockCounts(NamedTuple):
 
 @dataclass(slots=True)
 class BeamGrowth:
-    """What it took to give every beam room for a token.
+    """The changes to block tables that gave every beam room for a token.
 
     Attributes:
         copies: (source, target) blocks whose content is to be copied.
@@ -145,7 +145,9 @@ class KvCacheManager:
         return tuple(self._tables[key].block_ids)
 
     def block_counts(self, key: int) -> BlockCounts:
-        """What a running sequence found in the cache when it was admitted, and what it did not find."""
+        """The counts of blocks that a running sequence found in the cache, and did not find, when it was
+        admitted.
+        """
         table = self._tables[key]
         return BlockCounts(table.num_new, table.num_reused, table.num_missed)
 

@@ -1,4 +1,4 @@
-"""What happens to the content of KV blocks, as events for whoever routes requests to where their prefix is cached.
+"""KV cache events: changes to the content of KV blocks, for routers that send requests to a cached prefix.
 
 The log owns the events that nobody has taken yet, at most so many. A pool or a manager without a log makes none.
 Only the loop thread calls it. Pure. Specification: the Executor's `KVCacheEventManager`.

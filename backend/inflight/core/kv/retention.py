@@ -20,7 +20,7 @@ MAX_PRIORITY = 100
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a request says about one block.
+    """A request's wish for how long one block is kept.
 
     Attributes:
         priority: 0 .. 100; lower ones are evicted first.
@@ -43,7 +43,7 @@ class TokenRangeRetention:
 
 @dataclass(frozen=True, slots=True)
 class RetentionConfig:
-    """What a request says about how long its blocks are worth keeping. Tensors `retention_*`.
+    """A request's wishes for how long its blocks are kept. Tensors `retention_*`.
 
     Attributes:
         ranges: Ranges of the prompt, which must not overlap; sorted by their starts when this is made.

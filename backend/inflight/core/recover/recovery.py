@@ -76,7 +76,7 @@ class Isolation:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known after a failed iteration.
+    """The requests found faulty, and the sequences involved, after a failed iteration.
 
     Attributes:
         faulty: Ids of the requests to end with the error.

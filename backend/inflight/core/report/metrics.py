@@ -1,4 +1,4 @@
-"""What the scheduler observes: counters and histograms since the start, and the counters of an iteration.
+"""The scheduler's metrics: counters and histograms since the start, and the counters of an iteration.
 
 The scheduler reports to `Observations` where something happens, on the loop thread; what happens to every row of
 every iteration is counted in bulk. `ServiceMetrics.snapshot` makes a frozen copy for threads that publish. Times

@@ -1,4 +1,4 @@
-"""What is kept of past iterations until somebody fetches it, in this process or in another. Pure."""
+"""Reports of past iterations, kept until they are fetched by this process or another. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.core.report.stats import KeptIteration, MemoryUsage, RequestStatsP
 
 
 class ReportKind(Enum):
-    """What can be fetched: the statistics of iterations, those of their requests, and events of the KV cache."""
+    """A kind of report: statistics of iterations, statistics of their requests, or events of the KV cache."""
 
     ITERATIONS = "iterations"
     REQUESTS = "requests"
@@ -19,7 +19,7 @@ class ReportKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """What was kept since it was fetched last, oldest first; of the kind asked for alone.
+    """The reports since the last fetch, oldest first; only of the kind asked for.
 
     Attributes:
         iterations: Statistics of iterations.

@@ -1,4 +1,4 @@
-"""What the scheduler is doing now: the answer to a `state` request, and the statistics of every request.
+"""The scheduler's present state: the answer to a `state` request, and the statistics of every request.
 
 `Introspection` reads the scheduler's parts between two iterations, on the loop thread, and changes nothing. It
 makes frozen values, which become JSON elsewhere.
@@ -182,7 +182,9 @@ class Introspection:
         )
 
     def _why(self, llm_request: LlmRequest, place: int) -> str:
-        """Why a sequence waits; exact for the first ones only, because it takes digests of whole prompts."""
+        """The reason why a sequence waits; exact for the first ones only, because it takes digests of whole
+        prompts.
+        """
         if place >= _MOST_LOOKED_UP:
             return f"is behind {place} others"
         return self.admission.why_waiting(llm_request, self.isolation.retrying)
@@ -282,7 +284,7 @@ _BEHIND_SIBLING = "is behind its request's first sequence, which computes the pr
 
 
 def _why_held(group: RequestGroup) -> str:
-    """What a request waits for before it is queued."""
+    """The reason why a request is held before it is queued."""
     missing: list[str] = []
     if group.awaits_guide:
         missing.append("its guide (guided_decoding_guide) is being compiled")

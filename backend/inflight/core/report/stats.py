@@ -229,7 +229,10 @@ class KeptIteration:
 
 
 class RequestStage(Enum):
-    """Where a request is: the Executor's `RequestStage`, same names and numbers. No model here has an encoder."""
+    """The stage of a request: the Executor's `RequestStage`, same names and numbers.
+
+    No model here has an encoder.
+    """
 
     QUEUED = 0
     ENCODER_IN_PROGRESS = 1

@@ -81,7 +81,7 @@ class LoraWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoraRequest:
-    """Which adapter a request wants: by one of an id, a name and a folder; with weights, to be stored first.
+    """The adapter that a request wants: by an id, a name or a folder; with weights, to be stored first.
 
     Attributes:
         task_id: Tensor `lora_task_id`, 0 .. 2**64 - 1.
@@ -125,12 +125,12 @@ class LoraRequest:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights that it brings."""
+        """The size of the weights that the request brings, 0 if it brings none."""
         return 0 if self.weights is None else len(self.weights.weights.buffer)
 
     @property
     def label(self) -> str:
-        """What people know the adapter by."""
+        """The name, folder or id that people know the adapter by."""
         return self.name or self.path or str(self.task_id)
 
 
@@ -172,7 +172,7 @@ class AdapterEvent:
 
 @dataclass(frozen=True, slots=True)
 class AdapterUpdate:
-    """What an iteration is told of adapters, in the order in which it applies: stored, then ready, then dropped.
+    """The news of adapters for an iteration, in the order in which it applies them: stored, ready, dropped.
 
     Attributes:
         stored: New ones.

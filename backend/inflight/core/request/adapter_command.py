@@ -1,4 +1,4 @@
-"""What clients ask of the adapters beside using them: which there are, to load one, to unload one. Pure."""
+"""The adapter commands of clients: list the adapters, load one, unload one. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class AdapterAction(Enum):
-    """What is to be done."""
+    """The action of an adapter command."""
 
     LIST = "list"
     LOAD = "load"

@@ -43,7 +43,9 @@ class DraftedRequest(Request):
                 raise InvalidArgument(f"num_draft_tokens is {self.num_draft_tokens}: leave {tensor} out then")
 
     def _unsupported(self) -> dict[str, bool]:
-        """Whether it asks for what a round knows nothing of, by tensor: it begins anew behind known tokens."""
+        """By tensor, whether the request uses a feature that drafting does not support, as each round is a
+        new request.
+        """
         return {
             "beam_width": self.sampling.uses_beams,
             "num_return_sequences": self.sampling.num_sequences > 1,

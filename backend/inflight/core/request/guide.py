@@ -23,7 +23,7 @@ class GuideType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """What a request's text has to follow; TensorRT-LLM's `GuidedDecodingParams`.
+    """A constraint on a request's text; TensorRT-LLM's `GuidedDecodingParams`.
 
     Attributes:
         type: What kind of guide it is. Tensor `guided_decoding_guide_type`.

@@ -104,7 +104,7 @@ class RequestGroup:
 
     @property
     def is_held(self) -> bool:
-        """Whether it waits for its guide or its adapter, so that none of its sequences may start."""
+        """Whether the request waits for its guide or its adapter, so that none of its sequences may start."""
         return self.awaits_guide or self.awaits_adapter
 
     @property
@@ -295,7 +295,7 @@ class LlmRequest:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the sequence that computes the prompt for all of its request."""
+        """Whether the sequence is the one that computes the prompt for all sequences of its request."""
         return self.group.context_index == self.sequence_index
 
     @property

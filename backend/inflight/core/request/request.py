@@ -1,4 +1,4 @@
-"""What was asked: a frozen Request with its parts, what an engine takes, and the input of an iteration. Pure."""
+"""Requests: a frozen Request and its parts, the limits of an engine, and the input of an iteration. Pure."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class OutputConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a model can take, known to every front end before it sends a request.
+    """The limits of a model for requests, known to every front end before it sends one.
 
     Attributes:
         vocab_size: Number of token ids; valid ids are 0 .. vocab_size - 1.
@@ -544,7 +544,7 @@ class IterationInput:
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
-    """What a front end must know of an engine to check and build requests; constant while the engine lives.
+    """The facts that a front end needs to check and build requests; constant while the engine lives.
 
     Attributes:
         limits: What requests may ask for.

@@ -1,4 +1,4 @@
-"""What goes back to a front end, and how waiting responses of one sequence are joined into one. Pure."""
+"""Responses to front ends, and how waiting responses of one sequence are joined into one. Pure."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Result:
 
     @property
     def carries_tokens_only(self) -> bool:
-        """Whether this result is a delta with nothing but tokens."""
+        """Whether the result is a delta with nothing but tokens."""
         return (
             self.log_probs is None
             and self.top_log_probs is None

@@ -1,4 +1,4 @@
-"""Why generation ends: finish reasons, stop signals from outside, and stop words. Pure."""
+"""The ends of generation: finish reasons, stop signals from outside, and stop words. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FinishReason(IntEnum):
 
 
 class StopReason(Enum):
-    """Why a front end asks for a request to end early."""
+    """The reason why a front end asks for a request to end early."""
 
     CANCELLED = "cancelled"
     STOP_WORDS = "stop_words"

@@ -1,1 +1,4 @@
-"""Which requests wait, start and run, with how many tokens, and the batch that a device gets. Pure."""
+"""The scheduling: which requests wait, start and run, with how many tokens, and the batch for the device.
+
+Pure.
+"""

@@ -1,4 +1,4 @@
-"""Which adapters are on the device: who has its pages for adapters, and which running sequences use them.
+"""The pages for adapters on the device: their owners, and the running sequences that use them.
 
 An adapter takes as many pages as its rank needs when the first sequence with it starts; they need not lie side by
 side. It stays there when its last sequence leaves, and is **idle** then: it gives its pages up when another one
@@ -156,7 +156,7 @@ class AdapterPages:
             self._num_idle_pages += len(resident.pages)
 
     def first_page(self, key: int) -> int:
-        """What the device knows a sequence's adapter by; -1 without one."""
+        """The first page of a sequence's adapter, by which the device knows it; -1 without one."""
         resident = self._used_by.get(key)
         return -1 if resident is None else resident.pages[0]
 

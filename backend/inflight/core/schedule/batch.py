@@ -267,7 +267,7 @@ class ModelOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine declares once its model is loaded.
+    """The limits and abilities that an engine declares once its model is loaded.
 
     Attributes:
         vocab_size: Number of token ids.
@@ -322,7 +322,7 @@ class EngineLimits:
         return max(0, num_in_flight - num_behind)
 
     def model_limits(self, config: SchedulerConfig) -> ModelLimits:
-        """What one request may ask for on this device under that configuration."""
+        """The limits for one request on this device under `config`."""
         longest = self.max_sequence_length - 1
         chunked, slots = config.enable_chunked_context, self.max_num_sequences
         return ModelLimits(

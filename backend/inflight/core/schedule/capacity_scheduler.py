@@ -27,7 +27,7 @@ from inflight.core.request.llm_request import LlmRequest, RequestState
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What the running requests need to grow by one iteration.
+    """The effect of letting the running requests grow by one iteration.
 
     Attributes:
         paused: Requests to pause for it, in this order.

@@ -311,6 +311,6 @@ def _is_queued(llm_request: LlmRequest) -> bool:
 
 
 def _cost(llm_request: LlmRequest) -> int:
-    """What a sequence is charged: the tokens of its prompt, and all that it may generate in every slot."""
+    """The cost of a sequence: the tokens of its prompt, and all that it may generate in every slot."""
     most_new = llm_request.max_length - llm_request.prompt_length
     return llm_request.prompt_length + most_new * llm_request.num_slots

@@ -29,7 +29,7 @@ _TOLERANCE = 0.05  # values are around 1, and half precision is off by some thou
 
 
 class CannotAttend(Exception):
-    """Why an attention cannot be used."""
+    """The reason why an attention cannot be used."""
 
 
 def check_attention(

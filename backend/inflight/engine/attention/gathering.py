@@ -197,12 +197,12 @@ class GatheringAttention:
 
 
 def _given(sinks: Tensor | None) -> dict[str, Tensor]:
-    """What a kernel is told of learned sinks; one for models without has no such argument."""
+    """The keyword arguments for learned sinks; empty without them, as such a kernel takes none."""
     return {} if sinks is None else {"sinks": sinks}
 
 
 def share_of_keys(log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """What learned sinks leave to the keys of a softmax whose sum without them has the logarithm `log_sums`.
+    """The share of the softmax that learned sinks leave to the keys; `log_sums` are the keys' log-sum-exp.
 
     Attention's results are multiplied by it: with s for the sum it is s / (s + exp(sink)).
     """
@@ -388,7 +388,9 @@ def _sink_blocks(window: AttentionWindow, tokens_per_block: int) -> int:
 
 
 def _hidden(keys: Tensor, positions: Tensor, window: AttentionWindow | None) -> Tensor:
-    """Which keys, by their positions [n] or [rows, n], the rows at `positions` [rows, 1] do not see: [rows, n]."""
+    """A mask of the keys that rows do not see, [rows, n], by positions of keys [n] or [rows, n] and rows
+    [rows, 1].
+    """
     hidden = keys > positions
     if window is not None:
         outside = keys <= positions - window.recent

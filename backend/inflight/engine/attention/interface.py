@@ -1,4 +1,4 @@
-"""What decoders on torch's tensors ask of an attention over the paged KV cache."""
+"""The interface of an attention over the paged KV cache, for decoders on torch's tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Attention(Protocol):
     def plan(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, Any]:
-        """What `attend` takes, for the layers of each window (None: every token sees all before it)."""
+        """The plan that `attend` takes, for the layers of each window (None: every token sees all before it)."""
         ...
 
     def attend(

@@ -1,1 +1,1 @@
-"""What only a GPU has: CUDA graphs, and kernels in Triton's language. Tested elsewhere by stand-ins."""
+"""The parts that need a GPU: CUDA graphs, and kernels in Triton's language. Tested elsewhere by stand-ins."""

@@ -68,7 +68,7 @@ def mixed_sizes(max_num_tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RecordedKinds:
-    """What is recorded of an engine.
+    """The kinds of batches that are recorded as CUDA graphs.
 
     Attributes:
         generation_sizes: Numbers of rows of batches that only generate, ascending.
@@ -97,7 +97,7 @@ class RecordedKinds:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """What one recording is of: so many rows; with context chunks or without; with adapters or without."""
+    """The kind of one recording: number of rows, with or without context chunks, with or without adapters."""
 
     size: int
     has_chunks: bool

@@ -1,4 +1,4 @@
-"""Which kernels in Triton's language find the highest logits of rows on a device. Loading thread."""
+"""The choice of kernels in Triton's language that find the highest logits of rows. Loading thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.sampling.row_kernels import RowKernels
 
 
 def find_row_kernels(vocab_size: int, device: torch.device) -> RowKernels:
-    """What computes over rows of so many logits on a device."""
+    """The kernels over rows of `vocab_size` logits on a device; torch's operators where none can be used."""
     if device.type != "cuda" or not has_triton():
         return RowKernels()
     from inflight.engine.cuda.kernels.peaks import KernelRowKernels  # imports triton

@@ -1,4 +1,4 @@
-"""What the trials share that kernels in Triton's language go through when a model is loaded."""
+"""Helpers for the trials that kernels in Triton's language go through when a model is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 
 class IsOff(Exception):
-    """Why a kernel cannot be used."""
+    """The reason why a kernel cannot be used."""
 
 
 def has_triton() -> bool:

@@ -244,7 +244,7 @@ class Decoder:
         weights: LatentWeights,
         config: LatentAttention,
     ) -> tuple[Tensor, Tensor]:
-        """What latent attention reads with, and what it caches.
+        """The queries of latent attention, and the latent keys and values that it caches.
 
         Returns:
             Queries multiplied by their heads' projection of keys [rows, heads, cached_dim]; the latent and the
@@ -356,7 +356,7 @@ def mix_experts(
 
 
 def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """What each row's experts are weighed with, float32, and which they are, int64: [rows, num_per_token] each."""
+    """The weights (float32) and the ids (int64) of each row's experts: [rows, num_per_token] each."""
     if config.has_float32_router:
         logits = F.linear(x.float(), experts.router.weight.float())
     else:

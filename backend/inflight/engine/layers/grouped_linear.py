@@ -286,7 +286,7 @@ class KeepingLevels(Finisher[LayerWeights, Linear]):
 
 
 def why_not(linear: GroupedLinear, device: torch.device) -> str:
-    """Why the kernel cannot be used for a matrix like this one; empty if it can."""
+    """The reason why the kernel cannot be used for a matrix like this one; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     tried, generator = replace(linear, has_kernel=True), torch.Generator().manual_seed(0)

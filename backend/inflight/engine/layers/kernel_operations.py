@@ -16,7 +16,7 @@ ADD_NORM, HEADS, ACTIVATION = "sum and norm", "rotation and KV cache", "activati
 
 
 class KernelLayerOperations(LayerOperations):
-    """Those `parts` of the operations by kernels that the model has in the form that they are written for.
+    """The operations in `parts` by kernels, where the model has them in the form that the kernels support.
 
     Args:
         decoder: As this rank computes it.

@@ -1,4 +1,4 @@
-"""Which operations of a layer kernels in Triton's language do on a device.
+"""The choice of kernels in Triton's language for the operations of a layer on a device.
 
 As for attention nothing is known beforehand: each is tried with the model's own sizes, for numbers of rows at the
 edges of tiles, and compared with torch's operators. One that raises, or gives something else, is left to those.
@@ -28,7 +28,7 @@ _TOKENS_PER_BLOCK = 16
 def find_operations(
     decoder: DecoderConfig, dtype: torch.dtype, device: torch.device, rounding: KvRounding | None = None
 ) -> LayerOperations:
-    """Those of the model as a rank computes it, by kernels where these are right.
+    """The operations of a model's layers as a rank computes them, by kernels where these are correct.
 
     Args:
         decoder: As this rank computes it.

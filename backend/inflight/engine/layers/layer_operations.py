@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products and its attention, in torch's operators.
+"""The operations of a decoder layer between its matrix products and its attention, in torch's operators.
 
 A GPU may have a kernel for each (`kernel_operations.py`), which has to give the same.
 """
@@ -48,7 +48,9 @@ class LayerOperations:
         return total, total if norm is None else apply_norm(total, norm, self.decoder.norm_eps)
 
     def rotation(self, all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> Any:
-        """What `heads` takes for rows at `positions`, of a table's [positions, rotary_dim / 2] float32."""
+        """The rotation that `heads` takes for rows at `positions`, from tables [positions, rotary_dim / 2]
+        float32.
+        """
         return rotation_of(all_cos, all_sin, positions)
 
     def heads(
@@ -83,7 +85,7 @@ class LayerOperations:
         return queries, keys, values
 
     def activate(self, inner: Tensor) -> Tensor:
-        """What the second projection of an MLP is given, of what the first gave."""
+        """The input of an MLP's second projection, from the output of its first."""
         if not self.decoder.gated_mlp:
             return self._activation(inner)
         gate, up = inner.chunk(2, dim=-1)

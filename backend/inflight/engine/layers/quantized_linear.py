@@ -147,7 +147,7 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         return QuantizedLinear(levels, bias, scales=scales, computed=self.computed, product=product)
 
     def product(self, levels: Tensor, scales: Tensor) -> Product:
-        """What multiplies matrices of this shape."""
+        """The product that multiplies matrices of this shape."""
         shape = tuple(levels.shape)
         if shape not in self._products:
             self._products[shape] = self._find_product(levels, scales)
@@ -173,7 +173,7 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         return float8_reference if self.kind == FP8 else dequantizing_product
 
     def _fast_products(self) -> list[Product]:
-        """Those of this kind, the quickest first."""
+        """The fast products for this kind of quantization, the fastest first."""
         if self.kind != FP8:
             found = find_int8_product(self.device)
             return [] if found is None else [found]
@@ -197,7 +197,9 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         )
 
     def _try(self, product: Product, levels: Tensor, scales: Tensor) -> str:
-        """Why a product cannot be used for such a matrix, by its first and last outputs; empty if it can."""
+        """The reason why a product cannot be used for such a matrix, by its first and last outputs; empty if
+        it can.
+        """
         reference = float8_reference if self.kind == FP8 else dequantizing_product
         count, inner = levels.shape
         tried = torch.arange(count, device=self.device)

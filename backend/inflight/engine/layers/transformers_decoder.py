@@ -30,7 +30,7 @@ from inflight.sampling.row_kernels import RowKernels
 
 
 class AttentionCalls(ABC):
-    """What the attention of a model's layers does, from one forward pass to the next."""
+    """The attention of a model's layers, from one forward pass to the next."""
 
     @abstractmethod
     def attend(

@@ -224,7 +224,7 @@ def _read(file: ConfigFile, dtype: str | None, device: torch.device, refuse: _Re
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What a layer's attention was called with."""
+    """The arguments that a layer's attention was called with."""
 
     num_heads: int
     num_kv_heads: int
@@ -377,7 +377,7 @@ def _logits(model: Any, token_ids: Tensor) -> Tensor:
 def _describe(
     model: Any, layers: Sequence[_Layer], hidden_size: int, vocab_size: int, refuse: _Refusal
 ) -> DecoderConfig:
-    """What the KV cache, attention and the scheduler have to know of the model."""
+    """The description of the model for the KV cache, attention and the scheduler."""
     config, any_layer = model.config, layers[0]
     end_ids = model.generation_config.eos_token_id
     return DecoderConfig(

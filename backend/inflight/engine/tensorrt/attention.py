@@ -26,7 +26,8 @@ class NetworkAttention(Protocol):
     """One for all layers of a network."""
 
     def attend(self, index: int, queries: Any, keys: Any, values: Any, window: AttentionWindow | None) -> Any:
-        """What rows read [rows, heads * head_dim]; their keys and values are in the caches then.
+        """The output of attention [rows, heads * head_dim]; the rows' keys and values are in the caches
+        afterwards.
 
         Args:
             index: Which layer.

@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What to build; `Settings` says what each means.
+    """The options of a build; `Settings` documents each.
 
     Attributes:
         dtype: float32, float16, bfloat16, int8, fp8 or int4; None: the checkpoint's.

@@ -1,4 +1,4 @@
-"""What is asked for against what plans were built for, before anything takes time; a sentence for each."""
+"""Checks of the configuration against the plans, before anything takes time; an error for each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOPPER = 90
 
 
 def find_folder(config: EngineConfig) -> Path:
-    """Where the plans are. ConfigError, as of all functions here, if it is not there."""
+    """The folder of the plans. Raises ConfigError, as all functions here, if it is missing."""
     folder = Path(native(str(config.engine_dir or config.gpt_model_path)))
     if not is_engine_folder(folder):
         raise ConfigError(
@@ -35,7 +35,7 @@ def find_folder(config: EngineConfig) -> Path:
 
 
 def plan_rank(mapping: Mapping) -> int:
-    """Whose plans a rank loads. ConfigError for ranks that plans are not divided among."""
+    """The rank whose plans this rank loads. ConfigError where plans are not divided among the ranks."""
     if mapping.pp_size > 1:
         raise ConfigError(
             f"pipeline_parallel_size is {mapping.pp_size}, expected 1: plans have all layers, and --tp divides "
@@ -49,7 +49,7 @@ def plan_rank(mapping: Mapping) -> int:
 
 
 def read_sidecar(folder: Path, rank: int) -> Sidecar:
-    """What describes a rank's plans. ConfigError if it is of another rank, or of another build than rank 0's."""
+    """The sidecar of a rank's plans. ConfigError if it is of another rank, or of another build than rank 0's."""
     path, first = folder / sidecar_name(rank), Sidecar.read(folder / sidecar_name(0))
     if rank >= first.settings.tensor_parallel_size:
         return first  # of which `check_settings` says that there are fewer ranks

@@ -1,4 +1,4 @@
-"""What layers are made of, in TensorRT's operations: norms, products, activations, experts."""
+"""The parts of layers in TensorRT's operations: norms, products, activations, experts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Components:
         return x if self.num_ranks == 1 else self.graph.all_reduce(x, self.num_ranks)
 
     def activate(self, inner: Any) -> Any:
-        """What the second projection of an MLP is given, of what the first gave; over the last axis."""
+        """The input of an MLP's second projection, from the output of its first; over the last axis."""
         width = inner.shape[-1]
         if not self.config.gated_mlp:
             return self._activation(inner)
@@ -126,7 +126,7 @@ class Components:
         return self.product(flat, experts.down, f"{name}.down")
 
     def _route(self, x: Any, experts: ExpertWeights[Matrix], config: ExpertsConfig, name: str) -> Any:
-        """What each expert weighs for each row, float32 [rows, count]."""
+        """The weight of each expert for each row, float32 [rows, count]."""
         graph = self.graph
         router = Matrix(experts.router.weight, experts.router.bias)
         logits = self.biased(self.product(x, router, f"{name}.router"), router, f"{name}.router")

@@ -261,7 +261,7 @@ class TensorRtDecoder:
 
 
 def _banks(linear: LinearPages, pages: Tensor) -> Sequence[tuple[Module, Tensor, Tensor]]:
-    """Of each module A [ranks, in] and B [out, ranks], of all of these pages."""
+    """The matrices A [ranks, in] and B [out, ranks] of each module, from all of `pages`."""
     a = linear.a.index_select(0, pages).transpose(0, 1)
     b = linear.b.index_select(0, pages).flatten(0, 1).T.split(linear.widths)
     return [

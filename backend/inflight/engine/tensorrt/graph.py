@@ -251,7 +251,7 @@ class Graph:
         return self._out(self.network.add_select(condition, x, y), "select")
 
     def sqrt(self, x: Any) -> Any:
-        """Of each number."""
+        """The square root of each number."""
         return self._unary(x, "SQRT")
 
     def activation(self, x: Any, kind: str) -> Any:
@@ -381,7 +381,7 @@ class Graph:
     # Plans
 
     def profile(self, name: str, extents: Iterable[Extent]) -> Profile:
-        """What the inputs' shapes may be, where each dimension by name is within its extent."""
+        """The optimization profile: the shapes of the inputs where each named dimension is within its extent."""
         of = {extent.dimension: extent for extent in extents}
 
         def sizes(shape: tuple[Dimension, ...], bound: str) -> tuple[int, ...]:

@@ -43,7 +43,9 @@ class NetworkAdapters:
             self._is_own = graph.is_greater(graph.gather(mask, order), self._zero())
 
     def add(self, y: Any, x: Any, index: int, name: str) -> Any:
-        """What a projection `name` of a layer gives, with what each row's adapter adds; x is what it was given."""
+        """The output of projection `name` of a layer plus that of each row's adapter; x is the projection's
+        input.
+        """
         modules = self._fused[name.rsplit(".", 1)[1]]
         if self._is_own is None or modules[0] not in self._sizes:
             return y

@@ -47,7 +47,7 @@ def find_module(name: str | None = None) -> Any:
 
 
 def module_name(module: Any) -> str:
-    """Which of `MODULES` a module is."""
+    """The name in `MODULES` of a module."""
     return "tensorrt_rtx" if "rtx" in module.__name__ else "tensorrt"
 
 

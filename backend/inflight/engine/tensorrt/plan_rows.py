@@ -1,4 +1,5 @@
-"""What a plan is told of a batch's rows: which slots they are of, where they are written, and who reads what.
+"""The inputs of a plan about a batch's rows: their slots, where they are written, and which rows each row
+reads.
 
 A plan computes rows in the order of their slots, and of a slot in the order of their positions. Generation rows
 are attended to by slot, each slot's at most one; context chunks apart, padded to the longest. A chunk of a single
@@ -22,7 +23,7 @@ from inflight.sampling.transfer import upload
 
 @dataclass(frozen=True, slots=True)
 class PlacedRows:
-    """Where the rows of a batch, or of a part of one, are in the caches.
+    """The places in the caches of the rows of a batch, or of a part of one.
 
     Attributes:
         slots: [rows] int64 on the device; rows of a slot are in the order of their positions.
@@ -112,7 +113,7 @@ class PlanRows:
 
 
 def lay_out_for_plan(rows: PlacedRows, num_slots: int) -> PlanRows:
-    """Of at least one row. `num_slots` are the plan's."""
+    """The inputs of a plan for at least one row. `num_slots` are the plan's."""
     slots, positions, tiles = rows.slots, rows.positions, rows.fixed.tiles
     count, device = len(slots), slots.device
     order = slots.argsort(stable=True)
@@ -153,7 +154,8 @@ def lay_out_for_plan(rows: PlacedRows, num_slots: int) -> PlanRows:
 
 
 def tile_limits(num_rows: int, max_chunks: int, longest: int) -> TileLimits:
-    """Of a recorded batch, whose tiles a plan computes like chunks: it is padded to at most twice its rows.
+    """The tile limits of a recorded batch: a plan computes tiles like chunks, padded to at most twice its
+    rows.
 
     Half as many chunks as tiles fit in any case, and a single one.
 
@@ -167,7 +169,7 @@ def tile_limits(num_rows: int, max_chunks: int, longest: int) -> TileLimits:
 
 @dataclass(frozen=True, slots=True)
 class PartLimits:
-    """What a plan takes at once.
+    """The limits of one run of a plan.
 
     Attributes:
         max_rows: Rows.

@@ -78,12 +78,12 @@ class RowCache:
 
     @property
     def device(self) -> torch.device:
-        """Where the cache is."""
+        """The device that the cache is on."""
         return self._rows.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What keys and values are."""
+        """The dtype of keys and values."""
         return self._rows.dtype
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Which KV blocks a slot's row of a linear cache holds, and what has to be done before a batch may read it.
+"""The KV blocks that each slot's row of a linear cache holds, and the changes a row needs before it is read.
 
 TensorRT's caches are linear: a slot has a row with room for the longest sequence, and position p of its sequence
 is at p. The scheduler knows blocks, which sequences share, and which outlive them. So blocks stay what is true:
@@ -37,7 +37,7 @@ class ColumnLoad:
 
 @dataclass(frozen=True, slots=True)
 class RowChange:
-    """What has to be done to a slot's row before a batch runs: first cleared, then loaded.
+    """The changes to a slot's row before a batch runs: first cleared, then loaded.
 
     Attributes:
         slot: Whose row.
@@ -53,7 +53,7 @@ class RowChange:
 
 
 class RowResidency:
-    """What is in the rows.
+    """The contents of the rows, by block.
 
     Args:
         num_slots: Rows.
@@ -171,7 +171,7 @@ class RowResidency:
         self._versions[slot, columns] = self._current[block_ids]
 
     def _renew(self, block_ids: int | NDArray[np.int64]) -> None:
-        """What rows hold of these blocks is not what they are from now on."""
+        """Give blocks a new version: rows that hold their old content are out of date."""
         self._current[block_ids] += 1
         self._writers[block_ids] = _NOBODY
         self._was_read[block_ids] = False

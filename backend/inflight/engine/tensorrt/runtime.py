@@ -95,12 +95,12 @@ class Runtime:
 
     @property
     def last_error(self) -> str:
-        """What TensorRT has complained of last."""
+        """The last error that TensorRT has logged."""
         return self._logger.errors[-1].strip() if self._logger.errors else "it gives no reason"
 
     @property
     def device(self) -> torch.device:
-        """Where plans run."""
+        """The device that plans run on."""
         return self._device
 
     def _refusal(self, path: Path) -> str:
@@ -220,7 +220,7 @@ class LoadedPlan:
 
 
 def _can_be_recorded(context: Any, stream: int) -> bool:
-    """What TensorRT says, where it can be asked."""
+    """Whether TensorRT says that the context can be captured in a CUDA graph; True where it cannot be asked."""
     ask: Callable[[int], bool] | None = getattr(context, "is_stream_capturable", None)
     return ask is None or ask(stream)
 
@@ -230,7 +230,7 @@ def _dtype(spec: TensorSpec) -> torch.dtype:
 
 
 def _misfit(profile: Profile, inputs: Mapping[str, Tensor]) -> str | None:
-    """What a profile has no room for."""
+    """A description of the first input that does not fit a profile; None if all do."""
     for each in profile.ranges:
         if each.name not in inputs:
             continue

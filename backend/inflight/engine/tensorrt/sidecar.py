@@ -1,4 +1,4 @@
-"""What lies beside a rank's plans: what they take and give, and what they were built from. JSON.
+"""The description beside a rank's plans: their inputs and outputs, and what they were built from. JSON.
 
 It cannot be read from a plan without a GPU, so it is written when the networks are defined. Pure.
 """
@@ -36,7 +36,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShapeRange:
-    """What an optimization profile allows an input."""
+    """The range of shapes that an optimization profile allows an input."""
 
     name: str
     min: tuple[int, ...]
@@ -97,7 +97,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was asked of `scripts/build`.
+    """The settings that `scripts/build` was called with.
 
     Attributes:
         dtype: Of activations and KV cache: float32, float16 or bfloat16.
@@ -130,7 +130,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a run has to know of the model, as this rank computes it.
+    """The facts about the model that a run needs, as this rank computes it.
 
     Attributes:
         num_kv_heads: Key heads of this rank.
@@ -170,7 +170,7 @@ class Processors:
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """Of one rank.
+    """The sidecar of one rank.
 
     Attributes:
         format: `FORMAT`.

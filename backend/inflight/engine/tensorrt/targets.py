@@ -20,7 +20,7 @@ _FIRST_WITH_FLOAT8, _FIRST_WITH_BFLOAT16 = 89, 80
 
 
 def find_processors(module: Any, settings: Settings) -> Processors:
-    """Where plans of these settings run.
+    """The GPUs that plans of these settings run on.
 
     Raises:
         ConfigError: TensorRT does not build for the target, the target does not compute the data type, or it is
@@ -60,7 +60,7 @@ def set_target(module: Any, config: Any, processors: Processors) -> None:
 
 
 def _can_choose(module: Any) -> bool:
-    """Whether this TensorRT builds for GPUs that are not there."""
+    """Whether this TensorRT can build for other GPUs than this machine's."""
     return bool(_known(module))
 
 

@@ -60,7 +60,7 @@ class Places:
 
 
 class Place:
-    """Where a value stands: the schemas that may be about it, and the places inside."""
+    """The place of a value in a document: the schemas that may apply to it, and the places inside."""
 
     def __init__(self, places: Places, schemas: list[tuple[Node, dict[str, Any]]]) -> None:
         self._places = places
@@ -191,7 +191,9 @@ class ItemWatch:
         return other
 
     def banned(self) -> list[bytes]:
-        """What no token may begin with, as it would complete an equal item."""
+        """The bytes that no token may begin with, because they would complete an item equal to an earlier
+        one.
+        """
         state = self._states[-1]
         open_ = state.open
         if open_ is None:

@@ -89,7 +89,7 @@ class Node:
 
     @property
     def place(self) -> tuple[str, str]:
-        """What tells it from all other parts of its document."""
+        """The identity of the node among all nodes of its document."""
         return self.path, self.base
 
     def inside(self, value: Any, *steps: str | int) -> Node:
@@ -159,7 +159,7 @@ class Document:
                 self._index(node.inside(each, keyword))
 
     def target(self, node: Node, keyword: str, reference: Any) -> Node:
-        """What a reference of a node points to. Raises InvalidArgument if that is not in this document."""
+        """The node that a reference points to. Raises InvalidArgument if it is not in this document."""
         if not isinstance(reference, str):
             raise refused(node.path, f"{keyword} is {shown(reference)}, expected a text")
         names = "$recursiveAnchor" if keyword == "$recursiveRef" else reference.partition("#")[2]

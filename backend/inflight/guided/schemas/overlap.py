@@ -29,7 +29,7 @@ _INFINITE = float("inf")
 
 @dataclass(slots=True)
 class Facts:
-    """What is certain of every value that is valid by some schemas together.
+    """The facts that hold for every value that is valid by some schemas together.
 
     Attributes:
         types: What it may be.
@@ -150,7 +150,7 @@ class Overlaps:
         self._known: dict[tuple[tuple[int, str], ...], tuple[tuple[Node, ...], Facts]] = {}
 
     def facts(self, nodes: Sequence[Node]) -> Facts:
-        """What is certain of a value that is valid by all of these."""
+        """The facts that hold for a value that is valid by all of these schemas."""
         key = tuple((id(node.value), node.path) for node in nodes)
         if key not in self._known:
             facts = Facts()

@@ -204,7 +204,7 @@ def _group(pattern: str, place: int) -> tuple[str, int]:
 
 
 def _escape(pattern: str, place: int, in_class: bool) -> tuple[str, int]:
-    """What an escape stands for, and the place behind it; `place` is behind its backslash."""
+    """The translation of an escape, and the index after it; `place` is the index after its backslash."""
     char = pattern[place : place + 1]
     if char in _CLASSES and char:
         return _CLASSES[char] if in_class else f"[{_CLASSES[char]}]", place + 1

@@ -17,7 +17,7 @@ KEYWORD = "x-guidance"
 
 @dataclass(frozen=True, slots=True)
 class Spaces:
-    """What white space there may be at one place.
+    """The white space that is allowed at one place.
 
     Attributes:
         is_flexible: Whether there may be any.
@@ -35,7 +35,7 @@ class Spaces:
 
 
 def read_spaces(schema: Any, root: str) -> Spaces:
-    """What a whole schema asks for. Raises InvalidArgument for what is no white space."""
+    """The white space that a whole schema asks for. Raises InvalidArgument for anything else."""
     given: Any = cast(Mapping[str, Any], schema).get(KEYWORD) if isinstance(schema, dict) else None
     if given is None:
         return Spaces()

@@ -171,7 +171,7 @@ class Writer:
         return list(dict.fromkeys(kinds))
 
     def _reference(self, node: Node, words: Mapping[str, Any]) -> dict[str, str] | bool:
-        """What is written of a reference; a boolean where that is all it refers to, and true without one."""
+        """The written form of a reference; True without one, a boolean where its target is written as one."""
         found = [keyword for keyword in ("$ref", "$dynamicRef", "$recursiveRef") if keyword in words]
         if not found:
             return True

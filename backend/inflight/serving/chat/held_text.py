@@ -32,7 +32,7 @@ class HeldText:
         self._space += text[len(shown) :]
 
     def take(self) -> str:
-        """What can be passed on; it is returned once."""
+        """Take the text that can be passed on; each part is returned once."""
         ready, self._ready = self._ready, ""
         return ready
 

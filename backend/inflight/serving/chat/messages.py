@@ -23,7 +23,7 @@ _MAX_DEPTH = 64
 
 
 class EmptyContent(Enum):
-    """What stands for the content of an answer that has none, as one that only calls tools."""
+    """The replacement for the content of an answer that has none, such as one that only calls tools."""
 
     LEFT_OUT = "left out"
     EMPTY = "empty"
@@ -44,7 +44,7 @@ class EmptyContent(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """What messages have to look like for one template.
+    """The form that messages must have for one template.
 
     Attributes:
         takes_text: A content may be a text; otherwise a text is made a list of one part.

@@ -1,4 +1,4 @@
-"""What a model thinks, told apart from what it answers, while the text comes.
+"""The reasoning of a model, separated from its answer while the text comes.
 
 Owns where reasoning begins and ends: `<think>…</think>` at the beginning of an answer, or only its end where the
 prompt has opened it or the model never does. Does not know tool calls, which are looked for in the answer behind

@@ -120,7 +120,7 @@ class ChatTemplate:
         return name in self._choose(has_tools).names
 
     def unknown_calls(self) -> str:
-        """Why `style` is ""."""
+        """The reason why `style` is ""."""
         if self.call_example:
             return f"no parser reads tool calls as the chat template writes them, {self.call_example!r}"
         return "the chat template does not show how the model writes tool calls"
@@ -158,7 +158,9 @@ class _Template:
     own_roles: dict[str, RoleFate] = field(default_factory=dict[str, RoleFate])
 
     def fate_of(self, role: str) -> RoleFate:
-        """What it does with messages of a role; finding that out for one of its own takes several renderings."""
+        """The fate of messages of a role; finding it for one of the template's own roles takes several
+        renderings.
+        """
         fate = self.roles.get(role) or self.own_roles.get(role)
         if fate is None:
             if role not in self.constants:

@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps its chat templates.
+"""The files in which a checkpoint keeps its chat templates.
 
 That is chat_template.jinja with additional_chat_templates/, or tokenizer_config.json. Owns which of them counts,
 as with transformers, and what the special tokens are called in a template. Does not know what a template says.
@@ -28,7 +28,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 @dataclass(frozen=True, slots=True)
 class TemplateFiles:
-    """What the files of a checkpoint say together.
+    """The chat templates and special tokens in a checkpoint's files.
 
     Attributes:
         sources: Templates by name; empty where there is none.

@@ -1,4 +1,4 @@
-"""What is found out about a chat template by rendering made-up messages: which forms, roles and calls it knows.
+"""Tests of a chat template by rendering made-up messages: its message forms, roles and tool calls.
 
 A template says nothing of itself, and words in its source mislead: it may mention a marker that it never writes.
 Knows the parsers of `tool_calls.py`, which have to read what a template makes of a call. Plain functions over a
@@ -72,7 +72,7 @@ class Trial:
 
 
 class RoleFate(Enum):
-    """What a template does with messages of a role."""
+    """The fate of messages of a role in a template."""
 
     WRITTEN = "written"
     LEFT_OUT = "left out"
@@ -93,7 +93,7 @@ class CallStyle:
 
 
 def find_form(trial: Trial) -> MessageForm:
-    """What messages a template can render."""
+    """The form of messages that a template can render."""
     text = trial.rendered({"role": "user", "content": _PROBE}) or ""
     parts = trial.rendered({"role": "user", "content": _parts(_PROBE)}) or ""
     # Where a template prints a list as it is, the text in it is in quotation marks.
@@ -136,7 +136,7 @@ def find_call_style(trial: Trial, form: MessageForm) -> CallStyle:
 
 
 def find_fate(trial: Trial, form: MessageForm, role: str) -> RoleFate:
-    """What a template does with messages of a role."""
+    """The fate of messages of a role in a template."""
     content = _PROBE if form.takes_text else _parts(_PROBE)
     message = {"role": role, "content": content, "tool_call_id": _CALL_ID, "name": _NAME}
     user, call = (

@@ -20,7 +20,7 @@ from inflight.serving.chat.tool_styles import ToolStyle, find_tool_style
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What a piece of text adds to a tool call.
+    """The part of a tool call that a piece of text adds.
 
     Attributes:
         index: Which call of the text, from 0 on.
@@ -37,7 +37,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """What a piece of text adds to an answer: content, and behind it tool calls, one delta for each at most."""
+    """The part of an answer that a piece of text adds: content, then tool calls, at most one delta for each."""
 
     content: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
@@ -278,7 +278,7 @@ class ToolCallStream:
         self._text = self._text[length:]
 
     def _give_up(self) -> None:
-        """What was held back is content, and so is what comes, up to the next marker."""
+        """Treat the held text as content, and also the text that follows, up to the next marker."""
         self._content.add(self._held)
         self._held = ""
         self._num_scanned, self._nesting = 0, _Nesting()

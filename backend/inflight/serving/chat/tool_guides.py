@@ -19,7 +19,7 @@ from inflight.serving.chat.tool_styles import find_tool_style
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What a client says of the tools.
+    """The client's choice about the tools.
 
     Attributes:
         mode: none, auto, required, or named.
@@ -114,7 +114,7 @@ def tool_guide(
 
 
 def forced_prefix(parser: str, starts_inside_reasoning: bool = False) -> str:
-    """What the prompt has to end with where a guide of `tool_guide` is used, since no guide can ask for it.
+    """The text that a prompt must end with if a guide of `tool_guide` is used, since no guide can ask for it.
 
     It is the marker in front of Mistral's calls, which is a special token; "" for other styles, and within the
     reasoning.

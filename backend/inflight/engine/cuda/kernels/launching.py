@@ -1,4 +1,4 @@
-"""What the modules of kernels share: starting one, and sizes of tiles."""
+"""Helpers that the modules of kernels share: kernel launches, and tile sizes."""
 
 from __future__ import annotations
 

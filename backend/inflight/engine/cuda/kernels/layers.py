@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products, each in one kernel.
+"""The operations of a decoder layer between its matrix products, each in one kernel.
 
 Numbers are float32 inside, and rounded where torch's operators round them, so that results are the same but for
 the order of sums.

@@ -33,7 +33,8 @@ def _peak(numbers, places) -> Any:
 
 @triton.jit
 def _peaks_of_blocks(logits, highest, tokens, row_size, size, BLOCK: tl.constexpr):
-    """Of a block of a row its highest logit, nan where any is, and the first token that has it.
+    """Find the highest logit of a block of a row, NaN where the block has one, and the first token that has
+    it.
 
     Grid: rows, blocks; results [rows, blocks].
     """

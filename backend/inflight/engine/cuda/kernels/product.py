@@ -167,7 +167,7 @@ def _launch(
 
 
 def int8_tiling(num_rows: int, num_outputs: int) -> Tiling:
-    """Of `int8_product`: the quickest of some that were tried on an H100, with matrices of an 8B model.
+    """The tiling of `int8_product`: the fastest of those tried on an H100, with matrices of an 8B model.
 
     With few rows weights are waited for: many of them are on their way. Where there are few outputs, several
     programs share the inputs of each: otherwise too few warps convert levels.
@@ -186,7 +186,7 @@ def int8_tiling(num_rows: int, num_outputs: int) -> Tiling:
 
 
 def float8_tiling(num_rows: int, num_outputs: int) -> Tiling:
-    """Of `float8_product`, found as the other one was."""
+    """The tiling of `float8_product`, measured as that of `int8_product` was."""
     rows = 16 if num_rows <= 16 else 32
     if num_outputs <= _NARROW:
         return Tiling(rows, 16, 512, 1, False, 2, 3)
