@@ -222,7 +222,7 @@ class Progress:
         self._total = len(self._left) + sum(map(len, self._taken_s.values()))
 
     def left_s(self) -> float:
-        """Of all runs that have not ended; a side that has not run yet counts as the mean of the others."""
+        """Estimate the time of all runs not yet ended; a side without a run counts as the mean of the others."""
         means = {side: statistics.mean(taken) for side, taken in self._taken_s.items()}
         typical = statistics.mean(means.values())
         return sum(means.get(side, typical) for side in self._left)
@@ -263,7 +263,7 @@ def _run_side(side: Side, work: Work, shape: ModelShape, number: int) -> tuple[P
 
 
 def weigh(figures: Mapping[str, object], shape: ModelShape, dtype: str) -> dict[str, int]:
-    """What the weights and the KV cache take, each number once, and how much more the process had at its peak."""
+    """Compute the bytes of weights and KV cache, each number once, and the rest of the process's peak memory."""
     cache, peak = figures.get("kv_cache"), figures.get("peak_rss_bytes")
     if not isinstance(cache, Mapping) or not isinstance(peak, int):
         return {}

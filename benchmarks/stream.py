@@ -1,4 +1,4 @@
-"""What streaming through a real server costs, and how far behind its streams get.
+"""Measure the cost of streaming through a real server, and how far behind its streams get.
 
 Starts a tritonserver with a fake engine whose forward pass takes a fixed time, and has perf_analyzer open N gRPC
 streams at once. Prints responses and tokens a second, processor time per response of each process, and how far
