@@ -135,7 +135,7 @@ def adapters_call(model: str, **command: Any) -> Call:
 
 
 def name_or_id(adapter: str | int) -> dict[str, str | int]:
-    """What a command says of an adapter that goes by a name, a text, or by a task id."""
+    """Return the JSON key and value of an adapter: a name if it is text, a task id if it is a number."""
     return {"name": adapter} if isinstance(adapter, str) else {"task_id": adapter}
 
 
