@@ -52,7 +52,7 @@ def test_nothing_given() -> None:
 
 
 def value_of(parameters: Parameters, key: str) -> object:
-    """What was read for `key`, in whichever part."""
+    """Return the value read for `key`, in any part of the configuration."""
     name = {
         "batch_scheduler_policy": "policy",
         "engine": "implementation",

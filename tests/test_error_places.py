@@ -1,4 +1,4 @@
-"""What clients are told of errors names no place on the server's machine."""
+"""Error messages to clients name no path on the server's machine."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is written for perf_analyzer, and what is read from what it exports."""
+"""The input file written for perf_analyzer, and the figures read from its export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `scripts/bench compare` makes of its options and of what programs print, and what peers' programs share."""
+"""Options of `scripts/bench compare`, its reading of the programs' output, and the code its peers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from AIPerf's and genai-perf's exports, recorded ones, and both tools themselves where they are."""
+"""Recorded exports of AIPerf and genai-perf are read, and both tools run where they are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a peer's model that is another one, or of another dtype."""
+"""Messages about a peer's model that is a different one, or has another dtype."""
 
 from __future__ import annotations
 

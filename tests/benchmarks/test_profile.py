@@ -39,7 +39,7 @@ REQUESTS = [BenchRequest((1, 2, number), 5) for number in range(6)]
 
 
 class Loop:
-    """Where time passes in known steps: an iteration calls `forward`, which calls `compute`."""
+    """A loop whose time passes in known steps: an iteration calls `forward`, which calls `compute`."""
 
     def __init__(self) -> None:
         self.now_ns = 0

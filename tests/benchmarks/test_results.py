@@ -1,4 +1,4 @@
-"""What the runs of all sides come to."""
+"""Summaries of the runs of all sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read out of a starting server's log and processes."""
+"""Stages and processes read from a starting server's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may start, when the queue is full, who waits for another one's prompt, and what people are told."""
+"""Admission: full queues, requests that wait for another one's prompt, and the reasons reported for waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people are told of a scheduler at work: whole values, of small scenarios."""
+"""State reported of a scheduler at work: whole values, of small scenarios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests say about their blocks: to which it applies, how it is checked, what is kept because of it."""
+"""Retention settings of requests: the blocks they apply to, their validation, and the blocks kept by them."""
 
 from __future__ import annotations
 

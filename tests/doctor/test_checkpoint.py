@@ -1,4 +1,4 @@
-"""What is found of checkpoints: the one that comes with the server, and copies of it with faults."""
+"""Findings on checkpoints: the one that comes with the server, and copies of it with faults."""
 
 from __future__ import annotations
 

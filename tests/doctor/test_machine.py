@@ -1,4 +1,4 @@
-"""What is found of a machine, with faults planted in a made-up /proc, /sys and /dev, or in what Python is told."""
+"""Findings on a machine, with faults planted in a made-up /proc, /sys and /dev, or in Python's own answers."""
 
 from __future__ import annotations
 

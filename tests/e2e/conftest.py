@@ -73,7 +73,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """What `scripts/serve` starts, /v1 included."""
+    """The server that `scripts/serve` starts, /v1 included."""
     with serve(
         options=ServerOptions(ports=Ports(openai=0), client_apis=ClientApis(model_config=True))
     ) as server:

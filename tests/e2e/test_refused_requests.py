@@ -69,7 +69,7 @@ def tensor(name: str, shape: list[int], data: list[Any], kind: str = "INT32") ->
 def call(
     server: TritonServer, model: str, shapes: dict[str, list[int]], data: list[bytes], classes: str = ""
 ) -> str:
-    """What becomes of a gRPC request, by a call or on a stream: what its error says."""
+    """Return the error text of a gRPC request, by a call or on a stream."""
     request = service_pb2.ModelInferRequest(model_name=model, raw_input_contents=data)
     for name, shape in shapes.items():
         request.inputs.add(name=name, datatype="INT32", shape=shape)

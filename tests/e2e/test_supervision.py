@@ -145,7 +145,7 @@ class InFlight:
 
 
 def mix_models_on_one_stream(url: str) -> None:
-    """What tritonserver 2.51 does not survive for long: until it has ended."""
+    """Send requests that tritonserver 2.51 does not survive for long, until it has ended."""
     with Stream(url) as stream:
         finals = ["long", *map(str, range(20))]
         while True:

@@ -124,7 +124,7 @@ class Client(Stream):
 
 
 def say_what_is_wrong(server: TritonServer) -> list[str]:
-    """What clients of all three are told while there is no engine."""
+    """Return the errors that clients of all three models get while there is no engine."""
     with pytest.raises(InferenceServerException) as over_http:
         infer(server.http, input_ids=PROMPT, request_output_len=3)
     (of_ensemble,) = ask(server.grpc, "ensemble", text_input="def f", max_tokens=3)
@@ -168,7 +168,7 @@ def errors_of(answers: list[Answer]) -> set[str]:
 
 
 def test_rounds_of_unloading_under_load_leave_nothing_behind(server):
-    """What the first rounds take for good, others do not take again."""
+    """Resources taken in the first rounds are kept for good; later rounds take no more."""
     tokens = tokens_of_all(server)
     footprints = []
     for _ in range(3):

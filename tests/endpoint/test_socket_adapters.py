@@ -57,7 +57,7 @@ WEIGHTS = LoraWeights(Matrix((1, 4), "float32", RawBuffer(bytes(16))), ((0, 0, 1
 def test_weights_count_from_when_they_come(
     front_end: SocketEngineClient, batcher: Batcher, by_socket: bool
 ) -> None:
-    """Where too many wait, a request is refused; what is stopped before it is fetched counts no more."""
+    """Too many waiting uploads refuse a request; one stopped before its weights were fetched no longer counts."""
     client = front_end if by_socket else batcher.client
     request = make_request(lora=LoraRequest(7, weights=WEIGHTS))
     inbox = Inbox()

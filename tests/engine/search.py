@@ -25,7 +25,7 @@ class Beam:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """What a search adds to a batch."""
+    """Beam search inputs of a batch."""
 
     group: BeamGroup | None
     moves: tuple[BeamMove, ...] = ()

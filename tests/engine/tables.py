@@ -42,7 +42,7 @@ def with_table(
 
 @dataclass(frozen=True)
 class TableOracle:
-    """What transformers says of such prompts.
+    """Expected answers to prompts with tables, by transformers.
 
     What it has generated the model keeps: tests ask for the same in many ways of serving it.
     """

@@ -81,7 +81,7 @@ def test_chunks_of_a_context(zoo: Zoo, case: str, dtype: str, chunk: int) -> Non
 
 @pytest.mark.parametrize("tokens_per_block", [16, 24])
 def test_wide_windows(tmp_path: Path, dtype: str, tokens_per_block: int) -> None:
-    """Where a row's window begins, another row of its tile sees more."""
+    """At the beginning of a row's window, another row of its tile attends to more."""
     folder = make_model(tmp_path, shape=Shape(2, 64, 4, 4, 96, 300, 1024, 10_000.0))
     changes = {
         "tokens_per_block": tokens_per_block,

@@ -120,7 +120,7 @@ def _in_type(oracle: Any, dtype: str) -> Any:
 
 
 def _of_four_bits(model: ZooModel, folder: Path) -> str:
-    """What becomes of a GPTQ checkpoint of it."""
+    """Tell whether a GPTQ checkpoint of the model is compiled, unpacked or refused."""
     try:
         write(model, folder, FORMATS["gptq-one-group"], dtype="bfloat16")
         decoder = load_engine(folder).runner.decoder

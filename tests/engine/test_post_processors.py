@@ -23,7 +23,7 @@ SIZE = 2
 
 
 def no_repeats(req_id, logits, ids, stream_ptr, client_id):
-    """What the control no_repeat_ngram_size does, by transformers."""
+    """Logits post-processor equal to the control no_repeat_ngram_size, by transformers."""
     logits[0] = NoRepeatNGramLogitsProcessor(SIZE)(torch.tensor(ids), logits[0].clone())
 
 

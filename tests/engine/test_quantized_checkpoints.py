@@ -80,7 +80,7 @@ def test_the_last_group_may_be_shorter(zoo: Zoo, tmp_path: Path, name: str, size
 
 
 def test_blocks_at_the_edges_of_a_matrix_are_smaller(tmp_path: Path) -> None:
-    """Of 128 x 128, in matrices of 160 and 272."""
+    """Blocks are 128 x 128, matrices 160 and 272 wide."""
     config = LlamaConfig(
         vocab_size=211, hidden_size=160, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
         intermediate_size=272, max_position_embeddings=64, initializer_range=0.3,

@@ -36,7 +36,7 @@ CASES = ["llama-gqa", "qwen3", "gpt2"]
 
 
 def sees(position: int, key: int, window: int | None, num_sinks: int) -> bool:
-    """What a token sees, in words: the sinks, and as many of the last tokens as make a window with them."""
+    """Tell whether a token attends to a key: the sinks, and as many of the last tokens as fill the window."""
     if key > position:
         return False
     return window is None or key < num_sinks or key > position - (window - num_sinks)

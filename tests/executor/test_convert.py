@@ -1,4 +1,4 @@
-"""What the engine gets of a request and of a configuration, field by field."""
+"""Conversion of an executor's requests and configuration for the engine, field by field."""
 
 from __future__ import annotations
 

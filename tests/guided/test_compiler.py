@@ -1,4 +1,4 @@
-"""What becomes of guides beside the loop: known, wrong, too long, too slow; and the process that is killed."""
+"""Guides compiled beside the loop: known, wrong, too long, too slow; and the process that is killed."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def text_of(value: Any) -> str:
 
 
 def allowed(backend: GuideBackend, schema: Any, *values: Any) -> list[Any]:
-    """Those of some values that a guide allows."""
+    """Return the values that a guide allows."""
     matcher = compiled(backend, schema)
     return [value for value in values if follows(matcher, text_of(value))]
 

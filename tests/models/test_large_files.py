@@ -1,4 +1,4 @@
-"""What does not fit config.json is refused by the files' headers: of files of many GB no weight is read.
+"""Files that do not fit config.json are refused by their headers: no weight of their many GB is read.
 
 The files are sparse: headers, and holes where weights would be. Pages of a hole that somebody reads are in memory.
 """

@@ -1,4 +1,4 @@
-"""What becomes of given answers on their way to clients: reasoning, calls, stop strings, characters in pieces."""
+"""Delivery of scripted answers to clients: reasoning, tool calls, stop strings, characters in pieces."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Step = Callable[[Agreement, int], object]
 
 
 def outcomes(*steps: Step, size: int = 3) -> list[object]:
-    """What each rank has of its steps: the last one's result, or the text of a ConfigError."""
+    """Return each rank's outcome of its steps: the last one's result, or the text of a ConfigError."""
     worlds = make_worlds(size)
 
     def load(rank: int) -> object:

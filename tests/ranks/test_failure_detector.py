@@ -1,4 +1,4 @@
-"""Who counts as lost, at times that the test says."""
+"""Failure detection of ranks, at times that the test sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who starts the ranks: by parameters, by what mpirun tells, and where the two do not go together."""
+"""Launch mode of the ranks: by parameters, by mpirun's environment, and errors where the two conflict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other over MPI, under mpirun."""
+"""Messages between ranks over MPI, under mpirun."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class TwoHosts:
 
     @property
     def mpirun_arguments(self) -> list[str]:
-        """What tells mpirun of them."""
+        """Return mpirun's arguments for the two hosts."""
         return ["--hostfile", str(self.hostfile), "--prtemca", "plm_ssh_agent", str(self.agent)]
 
     def on_first(self, command: Sequence[str]) -> list[str]:

@@ -211,7 +211,7 @@ def test_a_loop_that_hangs_keeps_nobody_waiting(path, hanging, caplog):
 
 
 def test_a_successor_ends_an_engine_that_hangs(path, hanging, monkeypatch):
-    """What a new process does that finds the last one's socket, between two engines of one process."""
+    """A new process finds the last one's socket, between two engines of one process."""
     from inflight.endpoint import client as endpoint_client
 
     monkeypatch.setattr(endpoint_client, "peer_has_this_parent", lambda connected: True)

@@ -1,4 +1,4 @@
-"""What clients may do: who loads models, registers shared memory or changes settings needs a key."""
+"""Restricted APIs: clients need a key to load models, register shared memory or change settings."""
 
 import base64
 import json

@@ -115,7 +115,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(libraries: str, folder: Path, expression: str) -> object:
-    """What the expression is in a process that has loaded both, and whose server's folder is `folder`."""
+    """Evaluate the expression in a process that has loaded both, with `folder` as its server's folder."""
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     done = subprocess.run(
         [sys.executable, "-c", f"{PROGRAM}\nprint(json.dumps({expression}))"],

@@ -1,4 +1,4 @@
-"""What --model, --dtype and --set come to in the runtime repository."""
+"""The runtime repository written for --model, --dtype and --set."""
 
 import shutil
 from pathlib import Path

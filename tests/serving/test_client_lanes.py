@@ -12,7 +12,7 @@ WAIT_S = 30
 
 
 class Journal:
-    """What has happened, in order; jobs that wait until they are let go."""
+    """Journal of events, in order, with jobs that wait until they are released."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Where the tokenizer comes from, what text_output is made of, and where a stop string ends it."""
+"""Text of completions: the tokenizer that is loaded, the parts of text_output, and the cut at a stop string."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_an_abandoned_batch_ends_what_still_runs_and_is_forgotten() -> None:
 
 
 def test_a_batch_is_refused_as_a_whole() -> None:
-    """What the engine has taken of it already must not run for nobody."""
+    """Requests of the batch that the engine has taken already must not run on."""
 
     class FullClient(FakeEngineClient):
         def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:

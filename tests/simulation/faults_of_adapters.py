@@ -71,7 +71,7 @@ def used_adapter_evicted(patch: Patch) -> None:
 
 
 def failed_load_counted(patch: Patch) -> None:
-    """What a failed batch was to load is taken to be there."""
+    """Plant a fault: adapters that a failed batch was to load count as loaded."""
     patch.setattr(Recovery, "_users_of", lambda *_: [])
 
 

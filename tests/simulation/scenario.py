@@ -1,4 +1,4 @@
-"""What one random seed draws: a configuration, requests of every kind, stops, and a device that fails."""
+"""Scenario of one random seed: a configuration, requests of every kind, stops, and a device that fails."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Scenario:
         return max((*self.arrivals, *self.stops))
 
     def inputs(self, iteration: int) -> IterationInput:
-        """What enters an iteration."""
+        """Return the input of an iteration."""
         new, stops = self.arrivals.get(iteration, ()), self.stops.get(iteration, ())
         return IterationInput(iteration, time_of(iteration), new, stops)
 

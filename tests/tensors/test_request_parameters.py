@@ -1,4 +1,4 @@
-"""What a request says beside its tensors: every parameter, and an error that names it for every bad value."""
+"""Request parameters beside tensors: every parameter, and an error that names it for every bad value."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ PARTS = st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.booleans())
 
 
 def cut_of_parts(parts: list[tuple[str, bool]], strings: list[str]) -> tuple[str, bool]:
-    """What is shown, and whether it was cut: every part is looked at, with what is hidden and without."""
+    """Return the shown text, and whether it was cut; every part is checked with the hidden text and without."""
     full = [(character, is_shown) for text, is_shown in parts for character in text]
     for end in range(1, len(full) + 1):
         starts = []

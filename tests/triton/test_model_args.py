@@ -1,4 +1,4 @@
-"""What Triton tells a model at load time."""
+"""Arguments that Triton passes to a model at load time."""
 
 from __future__ import annotations
 

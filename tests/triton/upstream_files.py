@@ -1,4 +1,4 @@
-"""What users of tensorrtllm_backend bring along: its documented command lines, and what its fill_template does."""
+"""Files of tensorrtllm_backend's users: its documented command lines, and the work of its fill_template."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_without_the_package(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_batch_waits_for_a_compiler_for_its_number_of_rows() -> None:
-    """What lies at other addresses for every number of rows, or is that number, is none that is compiled for."""
+    """No argument is specialized for the number of rows or for an address that depends on it."""
     from inflight.engine.cuda.kernels import attention, layers, product
     from inflight.engine.cuda.kernels.launching import PER_BATCH
 

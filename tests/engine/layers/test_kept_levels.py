@@ -155,7 +155,7 @@ def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
 )
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
 def test_ranks_cut_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]) -> None:
-    """Of 96 inputs in groups of 32 two ranks have 48 each, which are groups of 16; in another order none."""
+    """Two ranks have 48 of the 96 inputs each: groups of 32 become groups of 16, and none in another order."""
     from tests.engine.test_ranks import _some_of_everything
 
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")

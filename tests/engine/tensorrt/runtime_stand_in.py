@@ -43,7 +43,7 @@ def dump(definition: Definition) -> bytes:
 
 
 class Severity(Enum):
-    """Of a message."""
+    """Severity of a message."""
 
     INTERNAL_ERROR = 0
     ERROR = 1
@@ -61,7 +61,7 @@ class ILogger:
 
 
 class ExecutionContextAllocationStrategy(Enum):
-    """Who allocates the memory of activations."""
+    """Owner of the memory of activations."""
 
     STATIC = 0
     USER_MANAGED = 2
@@ -148,7 +148,7 @@ class Context:
         return True
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        """Of an output; its only dimension that differs is the number of rows."""
+        """Return the shape of an output; only its number of rows varies."""
         rows = self.shapes.get("input_ids", self.shapes.get("hidden", (0,)))[0]
         return tuple(rows if size == -1 else size for size in self.engine.output_shapes[name])
 
@@ -189,7 +189,7 @@ class Context:
 
 
 def _memory(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """What lies at an address, to read and to write."""
+    """View the memory at an address as a tensor, for reading and writing."""
     count = prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)

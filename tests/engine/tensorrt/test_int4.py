@@ -90,7 +90,7 @@ def test_as_inputs(zoo: Zoo, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order"])
 def test_ranks_cut_them(zoo: Zoo, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Of act-order a rank has inputs of many groups, of some only a few: then they are unpacked."""
+    """With act-order a rank has inputs of many groups, of some only a few: then they are unpacked."""
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
     with caplog.at_level(logging.WARNING):
         engines = build(model.folder, tmp_path / "engine", tensor_parallel_size=2)

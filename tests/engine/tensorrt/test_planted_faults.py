@@ -70,7 +70,7 @@ def rows_never_loaded(patch: Patch) -> None:
 
 
 def stale_rows(patch: Patch) -> None:
-    """What a row holds is taken for what its blocks hold."""
+    """Plant a fault: the first load of blocks into a row is left out."""
     prepare = RowResidency._prepare
 
     def believes(self: RowResidency, slot: int, num_tokens: int) -> Any:

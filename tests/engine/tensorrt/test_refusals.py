@@ -1,4 +1,4 @@
-"""What is said of plans that cannot be served as they are asked for: one sentence each."""
+"""Errors for plans that cannot be served with the given parameters: one sentence each."""
 
 from __future__ import annotations
 

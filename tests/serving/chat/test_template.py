@@ -44,7 +44,7 @@ def transformers_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrain
 
 
 def expected(tokenizer: Any, name: str, messages: Messages, **options: Any) -> str | None:
-    """What transformers renders; None where the template refuses."""
+    """Return the rendering by transformers; None where the template refuses."""
     chat = as_sent(messages) if name == "deepseek_r1" else messages  # which wants arguments as text
     if name == "parts_only":
         chat = in_parts(chat)
