@@ -48,7 +48,7 @@ def test_everybody_has_what_it_has_alone_in_as_many_iterations_as_it_has_tokens(
 
 
 @pytest.mark.parametrize("ended_by", ["end_ids", "stop_words"])
-def test_who_ends_unforeseen_has_a_row_in_vain_and_is_answered_when_that_is_back(ended_by):
+def test_a_sequence_that_ends_unforeseen_is_answered_when_its_superfluous_row_is_back(ended_by):
     tokens = expected_tokens((1, 2, 7), 9, 50)
     last = next(at for at in range(3, 9) if tokens[at] not in tokens[:at])
     how = {"end_ids": (tokens[last],)} if ended_by == "end_ids" else {"stop_words": ((tokens[last],),)}

@@ -70,7 +70,7 @@ class TestWhatIsPrinted:
         assert last_json_line('{"a": 1}\nloading {"c": 3}\n{"b": 2}\n[1]\nbye\n') == {"b": 2}
 
     @pytest.mark.parametrize("text", ["", "bye", "3", "[1]", '{"b": '])
-    def test_anything_else_is_no_figures(self, text):
+    def test_output_without_a_json_object_on_its_last_line_has_no_figures(self, text):
         assert last_json_line(text) is None
 
 

@@ -127,7 +127,7 @@ def test_an_error_in_a_stream_is_said():
 
 
 @pytest.mark.smoke
-def test_figures():
+def test_figures_are_computed_from_timelines():
     timelines = [
         Timeline(5, 3, 0, (10_000_000, 12_000_000, 14_000_000)),
         Timeline(5, 4, 5_000_000, (25_000_000, 105_000_000)),
@@ -147,7 +147,7 @@ def test_how_many_requests_a_run_has():
     assert num_requests(5, 64) == 5
 
 
-def test_what_is_sent():
+def test_inputs_have_the_workloads_prompts_and_lengths():
     (first, second) = make_input("m", ASKED[:2])["data"]
     assert (first["session_id"], second["session_id"]) == ("0", "1")
     (body,) = second["payloads"]

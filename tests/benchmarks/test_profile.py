@@ -105,7 +105,7 @@ def test_iterations_without_a_batch_are_not_kept():
     assert len(stopwatch.iterations) == 1
 
 
-def test_nothing_is_watched_afterwards():
+def test_functions_are_unwrapped_afterwards():
     before = Loop.step, Loop.forward, Loop.compute
     loop = Loop()
     with watch(loop) as stopwatch:

@@ -52,7 +52,7 @@ def test_free_slots_are_no_queue():
     assert refused(driver.accept(*(make_request(number) for number in range(4, 8)))) == [6, 7]
 
 
-def test_zero_is_no_bound():
+def test_a_queue_size_of_zero_is_unbounded():
     driver = Driver(make_scheduler(max_num_sequences=1))
     assert driver.accept(*(make_request(number) for number in range(500))) == []
 

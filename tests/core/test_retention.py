@@ -94,7 +94,7 @@ def test_many_ranges_cost_little_more_than_one():
     assert Counted.compared <= 13
 
 
-def test_nothing_said_says_nothing():
+def test_an_empty_retention_config_applies_to_no_block():
     assert RetentionConfig().of_block(0, prompt_length=4) is None
     assert RetentionConfig().of_block(8, prompt_length=4) is None
 

@@ -78,7 +78,7 @@ def test_an_engine_without_supervisors_is_over(path, threads):
     engine.server.close()
 
 
-def test_one_that_is_retired_leaves_in_order(path, threads):
+def test_a_retired_engine_ends_in_order(path, threads):
     engine = Engine(path)
     watching = Watching(path, threads)
     watching.watch.retire(2.5)

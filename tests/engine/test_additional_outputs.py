@@ -231,7 +231,9 @@ def test_what_is_not_offered_is_refused_at_admission(zoo: Zoo, output, sampling,
 
 
 @pytest.mark.parametrize("kernels", [None, "torch"])
-def test_nobody_else_pays(zoo: Zoo, kernels: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_states_are_not_kept_unless_a_request_asks_for_them(
+    zoo: Zoo, kernels: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a request that wants them, hidden states are neither kept nor normalized once more."""
     model = zoo["llama-gqa"]
     engine = load_offering(model, kernels)

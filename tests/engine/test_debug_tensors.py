@@ -105,7 +105,7 @@ def test_every_rank_writes_down_its_own(zoo: Zoo, tmp_path: Path) -> None:
             assert np.load(folder / "input_ids.npy").tolist() == list(model.prompt(6))
 
 
-def test_off_is_nothing(zoo: Zoo) -> None:
+def test_an_engine_without_the_parameters_has_no_debug_tensors(zoo: Zoo) -> None:
     engine = load_engine(zoo["gpt2"].folder)
     assert engine.runner.debug_tensors is None
 

@@ -119,7 +119,7 @@ def test_levels_are_those_of_the_formulas(kind: str, spread: float) -> None:
 
 @every_kind
 @pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_makes_its_own_head_none(kind: str, what: float) -> None:
+def test_a_number_that_is_not_finite_makes_its_whole_head_nan(kind: str, what: float) -> None:
     numbers = torch.ones(4, 2, 8)
     numbers[1, 0, 5] = what
     levels, scales = ROUNDINGS[kind].round(numbers)

@@ -55,7 +55,9 @@ def test_ranks_cut_what_the_weights_stand_for(
     with_all(["mixtral", "qwen3-moe", "deepseek-v3", "phi3", "qwen2"], ["mixtral", "deepseek-v3", "phi3"]),
 )
 @pytest.mark.parametrize("name", with_all(["fp8-tensor", "ct-int8", "gptq-one-group"], ["gptq-one-group"]))
-def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
+def test_quantized_checkpoints_of_other_families_give_the_models_tokens(
+    zoo: Zoo, tmp_path: Path, case: str, name: str
+) -> None:
     """Experts, latent attention, fused projections, biases; a router is not quantized."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",))
     row = alone(load_engine(tmp_path, dtype="float32"), model.prompt(12), 6)

@@ -233,7 +233,7 @@ def test_every_field_that_works_is_converted_or_is_the_executors_own() -> None:
 
 
 @pytest.mark.parametrize("end_id", [None, -1])
-def test_no_end_id(end_id: int | None) -> None:
+def test_an_end_id_that_is_none_or_negative_ends_nothing(end_id: int | None) -> None:
     assert convert(end_id=end_id).end_ids == ()
 
 
@@ -245,7 +245,7 @@ def test_with_an_end_id_one_token_comes_at_least_unless_said_otherwise() -> None
 
 
 @pytest.mark.parametrize("pad_id", [-1, -2, None])
-def test_no_pad_id(pad_id: int | None) -> None:
+def test_a_pad_id_that_is_none_or_negative_is_left_out(pad_id: int | None) -> None:
     assert convert(pad_id=pad_id).pad_id is None
 
 

@@ -57,7 +57,7 @@ def edited(zoo: Zoo, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa-tied", "qwen3", "gpt2"])
-def test_sharded_is_whole(zoo: Zoo, tmp_path: Path, case: str) -> None:
+def test_a_sharded_checkpoint_loads_the_weights_of_the_whole_one(zoo: Zoo, tmp_path: Path, case: str) -> None:
     sharded = make_model(tmp_path / "sharded", case, max_shard_size="60KB").folder
     assert len(list(sharded.glob("*.safetensors"))) > 2
     _assert_equal(_load(sharded), _load(zoo[case].folder))

@@ -106,7 +106,7 @@ def test_what_is_no_body_is_refused_in_a_sentence(raw: bytes) -> None:
     assert caught.value.status == 400 and len(str(caught.value)) < 300
 
 
-def test_what_came_is_told_in_short() -> None:
+def test_errors_shorten_large_values() -> None:
     for value in ("x" * 1_000_000, ["x"] * 100_000, {str(each): each for each in range(100_000)}):
         with pytest.raises(ApiError) as caught:
             parse_body(CompletionBody, json.dumps({"prompt": "x", "n": value}).encode(), JSON)

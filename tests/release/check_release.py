@@ -116,7 +116,7 @@ def live(kind: str, path: str) -> tuple[list[int], list[weakref.ref]]:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_ten_lives_leave_nothing(path, kind):
+def test_ten_engines_leave_no_threads_files_or_memory(path, kind):
     threads_before = threads()
     tokens, first_parts = live(kind, path)
     gc.collect()

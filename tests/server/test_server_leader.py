@@ -159,7 +159,9 @@ def kill_mpirun(server: TritonServer) -> None:
 
 
 @pytest.mark.parametrize("kill", [kill_tritonserver, kill_mpirun])
-def test_what_dies_takes_all_with_it(ranked_repository: Path, kill: Callable[[TritonServer], None]) -> None:
+def test_the_death_of_one_process_ends_all_others_of_the_server(
+    ranked_repository: Path, kill: Callable[[TritonServer], None]
+) -> None:
     with serve(ranked_repository, options=OPTIONS) as server:
         folder = server.repository.path.parent
         workers(server)

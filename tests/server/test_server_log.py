@@ -81,7 +81,7 @@ def test_a_start_was_starved_where_nothing_else_is_the_cause(log: str, starved: 
     assert was_starved(log) is starved
 
 
-def test_that_descriptors_have_run_out_is_explained_once() -> None:
+def test_running_out_of_descriptors_is_explained_once() -> None:
     echo = io.StringIO()
     line = "[warn] Error from accept() call: Too many open files\n"
     log = ServerLog(io.BytesIO(3 * line.encode()), echo, has_gpu=True)

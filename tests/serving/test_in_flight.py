@@ -227,7 +227,7 @@ def test_waiting_ends_with_the_first_request_and_at_close() -> None:
     assert seen[-1] == ()
 
 
-def test_closed_takes_nothing_more() -> None:
+def test_a_closed_front_end_admits_no_request() -> None:
     in_flight, _ = make_in_flight()
     entry = start(in_flight)
     assert in_flight.stop_admitting() == (entry,)

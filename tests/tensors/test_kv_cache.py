@@ -25,7 +25,7 @@ def ranges(**parts: list[list[int]]) -> dict[str, list[list[int]]]:
     return {f"retention_token_range_{name}": values for name, values in parts.items()}
 
 
-def test_nothing_is_said() -> None:
+def test_a_request_without_the_tensors_has_default_retention_and_identity() -> None:
     (request,) = requests_of()
     assert (request.retention, request.identity) == (RetentionConfig(), PrefixIdentity())
 

@@ -155,7 +155,7 @@ def command(text: object) -> AdapterCommand:
     return read_adapter_command(make_rows({"lora_command": np.array([given.encode()], np.object_)}))
 
 
-def test_commands() -> None:
+def test_adapter_commands_are_parsed() -> None:
     assert command({"command": "list"}) == AdapterCommand(AdapterAction.LIST)
     assert command({"command": "load", "name": "a", "path": "b"}) == AdapterCommand(
         AdapterAction.LOAD, "a", path="b"
@@ -190,7 +190,7 @@ def test_commands() -> None:
     ],
     ids=lambda part: "",
 )
-def test_commands_that_are_none(text: object, problem: str) -> None:
+def test_invalid_adapter_commands_are_refused_with_the_problem(text: object, problem: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
         command(text)
     message = str(raised.value)

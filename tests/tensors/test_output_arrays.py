@@ -214,5 +214,5 @@ def test_no_rows_of_logits_keep_the_size_of_the_vocabulary(name: str) -> None:
     assert array is not None and array.shape[-2:] == (0, VOCABULARY)
 
 
-def test_no_drafts_no_acceptance() -> None:
+def test_the_acceptance_rate_without_drafts_is_zero() -> None:
     assert values("acceptance_rate", make_output(make_result(perf_metrics=PerfMetrics()))) == [[0.0]]

@@ -83,7 +83,7 @@ def test_rows_must_be_of_one_number() -> None:
         make_reader(inputs | {"end_id": np.array([1], np.int32)}).rows()
 
 
-def test_texts() -> None:
+def test_texts_are_read_as_utf8_or_refused() -> None:
     reader = make_reader({"bad_words": np.array([["ü".encode(), b"x"]], np.object_)})
     assert reader.texts("bad_words") == ["ü", "x"]
     assert make_reader({}).texts("bad_words") == []

@@ -82,7 +82,9 @@ def test_no_more_is_held_back_than_has_to_be(text: str, strings: list[str]) -> N
         ("aaa", ["aaaa", "aa"], ""),
     ],
 )
-def test_which_string_counts(text: str, strings: list[str], shown: str) -> None:
+def test_the_text_ends_before_the_first_complete_stop_string(
+    text: str, strings: list[str], shown: str
+) -> None:
     assert whole(text, strings) == (shown, True)
 
 
@@ -98,7 +100,7 @@ def test_nothing_comes_after_a_stop() -> None:
 
 
 @pytest.mark.parametrize("strings", [[], [""], ["", ""]])
-def test_no_strings_stop_nothing(strings: list[str]) -> None:
+def test_an_empty_list_of_stop_strings_stops_nothing(strings: list[str]) -> None:
     assert not StopStrings(strings)
     assert whole("any text", strings) == ("any text", False)
 

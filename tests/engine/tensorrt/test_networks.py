@@ -183,7 +183,7 @@ def _slots_of_others(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         _slots_of_others,
     ],
 )
-def test_mistakes_are_noticed(
+def test_wrong_inputs_change_the_logits(
     zoo: Zoo, tmp_path: Path, mistake: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> None:
     model, texts = zoo["gpt2"], texts_of(zoo["gpt2"])

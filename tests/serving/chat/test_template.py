@@ -385,7 +385,7 @@ TWO = [{"name": "default", "template": TEXT}, {"name": "tool_use", "template": T
         {"additional_chat_templates__tool_use_DOT_jinja": TOOL},
     ],
 )
-def test_where_templates_are_found(tmp_path: Path, files: dict[str, Any]) -> None:
+def test_templates_are_found_where_transformers_finds_them(tmp_path: Path, files: dict[str, Any]) -> None:
     folder = make_folder(tmp_path, **files)
     theirs: Any = reference(folder)
     chat = load_chat_template(str(folder))

@@ -186,7 +186,9 @@ FRAGMENTS = [
     st.data(),
 )
 @settings(max_examples=250, deadline=None)
-def test_pieces_do_not_matter(parser: str, text: str, forced: bool, data: st.DataObject) -> None:
+def test_calls_are_the_same_however_the_text_is_cut(
+    parser: str, text: str, forced: bool, data: st.DataObject
+) -> None:
     whole = joined(parser, [text], forced)
     assert without_ids(joined(parser, cut(text, data), forced)) == without_ids(whole)
     assert without_ids(joined(parser, list(text), forced)) == without_ids(whole)
