@@ -62,7 +62,7 @@ def test_a_sequence_that_ends_unforeseen_is_answered_when_its_superfluous_row_is
     check_integrity(loop.scheduler)
 
 
-def test_one_that_needs_the_host_takes_part_in_every_second_iteration_and_the_other_runs_ahead():
+def test_a_request_that_needs_the_host_runs_in_every_second_iteration():
     loop = make_loop()
     loop.run(Request(1, (1, 2, 7), 12), Request(2, (2, 3, 7), 5, sampling=PENALIZED))
     assert names(loop) == "f" + 11 * "fd" + "d", "12 iterations, each before the one before it is decoded"
@@ -75,7 +75,7 @@ def test_one_that_needs_the_host_takes_part_in_every_second_iteration_and_the_ot
         assert response.result.output_token_ids[0] == (*prompt, *tokens)
 
 
-def test_one_that_comes_later_leaves_the_batch_in_flight_where_it_is():
+def test_a_later_request_does_not_disturb_the_batch_in_flight():
     loop = make_loop()
     loop.pending.append(Request(1, (1, 2, 7), 12))
     for _ in range(3):

@@ -102,7 +102,7 @@ class TestMemory:
         }
         assert weigh(figures, SHAPE, "int8")["weight_bytes"] == 1_050_000
 
-    def test_nothing_is_told_of_a_program_that_does_not_tell_its_own(self):
+    def test_a_program_without_cache_figures_gets_no_weights_and_cache(self):
         assert weigh({"peak_rss_bytes": 5}, SHAPE, "bfloat16") == {}
 
 
@@ -174,7 +174,7 @@ class TestProcesses:
         python, script, _, model, *_ = command(ours(), _work(Path("model")))
         assert (python, Path(script).name, model) == (sys.executable, "run_ours.py", "model")
 
-    def test_one_that_hangs_is_ended_with_what_it_has_started(self, tmp_path, interpreter):
+    def test_a_side_that_hangs_is_ended_with_its_children(self, tmp_path, interpreter):
         pids = tmp_path / "pids"
         hangs = interpreter("hangs", _HANGS.format(path=str(pids)))
         printed = run(Side("vllm", Path(hangs)), _work(tmp_path, timeout_s=5))
@@ -183,7 +183,7 @@ class TestProcesses:
         _assert_ended(pids)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_one_that_is_running_ends_with_compare(self, tmp_path, interpreter, number):
+    def test_a_running_side_ends_with_compare(self, tmp_path, interpreter, number):
         pids = tmp_path / "pids"
         hangs = interpreter("hangs", _HANGS.format(path=str(pids)))
         model = str(make_model(tmp_path / "model", shape="tiny"))

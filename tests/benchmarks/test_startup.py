@@ -60,7 +60,7 @@ def test_a_stub_goes_by_its_models_name() -> None:
     assert startup._name(["/opt/bin/tritonserver", "--x"]) == "tritonserver"
 
 
-def test_what_has_ended_is_left_out() -> None:
+def test_ended_processes_are_left_out() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert startup._processes(process.pid) == ()

@@ -450,13 +450,13 @@ def test_without_a_batch_size_as_many_run_as_there_is_room_for(
     ("mode", "expected"),
     [(trtllm.CommunicationMode.LEADER, "leader"), (trtllm.CommunicationMode.ORCHESTRATOR, "orchestrator")],
 )
-def test_who_starts_the_ranks_if_there_are_several(mode: trtllm.CommunicationMode, expected: str) -> None:
+def test_the_launch_mode_of_several_ranks_is_set(mode: trtllm.CommunicationMode, expected: str) -> None:
     config = trtllm.ExecutorConfig(parallel_config=trtllm.ParallelConfig(communication_mode=mode))
     assert to_parameters(config, "", Parameters(tensor_parallel_size=2)).launch_mode == expected
     assert to_parameters(config, "").launch_mode is None
 
 
-def test_what_a_configuration_does_not_say_stays() -> None:
+def test_parameters_that_a_configuration_leaves_out_stay() -> None:
     base = Parameters(watchdog_timeout_ms=5, tensor_parallel_size=2)
     base = replace(base, engine=replace(base.engine, dtype="float32", tokens_per_block=16))
     made = to_parameters(trtllm.ExecutorConfig(), "/checkpoint", base)
@@ -466,7 +466,7 @@ def test_what_a_configuration_does_not_say_stays() -> None:
 Backend = trtllm.GuidedDecodingConfig.GuidedDecodingBackend
 
 
-def test_who_follows_guides() -> None:
+def test_the_guided_decoding_backend_is_set() -> None:
     base = Parameters(guided_decoding_backend="xgrammar")
     config = trtllm.ExecutorConfig
     guided = trtllm.GuidedDecodingConfig(Backend.LLGUIDANCE)

@@ -62,7 +62,7 @@ def refusal_of(backend: GuideBackend, schema: Any) -> str:
         {"if": {"contains": {}}, "example": {"$ref": "#/nowhere"}, "x-guide": {"format": 3}},
     ],
 )
-def test_what_asks_for_nothing_is_taken(backend: GuideBackend, keywords: dict[str, Any]) -> None:
+def test_keywords_without_an_effect_are_accepted(backend: GuideBackend, keywords: dict[str, Any]) -> None:
     value: Any = {"a": "b"} if keywords.get("type") == "object" else "any text"
     assert allowed(backend, keywords, value, [1, 1], 3)[0] == value
 
@@ -403,7 +403,7 @@ def test_a_property_has_one_spelling(backend: GuideBackend) -> None:
         (False, "the schema is false"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_its_path(
+def test_unsupported_keywords_are_refused_by_their_path(
     backend: GuideBackend, schema: Any, words: str
 ) -> None:
     refusal = refusal_of(backend, schema)

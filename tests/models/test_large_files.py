@@ -121,7 +121,7 @@ def test_headers_say_what_does_not_fit(
     assert all(_bytes_in_memory(path) < _MOST_READ for path in paths)
 
 
-def test_what_fits_is_not_read_either(tmp_path: Path) -> None:
+def test_weights_of_files_that_fit_are_not_read_either(tmp_path: Path) -> None:
     """And it is noticed here if weights are."""
     (tmp_path / "config.json").write_text(json.dumps(_LLAMA_7B))
     model = read_model_description(tmp_path)

@@ -201,7 +201,7 @@ def _with(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
         ),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_tensors_that_do_not_fit_are_refused_by_name(
     edited: Callable[..., Path], change: Callable[[Tensors], Tensors], message: str
 ) -> None:
     folder = edited("llama", change)

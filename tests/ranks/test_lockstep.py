@@ -79,7 +79,7 @@ INPUTS = [
 ]
 
 
-def test_what_is_shared_is_followed_with_one_broadcast_each():
+def test_followers_get_the_shared_inputs_with_one_broadcast_each():
     worlds, wakes = make_worlds(2), Wakes()
 
     def work(rank: int) -> list[IterationInput | None]:

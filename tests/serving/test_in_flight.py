@@ -299,7 +299,7 @@ def test_an_id_whose_client_is_gone_before_the_start_gives_way() -> None:
     assert len(client.submitted) == 1
 
 
-def test_nothing_starts_once_closed() -> None:
+def test_a_registered_entry_does_not_start_once_closed() -> None:
     in_flight, client = make_in_flight()
     entry = register(in_flight)
     assert in_flight.stop_admitting() == (entry,)

@@ -77,7 +77,9 @@ def test_empty_arrays_are_no_ranges() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(parts: dict[str, list[list[int]]], message: str) -> None:
+def test_invalid_retention_tensors_are_refused_by_name(
+    parts: dict[str, list[list[int]]], message: str
+) -> None:
     with pytest.raises(InvalidArgument) as raised:
         requests_of(**ranges(**parts))
     assert message in str(raised.value)

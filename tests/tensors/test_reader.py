@@ -70,7 +70,7 @@ def test_scalars_of_a_batch_may_keep_their_second_dimension() -> None:
     assert [row.integer("end_id") for row in rows] == [1, 2]
 
 
-def test_one_row_is_the_reader_itself() -> None:
+def test_the_only_row_of_a_reader_is_the_reader_itself() -> None:
     reader = make_reader()
     assert reader.rows() == [reader]
 

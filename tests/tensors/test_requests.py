@@ -358,6 +358,6 @@ def test_a_wrong_row_is_named() -> None:
         convert_all(**batch(temperature=np.array([1.0, -1.0], np.float32)))
 
 
-def test_one_row_is_no_batch() -> None:
+def test_a_single_row_has_no_batch_index_unless_asked_for() -> None:
     assert "batch_index" not in convert_tokens()[1].outputs
     assert "batch_index" in convert_tokens(outputs=frozenset({"batch_index"}))[1].outputs

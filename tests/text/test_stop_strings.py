@@ -47,7 +47,9 @@ def whole(text: str, strings: list[str]) -> tuple[str, bool]:
 @example("aab", ["aab", "ab"], [])
 @example("aab", ["b", "aab"], [2])
 @example("abab🎉", ["ab🎉"], [])
-def test_it_stops_where_the_first_string_is_complete(text: str, strings: list[str], sizes: list[int]) -> None:
+def test_text_stops_where_the_first_string_is_complete(
+    text: str, strings: list[str], sizes: list[int]
+) -> None:
     finder = StopStringFinder(StopStrings(strings))
     wanted = cut_of(text, strings)
     shown = ""

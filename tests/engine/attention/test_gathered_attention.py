@@ -67,7 +67,7 @@ def check(zoo: Zoo, attention: Attention, tokens_per_block: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens_per_block", [3, 32])
-def test_it_is_right_for_every_number_of_rows_that_is_tried(
+def test_gathered_attention_is_right_for_all_tried_numbers_of_rows(
     zoo: Zoo, dtype: torch.dtype, tokens_per_block: int
 ) -> None:
     check(zoo, GATHERING, tokens_per_block, dtype)

@@ -311,7 +311,7 @@ def test_with_adapters_every_size_is_recorded_twice() -> None:
 
 
 @pytest.mark.parametrize("lacking", ["nothing", "chunks", "all"])
-def test_what_another_rank_cannot_record_is_launched(
+def test_no_rank_records_an_iteration_that_another_cannot(
     zoo: Zoo, lacking: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The ranks of a stage add up row by row: either all have rows that fill a batch up, or none has."""

@@ -198,7 +198,7 @@ def test_messages_of_another_form_are_refused(messages: Any, message: str) -> No
         template("qwen3").render(messages)
 
 
-def test_what_a_template_refuses_is_told() -> None:
+def test_the_message_of_a_template_that_refuses_is_reported() -> None:
     with pytest.raises(InvalidArgument, match="rendered by the chat template: A system role is not known"):
         template("gemma2").render([SYSTEM, USER])
 

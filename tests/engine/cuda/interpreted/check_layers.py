@@ -155,7 +155,7 @@ def test_what_a_kernel_stores_in_the_cache_is_looked_at(zoo: Zoo, monkeypatch: p
             check_operations(*given)
 
 
-def test_one_that_is_off_is_left_out_alone_and_the_log_says_why(
+def test_a_wrong_kernel_alone_is_left_out_and_logged(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The CPU stands in for a GPU that kernels are chosen for."""
