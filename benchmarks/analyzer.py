@@ -96,7 +96,7 @@ def read_experiments(
 
 
 def engine_stub(pids: Sequence[int]) -> int:
-    """Which of a server's processes has the engine."""
+    """Find the process of a server that has the engine."""
     return next(pid for pid in pids if _ENGINE_STUB in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 

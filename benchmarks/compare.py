@@ -198,7 +198,7 @@ def _prepare(options: argparse.Namespace, folder: Path) -> Work:
 
 
 class Progress:
-    """How far it is, on stderr, with the time that is left by what each side has taken so far."""
+    """Progress of the runs on stderr, with the time left estimated from each side's runs so far."""
 
     def __init__(self, sides: Sequence[str], num_rounds: int) -> None:
         self._left = [side for _ in range(num_rounds) for side in sides]
@@ -217,7 +217,7 @@ class Progress:
         self._taken_s.setdefault(side, []).append(seconds)
 
     def gives_up(self, side: str) -> None:
-        """It will not run again."""
+        """Exclude a side from further runs."""
         self._left = [each for each in self._left if each != side]
         self._total = len(self._left) + sum(map(len, self._taken_s.values()))
 

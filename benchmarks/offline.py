@@ -83,7 +83,7 @@ class ClosedLoop:
                 self._ended.set()
 
     def fail(self, error: InflightError) -> None:
-        """Nothing more will come."""
+        """Handle a failure of the loop: no more responses will come."""
         self._error = self._error or error
         self._waiting.clear()
         self._ended.set()

@@ -67,7 +67,7 @@ FEATURES = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large the measurement is."""
+    """Size of the measurement."""
 
     rows: int
     vocab_size: int

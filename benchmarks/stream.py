@@ -42,7 +42,7 @@ _VOCABULARY = 1000
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """How far behind a stream was, at each of its responses.
+    """Lag of a stream behind the engine, at each of its responses.
 
     Attributes:
         waits_ms: From the choice of a response's oldest token until it came.
@@ -84,7 +84,7 @@ def _seconds(pid: int) -> float:
 
 
 class TokenTimes:
-    """When each token of each prompt was chosen, read from a trace; monotonic nanoseconds."""
+    """Times at which each token of each prompt was chosen, from a trace; monotonic nanoseconds."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, ...]] = {}  # by request

@@ -161,7 +161,7 @@ def _ratios_of_rounds(runs: Sequence[Run], group: Group, metric: Metric, peer: s
 
 
 def best_peers(runs: Sequence[Run], group: Group) -> dict[Metric, Best]:
-    """For each metric that both we and some peer have told."""
+    """Find the best peer for each metric that both we and some peer have."""
     peers = [side for side in sides_of(runs) if side != OURS]
     found: dict[Metric, Best] = {}
     for column in _COLUMNS[group]:

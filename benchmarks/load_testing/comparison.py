@@ -98,7 +98,7 @@ class TritonGrpc:
     name = "triton_grpc"
 
     def run(self, server: TritonServer, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
-        """As `Way.run`."""
+        """Run the load, as `Way.run` describes."""
         return [answer.timeline for answer in analyze(server, requests, streams)]
 
 
@@ -139,7 +139,7 @@ def options(given: argparse.Namespace) -> Options:
 
 
 def num_requests(asked: int | None, streams: int) -> int:
-    """How many requests a run at so many streams has."""
+    """Return the number of requests of a run at this many streams."""
     return asked or max(_LEAST_REQUESTS, _REQUESTS_OF_STREAM * streams)
 
 

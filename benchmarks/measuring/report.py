@@ -61,7 +61,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """At which memory was read, in GB/s, right before a round and right after it."""
+    """Memory bandwidth, in GB/s, right before a round and right after it."""
 
     before: float
     after: float

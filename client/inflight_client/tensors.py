@@ -259,7 +259,7 @@ def _prompt_tensor(prompt: Prompt) -> dict[str, np.ndarray]:
 def _input(name: str, array: np.ndarray) -> InferInput:
     if array.dtype == BFLOAT16:
         tensor = InferInput(name, array.shape, "BF16")
-        # What set_data_from_numpy does with float32, one number at a time: seconds for an image's rows.
+        # set_data_from_numpy converts float32 one number at a time, which takes seconds for an image's rows.
         tensor._raw_content = array.tobytes()
         return tensor
     tensor = InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
