@@ -97,7 +97,7 @@ class Caching:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is read to its end meanwhile."""
+        """Pause all reads: none ends meanwhile."""
         self.folders.gate.clear()
         try:
             yield

@@ -14,7 +14,7 @@ FIRST, SECOND = BenchRequest((5, 6, 7), 3), BenchRequest((8, 9), 2)
 
 
 def record(request: BenchRequest, sent: int, responses: list[tuple[int, int]]) -> dict:
-    """As perf_analyzer writes one; responses are (time, tokens)."""
+    """Make a record as perf_analyzer writes it; responses are (time, tokens)."""
     return {
         "timestamp": sent,
         "request_inputs": {

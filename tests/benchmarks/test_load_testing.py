@@ -34,7 +34,7 @@ from inflight.text.tokenizer import Tokenizer
 
 RECORDED = Path(__file__).parent / "recorded"
 DEMO = default_repository() / "tensorrt_llm" / "1" / "demo_model"
-# What AIPerf was sent when its file was recorded.
+# The requests that AIPerf had sent when its file was recorded.
 ASKED = [BenchRequest(tuple(range(10, 30 + index)), 10 + index) for index in range(3)]
 
 

@@ -53,7 +53,7 @@ def serve(
 
 
 def assert_unharmed(outcome: Outcome, *innocent: Request) -> None:
-    """They have ended, with every token that they would have had alone, once."""
+    """Expect these requests to have ended once, with every token that they would have had alone."""
     for request in innocent:
         assert request.request_id not in outcome.failed()
         for index in range(request.sampling.num_sequences):

@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def what_is_said_to_be_covered_was_sent(request: pytest.FixtureRequest) -> Iterator[None]:
-    """So that nobody has to believe the marks."""
+    """Check that tests marked as covering a tensor have sent it."""
     TRAFFIC.clear()
     yield
     claimed = {name for mark in request.node.iter_markers("covers") for name in mark.args}

@@ -44,7 +44,7 @@ class Footprint:
 
 
 def folder_of(server: TritonServer) -> Path:
-    """Its private folder."""
+    """Return the server's private folder."""
     return server.repository.path.parent
 
 

@@ -95,7 +95,7 @@ def test_an_end_from_outside(pair_server, by):
             stream.cancel()
 
     def is_free() -> bool:
-        """Its id can be used again."""
+        """Tell whether a request's id can be used again."""
         with Stream(pair_server.grpc) as again:
             again.send("tensorrt_llm_bls", "long", **{**REQUEST, "max_tokens": 1})
             return again.receive()[1].error is None

@@ -35,7 +35,7 @@ SETTINGS = {"fake_engine": "vocab=3072,step_us=0", "tokenizer_dir": str(DEMO_MOD
 
 @pytest.fixture(scope="module")
 def server(elsewhere: Path) -> Iterator[TritonServer]:
-    """Its own: if it ended, other tests would not tell why."""
+    """A server of this file's own: if it ended, other tests would fail without a reason."""
     with serve_fake(settings=SETTINGS) as running:
         yield running
 

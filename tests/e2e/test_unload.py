@@ -277,7 +277,7 @@ def too_long_for_an_unload() -> None:
 
 
 def hanging() -> None:
-    """Nobody could finish it otherwise: Triton waits for requests in flight before it unloads."""
+    """Unload a hanging engine, apart because Triton waits for requests in flight before it unloads."""
     with serve_fake(settings=HANGING, options=EXPLICIT) as server:
         with Client(server) as direct, Client(server, "ensemble") as by_front_end:
             direct.ask(streaming=True)

@@ -90,7 +90,7 @@ class ThreadStageLink:
         self._dtype = getattr(torch, dtype)
 
     def send(self, hidden: Tensor | None) -> None:
-        """To the next stage."""
+        """Send a tensor to the next stage."""
         self._behind.put(hidden)
 
     def receive(self, num_rows: int) -> Tensor | None:
@@ -112,7 +112,7 @@ class ThreadStage:
         self._barrier.wait()
 
     def leave(self) -> None:
-        """Nobody is waited for any more."""
+        """Leave the meeting: no rank waits for another any more."""
         self._barrier.abort()
 
 
@@ -124,7 +124,7 @@ class ThreadOutcomes:
         self._told = told
 
     def tell(self, outcome: bytes) -> None:
-        """To all others."""
+        """Send the outcome to all other ranks."""
         for queue in self._told.values():
             queue.put(outcome)
 

@@ -61,7 +61,7 @@ def _write(folder: Path, shapes: Shapes) -> list[Path]:
 
 
 def _bytes_in_memory(path: Path) -> int:
-    """How much of a file anybody has read lately, in whole pages."""
+    """Count the bytes of a file that were read lately, in whole pages."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
@@ -85,7 +85,7 @@ def _reshaped(shapes: Shapes) -> Shapes:
 
 
 def _with_another_head(shapes: Shapes) -> Shapes:
-    """Beside a tied embedding."""
+    """Add an output head beside the tied embedding."""
     return {**shapes, "lm_head.weight": (32001, 4096)}
 
 

@@ -34,7 +34,7 @@ TIMEOUT_S = 120
 
 
 class Clients:
-    """They send their requests two at a time, and one stops its own."""
+    """Clients that send their requests two at a time; one stops its own."""
 
     def __init__(self, waiting: Sequence[Request]) -> None:
         self.served = Served()

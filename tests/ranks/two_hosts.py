@@ -30,7 +30,7 @@ exit 255
 
 
 class NoHosts(Exception):
-    """They cannot be made here; the message says why."""
+    """Raised where two hosts cannot be made; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class TwoHosts:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[TwoHosts]:
-    """As long as the `with` lasts; raises NoHosts. `folder` takes the scripts."""
+    """Make two hosts for the length of the `with`; raises NoHosts. `folder` takes the scripts."""
     _check()
     pid = os.getpid()
     names = (f"inflight-{pid}-a", f"inflight-{pid}-b")

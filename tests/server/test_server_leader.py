@@ -34,7 +34,7 @@ pytestmark = pytest.mark.e2e
 
 STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 OPTIONS = ServerOptions(tp=3, mode="leader")
-# What `python -m inflight.server` does, but for the program of the workers.
+# The same as `python -m inflight.server`, but for the program of the workers.
 COMMAND = f"""
 import sys
 from inflight.server import cli, ranks

@@ -147,7 +147,7 @@ class CacheOracle:
             f"request {llm_request.request_id} found a beginning that nobody computed"
         )
         assert counts.missed == sought - num_full
-        # Those that were let in together with this one have taken blocks, too.
+        # Requests admitted together with this one have taken blocks, too.
         if self.is_complete and self._kv_cache.num_taken_blocks <= self._kv_cache.pool.num_blocks:
             self.num_exact += 1
             assert num_full == found, f"request {llm_request.request_id} did not find what there is"

@@ -125,7 +125,7 @@ class QueueOracle:
     # ---------------------------------------------------------------- who comes and goes
 
     def too_many(self, requests: Collection[Request]) -> set[int]:
-        """Which of the requests of this iteration find the queue full."""
+        """List the requests of this iteration that find the queue full."""
         bound = self._config.max_queue_size
         waiting = [r.request for r in self._waiting() if _is_new(r)]
         waiting += [
@@ -229,7 +229,7 @@ class QueueOracle:
         first = [r for r in undelayed if not any(self._precedes(other, r) for other in undelayed)]
         if not first or not all(self._fits(r, claimed_blocks, is_closed) for r in first):
             return
-        # Who lacks slots is not asked whether it is delayed as well.
+        # A request that lacks slots is not checked for other delays.
         free_slots = self._free_slots()
         lack_slots = [r for r in allowed if r.num_slots > free_slots]
         in_the_way = [r for r in lack_slots if not any(self._precedes(one, r) for one in first)]

@@ -205,7 +205,7 @@ class SimulatedServer:
 
     def _fail(self, flight: Flight, error: InflightError) -> None:
         convicted = self.blame.failed(flight, behind=self._in_flight)
-        # What a faulty request's blocks hold may be what fails: nobody is to find them any more.
+        # The contents of a faulty request's blocks may be the cause: no request may find them any more.
         self.cache.is_complete &= not convicted
         kv_cache = self.scheduler.kv_cache
         suspicious = [

@@ -65,7 +65,7 @@ def values(name: str, *outputs: Output) -> list:
 # All but the answers to requests that have no engine's result, and what never comes.
 SPECS = [spec for spec in OUTPUTS.specs if spec.name not in ("state", "adapters") and spec.built]
 
-# What FULL says, name for name.
+# The values of FULL, by name.
 SAID = {
     "output_ids": [[[8, 9]]],
     "sequence_length": [[2]],

@@ -308,7 +308,7 @@ COMPANIONS = [
     ("guided_decoding_guide_type", GUIDE, "guide", Guide(GuideType.REGEX, "a+")),
     ("guided_decoding_guide", GUIDE, "guide.text", "a+"),
 ]
-# What asks for an output and nothing else.
+# Tensors that only ask for an output.
 ASKING = {
     "return_num_input_tokens",
     "return_num_output_tokens",

@@ -252,7 +252,7 @@ def _value(constant: Constant) -> Tensor:
     )
 
 
-# What each kind of layer computes: (attributes, inputs, communicator) -> outputs
+# The function of each kind of layer: (attributes, inputs, communicator) -> outputs
 
 _Given = list[Any]
 

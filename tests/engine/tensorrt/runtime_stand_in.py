@@ -51,12 +51,12 @@ class Severity(Enum):
 
 
 class ILogger:
-    """As TensorRT's."""
+    """Stand-in for TensorRT's ILogger."""
 
     Severity = Severity
 
     def log(self, severity: Severity, msg: str) -> None:
-        """For whoever derives from it."""
+        """Log a message; subclasses override it."""
         raise NotImplementedError
 
 
@@ -68,7 +68,7 @@ class ExecutionContextAllocationStrategy(Enum):
 
 
 class Runtime:
-    """As TensorRT's."""
+    """Stand-in for TensorRT's Runtime."""
 
     def __init__(self, logger: ILogger) -> None:
         self._logger = logger
@@ -86,7 +86,7 @@ class Runtime:
 
 @dataclass
 class Engine:
-    """As TensorRT's ICudaEngine."""
+    """Stand-in for TensorRT's ICudaEngine."""
 
     network: NetworkCopy
     profiles: list[Profile]
@@ -114,7 +114,7 @@ class Engine:
 
 @dataclass
 class Context:
-    """As TensorRT's IExecutionContext."""
+    """Stand-in for TensorRT's IExecutionContext."""
 
     engine: Engine
     strategy: ExecutionContextAllocationStrategy

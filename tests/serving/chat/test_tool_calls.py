@@ -59,7 +59,7 @@ def test_a_text_without_calls_is_content_as_it_is() -> None:
         # A missing end, and one that is cut.
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool', "", ["f"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}} and on', "and on", ["f"]),
-        # What is no call.
+        # Texts that are no calls.
         ("hermes", "<tool_call>\nsearch()\n</tool_call>", "<tool_call>\nsearch()\n</tool_call>", []),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
         ("hermes", '<tool_call> <tool_call>{"name": "f"}</tool_call>', "<tool_call>", ["f"]),
