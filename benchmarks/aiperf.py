@@ -42,7 +42,7 @@ class AiperfOnV1:
         self._model = model.resolve()
 
     def run(self, server: TritonServer, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
-        """As `comparison.Way.run`."""
+        """Run the load, as `comparison.Way.run` describes."""
         assert server.openai is not None, "it was started with an OpenAI endpoint"
         return self.send(server.openai, requests, streams)
 

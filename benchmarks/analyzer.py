@@ -30,7 +30,7 @@ _ENGINE_STUB = b"/tensorrt_llm/1/model.py"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request was given.
+    """Responses that one request received.
 
     Attributes:
         request: What was asked.
@@ -46,7 +46,7 @@ class Answer:
 
     @property
     def timeline(self) -> Timeline:
-        """Of the responses with tokens."""
+        """Return the times of the responses that had tokens."""
         times_ns = tuple(itertools.compress(self.times_ns, self.counts))
         return Timeline(len(self.request.prompt), self.request.num_output_tokens, self.sent_ns, times_ns)
 
@@ -96,12 +96,12 @@ def read_experiments(
 
 
 def engine_stub(pids: Sequence[int]) -> int:
-    """Which of a server's processes has the engine."""
+    """Find the process of a server that has the engine."""
     return next(pid for pid in pids if _ENGINE_STUB in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def process_ids(server: TritonServer) -> list[int]:
-    """Of all processes of a server."""
+    """Return the ids of all processes of a server."""
     return [process.pid for process in runtime_directory.find_processes(server.repository.path.parent)]
 
 

@@ -1,4 +1,4 @@
-"""What a long prompt does to the streams that run when it arrives, with and without chunked context.
+"""Measure how a long prompt delays the streams that run when it arrives, with and without chunked context.
 
 In this process, without a server: N streams generate, and a prompt of 2,000 tokens arrives. Without
 `enable_chunked_context` all of it is computed in one iteration, and every stream waits for that; with it streams

@@ -198,7 +198,7 @@ def _prepare(options: argparse.Namespace, folder: Path) -> Work:
 
 
 class Progress:
-    """How far it is, on stderr, with the time that is left by what each side has taken so far."""
+    """Progress of the runs on stderr, with the time left estimated from each side's runs so far."""
 
     def __init__(self, sides: Sequence[str], num_rounds: int) -> None:
         self._left = [side for _ in range(num_rounds) for side in sides]
@@ -217,12 +217,12 @@ class Progress:
         self._taken_s.setdefault(side, []).append(seconds)
 
     def gives_up(self, side: str) -> None:
-        """It will not run again."""
+        """Exclude a side from further runs."""
         self._left = [each for each in self._left if each != side]
         self._total = len(self._left) + sum(map(len, self._taken_s.values()))
 
     def left_s(self) -> float:
-        """Of all runs that have not ended; a side that has not run yet counts as the mean of the others."""
+        """Estimate the time of all runs not yet ended; a side without a run counts as the mean of the others."""
         means = {side: statistics.mean(taken) for side, taken in self._taken_s.items()}
         typical = statistics.mean(means.values())
         return sum(means.get(side, typical) for side in self._left)
@@ -263,7 +263,7 @@ def _run_side(side: Side, work: Work, shape: ModelShape, number: int) -> tuple[P
 
 
 def weigh(figures: Mapping[str, object], shape: ModelShape, dtype: str) -> dict[str, int]:
-    """What the weights and the KV cache take, each number once, and how much more the process had at its peak."""
+    """Compute the bytes of weights and KV cache, each number once, and the rest of the process's peak memory."""
     cache, peak = figures.get("kv_cache"), figures.get("peak_rss_bytes")
     if not isinstance(cache, Mapping) or not isinstance(peak, int):
         return {}

@@ -1,4 +1,4 @@
-"""What the pure core costs: schedule and update of an iteration, and admission, without any device.
+"""Measure the pure core: schedule and update of an iteration, and admission, without any device.
 
 Answers are made up in advance, so that nothing but the scheduler is timed: no sender threads, no forward pass; the
 statistics' counters are taken, their JSON is not made. Every kind of request runs apart.

@@ -1,4 +1,4 @@
-"""What generation costs on a device, beside what its memory allows and what transformers' `generate` takes.
+"""Measure generation on a device against the limit of its memory bandwidth and transformers' `generate`.
 
 Batches are made by hand, without a scheduler or a server: a number of sequences with contexts of one length, then
 one token for each of them an iteration. An iteration has to read every weight and every key and value once, so the
@@ -40,7 +40,7 @@ CONTEXT_TOKENS = 8192  # of an iteration
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is measured.
+    """Workload of the measurements.
 
     Attributes:
         rows: Numbers of sequences, each a measurement.
@@ -83,7 +83,7 @@ def copy_bytes_per_s(device: torch.device, size: int) -> float:
 
 
 def iteration_seconds(engine: ModelEngine, workload: Workload, num_rows: int) -> list[float]:
-    """What each iteration of `num_rows` sequences took, until its tokens, or those before, are on the host."""
+    """Time each iteration of `num_rows` sequences, until its tokens, or those of the last one, are on the host."""
     seconds = []
     limits = engine.limits
     in_flight: deque[tuple[ScheduledBatch, Any]] = deque()

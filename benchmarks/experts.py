@@ -43,7 +43,7 @@ _SEED = 3
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """Of generation, all with the same number of rows.
+    """Measurements of generation iterations, all with the same number of rows.
 
     Attributes:
         seconds: Of each.
@@ -58,7 +58,7 @@ class Iterations:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a round with so many rows; or the medians of several.
+    """Figures of one round with a number of rows; or the medians of several rounds.
 
     Attributes:
         tokens_per_s: By the median iteration.
@@ -93,7 +93,7 @@ def bytes_read(config: DecoderConfig, dtype: str, experts_read: float) -> float:
 def summarize(
     config: DecoderConfig, dtype: str, rows: int, run: Iterations, memory_gb_per_s: Bandwidth
 ) -> Figures:
-    """Of a round."""
+    """Summarize the iterations of a round."""
     assert config.experts is not None, "the model has experts"
     median = statistics.median(run.seconds)
     experts_read = run.experts_read / len(run.seconds) / sum(config.experts.layers)

@@ -88,7 +88,7 @@ class GenaiPerf:
         self._prompts = prompts
 
     def run(self, server: TritonServer, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
-        """As `comparison.Way.run`."""
+        """Run the load, as `comparison.Way.run` describes."""
         if self.name == "triton":
             return self.send(server.grpc, "ensemble", requests, streams)
         assert server.openai is not None, "it was started with an OpenAI endpoint"

@@ -63,7 +63,7 @@ PLAN_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a device gives.
+    """Measured limits of a device.
 
     Attributes:
         bytes_per_s: Read and written by a large copy.
@@ -94,7 +94,7 @@ class Line:
 
     @property
     def share(self) -> float | None:
-        """Of the limit that is reached, 0 to 1."""
+        """Return the fraction of the limit that was reached, 0 to 1."""
         if self.limit is None or not self.value:
             return None
         return self.limit / self.value if self.unit == "ms" else self.value / self.limit
@@ -102,7 +102,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured, and on what."""
+    """Workload, model and device of the measurements."""
 
     device: torch.device
     dtype: str
@@ -156,7 +156,7 @@ class Model:
 
 
 def flop_per_s(device: torch.device, size: int, dtype: torch.dtype) -> float:
-    """Of the product of two square matrices, the best of some."""
+    """Measure the FLOP/s of the product of two square matrices, the best of several runs."""
     matrix = torch.ones((size, size), dtype=dtype, device=device)
     return 2 * size**3 / min(time_of(lambda: matrix @ matrix, device) for _ in range(5))
 

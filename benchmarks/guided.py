@@ -1,4 +1,4 @@
-"""What following guides costs: masks for many rows beside a forward pass, and what others notice of a slow guide.
+"""Measure the cost of guided decoding: masks for many rows, and the delay of other requests by a slow guide.
 
 The first part times an iteration of a model of random weights. The second chooses tokens as that model's engine
 does, of a made-up vocabulary, with a JSON schema that every row follows and without, in turn: the difference is

@@ -1,4 +1,4 @@
-"""What a server without requests takes of the processor: seconds of each of its processes, by name.
+"""Measure the processor time that each process of a server without requests takes, in seconds, by name.
 
 Starts what `scripts/serve` starts, with ranks where `--tp` says so, answers one request, and looks twice at the
 processor time of all its processes, so many seconds apart. Prints one line of JSON last.
@@ -52,7 +52,7 @@ def report(given: argparse.Namespace, used_s: dict[str, float]) -> dict[str, obj
 
 
 def processor_time(find: Callable[[], Iterator[psutil.Process]], seconds: float) -> dict[str, float]:
-    """What the processes that `find` gives now have used `seconds` later, by name and number."""
+    """Return the processor time that the processes found now use within `seconds`, by name and number."""
     before = {process: _used_s(process) for process in find()}
     time.sleep(seconds)
     return {f"{process.name()} {process.pid}": _used_s(process) - used for process, used in before.items()}

@@ -1,4 +1,4 @@
-"""What an iteration takes on a real server, with one stream and with many.
+"""Measure the time of an iteration on a real server, with one stream and with many.
 
 Starts a tritonserver with a fake engine whose forward pass takes a fixed time, opens N gRPC streams, and reads
 from the statistics in the log how many iterations ran in how many seconds. What an iteration takes beyond the

@@ -1,4 +1,4 @@
-"""What the benchmarks of long prompts share: a model with room for them, and a loop without threads around it."""
+"""Code shared by the benchmarks of long prompts: a model with room for them, and a loop without threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEMO_WITH_ROOM = Shape(4, 256, 4, 2, 512, 3072, 8192, 10_000.0)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """What `load_engine` reads."""
+    """Add the options that `load_engine` reads."""
     parser.add_argument(
         "--model", help="checkpoint folder; random weights of the demo model's sizes without one"
     )

@@ -1,4 +1,4 @@
-"""What an iteration costs the loop thread while slow senders are at work.
+"""Measure the cost of an iteration on the loop thread while slow senders are at work.
 
 A fake engine without any forward pass, N streaming requests, and one sender thread that takes as long for each
 response as the Python stub of a real tritonserver does. Prints the median time of an iteration for each N, and how

@@ -1,4 +1,4 @@
-"""What LoRA adapters cost: iterations whose rows have adapters beside the same without, in turns in one process.
+"""Measure LoRA adapters: iterations whose rows have adapters and the same without, in turns in one process.
 
 All linear layers are adapted. Weights are random: only the time counts. In generation every row has one token, and
 rows take the adapters in turn; with `--chunk` one row computes so many tokens of a context.
@@ -35,7 +35,7 @@ _TOKEN_ID = 7
 
 
 def random_adapter(decoder: DecoderConfig, rank: int) -> StoredAdapter:
-    """Of this rank on every linear layer, in bfloat16."""
+    """Make an adapter of this rank on every linear layer, in bfloat16."""
     sizes = {module: size for module, size in module_sizes(decoder).items() if module in SPLIT_MODULES}
     config = tuple((int(module), layer, rank) for layer in range(decoder.num_layers) for module in sizes)
     width = rank * max(size.inner + size.outer for size in sizes.values())
@@ -133,14 +133,14 @@ def _load(options: argparse.Namespace, num_tokens: int) -> Iterator[ModelEngine]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an iteration took, on average over a turn, in milliseconds."""
+    """Average time of an iteration in one turn, in milliseconds."""
 
     wall_ms: float
     processor_ms: float
 
 
 def measure(bench: Bench, options: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
-    """Of every round, with adapters and without."""
+    """Measure every round, with adapters and without."""
     bench.begin(options.prompt)
     turns: dict[bool, list[Turn]] = {True: [], False: []}
     for number in range(options.rounds + 1):

@@ -59,7 +59,7 @@ class ClosedLoop:
         self._error: InflightError | None = None
 
     def get(self, max_num: int) -> list[Request]:
-        """What may be sent now: `max_num` at most, any number if that is negative."""
+        """Return the requests to send now: `max_num` at most, any number if that is negative."""
         requests: list[Request] = []
         while self._waiting and self._free_since_ns and len(requests) != max_num:
             request_id, request = self._waiting.popleft()
@@ -83,7 +83,7 @@ class ClosedLoop:
                 self._ended.set()
 
     def fail(self, error: InflightError) -> None:
-        """Nothing more will come."""
+        """Handle a failure of the loop: no more responses will come."""
         self._error = self._error or error
         self._waiting.clear()
         self._ended.set()
@@ -138,7 +138,7 @@ class InProcess:
         return self._loop.wait()
 
     def resources(self) -> Resources:
-        """Of this process, so far."""
+        """Return the resources that this process has used so far."""
         return Resources(self.load_s, peak_rss_bytes(), start_s=self.start_s)
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class InProcess:
 
 
 def to_parameters(settings: Mapping[str, str]) -> Parameters:
-    """What config.pbtxt would say; `settings` are its parameters, and max_batch_size."""
+    """Build the parameters that config.pbtxt would give; `settings` are its parameters, and max_batch_size."""
     given = {key: {"string_value": value} for key, value in settings.items() if key != "max_batch_size"}
     return read_parameters(
         {"name": "tensorrt_llm", "max_batch_size": settings["max_batch_size"], "parameters": given},
@@ -162,7 +162,7 @@ def to_parameters(settings: Mapping[str, str]) -> Parameters:
 
 
 def _kernels(parameters: Parameters, engine: Engine) -> Kernels:
-    """What the engine has come to, whatever was asked for."""
+    """Return the kernels that the engine chose, whatever was asked for."""
     config = parameters.engine
     asked, is_int8 = config.kernels or "default", config.dtype == INT8
     if not isinstance(engine, ModelEngine):

@@ -1,4 +1,4 @@
-"""Where an iteration's time goes, speed against concurrency, and KV blocks over time; as JSON and plots.
+"""Profile iterations by stage, speed against concurrency, and KV blocks over time; write JSON and plots.
 
 All in this process, with the loop, the instruments and the client of a server. Iterations of generation are taken
 apart by a clock around functions of the program. The workload W runs with more and more requests in flight; then

@@ -1,4 +1,4 @@
-"""What drafting by prompt lookup saves on a prompt that repeats itself.
+"""Measure how much drafting by prompt lookup saves on a prompt that repeats itself.
 
 In this process, without a server: one request at a time through scheduler and engine, plain and with
 `prompt_lookup_num_tokens`, in turns. Two prompts are Python code of one pattern over and over, which the demo

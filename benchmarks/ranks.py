@@ -1,4 +1,4 @@
-"""What several ranks cost and bring on this machine: tokens/s, the time of a broadcast, and the bytes that cross.
+"""Measure several ranks on this machine: tokens/s, the time of a broadcast, and the bytes transferred.
 
 Runs `ranks_program` under mpirun: one rank with all threads, then tensor- and pipeline-parallel ranks that share
 the same number of threads, in turn, several rounds. Streams of equal length that all start at once; greedy, and
@@ -27,7 +27,7 @@ _SETUPS = ("tp=1,pp=1", "tp=2,pp=1", "tp=1,pp=2")
 
 @dataclass(frozen=True)
 class Work:
-    """What each rank is told: `prompt` and `tokens` are lengths of each of `streams`, `threads` a rank's."""
+    """Work of each rank: `prompt` and `tokens` are the lengths of each of `streams`, `threads` are per rank."""
 
     model: str
     dtype: str
@@ -41,7 +41,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Figures:
-    """What rank 0 has measured. A row is a token that is computed; logits are gathered for chosen tokens alone."""
+    """Figures that rank 0 measured. A row is a computed token; logits are gathered for chosen tokens alone."""
 
     tokens_per_s: float
     iterations: float

@@ -1,4 +1,4 @@
-"""What every rank of `ranks` runs: `python -m benchmarks.ranks_program WORK` under mpirun, WORK as JSON.
+"""The program of every rank of `ranks`: `python -m benchmarks.ranks_program WORK` under mpirun, WORK as JSON.
 
 Each rank has a GptManager and its part of the model. Rank 0 has the requests, and prints the figures on one line.
 """

@@ -1,4 +1,4 @@
-"""What a prompt's first token costs when another request has computed the beginning of the prompt before.
+"""Measure the time to first token of a prompt whose prefix another request has computed before.
 
 In this process, without a server: prompts that share a prefix of 1,000 tokens, one request at a time. The first
 request with a prefix, the second one, and the second one with `enable_kv_cache_reuse` off.

@@ -1,4 +1,4 @@
-"""What choosing tokens costs, by feature, beside a bare argmax and a bare softmax and multinomial.
+"""Measure sampling, by feature, beside a bare argmax and a bare softmax and multinomial.
 
 All rows use the feature. Logits are ranked like a language model's: probabilities fall with the rank, 90 % of them
 within some dozens of tokens. With `--flat` they are normally distributed, and a top-p of 0.9 keeps most tokens.
@@ -29,7 +29,7 @@ _DRAFTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """What the rows of a measurement ask for."""
+    """Sampling feature that all rows of a measurement use."""
 
     name: str
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -68,7 +68,7 @@ FEATURES = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large the measurement is."""
+    """Size of the measurement."""
 
     rows: int
     vocab_size: int

@@ -50,7 +50,7 @@ class ServedEngine:
         return [answer.timeline for answer in analyze(self._server, requests, concurrency)]
 
     def resources(self) -> Resources:
-        """Of all processes of the server, so far."""
+        """Return the resources that all processes of the server have used so far."""
         pids = process_ids(self._server)
         return Resources(self.load_s, peak_rss_bytes(engine_stub(pids)), sum(map(peak_rss_bytes, pids)))
 

@@ -159,7 +159,7 @@ def _start(command: list[str], environment: dict[str, str]) -> Start:
 
 
 class _Log:
-    """What a server says, and when; one thread for each of its streams."""
+    """Lines of a server's log with the times they came; one thread for each of its streams."""
 
     def __init__(self, begin: float) -> None:
         self.lines: list[str] = []
@@ -169,7 +169,7 @@ class _Log:
         self._begin = begin
 
     def is_late(self) -> bool:
-        """Whether it is of no use to wait longer."""
+        """Tell whether the server has taken too long to start to wait any longer."""
         return time.monotonic() - self._begin > _GIVE_UP_S
 
     def copy(self, stream: IO[str]) -> None:
@@ -197,7 +197,7 @@ def _processes(root: int) -> tuple[Process, ...]:
 
 
 def _describe(process: psutil.Process) -> Process | None:
-    """What a process takes; None if it has ended meanwhile."""
+    """Describe the resources of a process; None if it has ended meanwhile."""
     try:
         words = process.cmdline()
         peak = _kilobytes(Path(f"/proc/{process.pid}/status"), "VmHWM:")

@@ -1,4 +1,4 @@
-"""What streaming through a real server costs, and how far behind its streams get.
+"""Measure the cost of streaming through a real server, and how far behind its streams get.
 
 Starts a tritonserver with a fake engine whose forward pass takes a fixed time, and has perf_analyzer open N gRPC
 streams at once. Prints responses and tokens a second, processor time per response of each process, and how far
@@ -42,7 +42,7 @@ _VOCABULARY = 1000
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """How far behind a stream was, at each of its responses.
+    """Lag of a stream behind the engine, at each of its responses.
 
     Attributes:
         waits_ms: From the choice of a response's oldest token until it came.
@@ -84,7 +84,7 @@ def _seconds(pid: int) -> float:
 
 
 class TokenTimes:
-    """When each token of each prompt was chosen, read from a trace; monotonic nanoseconds."""
+    """Times at which each token of each prompt was chosen, from a trace; monotonic nanoseconds."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, ...]] = {}  # by request

@@ -49,7 +49,7 @@ class _Page(HTMLParser):
 
 
 def requests_to_other_hosts(site: Path) -> list[str]:
-    """What browsers would fetch from elsewhere, each with the file that says so."""
+    """List the URLs on other hosts that browsers would fetch, each with the file that names it."""
     found: list[str] = []
     for file in sorted(site.rglob("*")):
         if file.suffix == ".html":

@@ -1,4 +1,4 @@
-"""What mkdocs does to pages and files beside making HTML; named in mkdocs.yml, runs in .venv-docs.
+"""Hooks for mkdocs that change links and files besides making HTML; named in mkdocs.yml, run in .venv-docs.
 
 The pages are written to be read in the repository. What they link to outside of docs/ is not part of the site:
 such a link becomes the path of the file. The theme's scripts are kept from fetching anything.

@@ -37,7 +37,7 @@ class Command:
         )
 
     def ready_line(self) -> dict[str, str]:
-        """What the next READY line says; waits for it."""
+        """Wait for the next READY line and parse it."""
         return read_ready_line(self.process)
 
     def server(self) -> int:
@@ -62,7 +62,7 @@ def command(repository: Path, *arguments: str) -> Iterator[Command]:
 
 
 def read_ready_line(process: subprocess.Popen[str]) -> dict[str, str]:
-    """What the next line of a command says, which has to be a READY line."""
+    """Parse the next line of a command, which has to be a READY line."""
     addresses, _, model = read_line(process).rstrip("\n").partition(" model=")
     word, *pairs = addresses.split(" ")
     assert word == "READY"

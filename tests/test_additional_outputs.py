@@ -27,7 +27,7 @@ from inflight.errors import ConfigError
         ("top_20_logit_ids", Meaning(OutputKind.TOP_LOGIT_IDS, 20)),
     ],
 )
-def test_what_a_name_means(name: str, meaning: Meaning) -> None:
+def test_names_of_additional_outputs_are_parsed(name: str, meaning: Meaning) -> None:
     assert meaning_of(name) == meaning
 
 

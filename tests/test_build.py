@@ -1,4 +1,4 @@
-"""What the composition root asks of a model that has been loaded."""
+"""Checks of the composition root on a loaded model."""
 
 from __future__ import annotations
 

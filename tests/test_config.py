@@ -42,7 +42,7 @@ def test_the_result_has_a_field_for_every_built_row() -> None:
     assert sorted(fields) == sorted(spec.key for spec in PARAMETERS if spec.built)
 
 
-def test_nothing_given() -> None:
+def test_parameters_that_are_left_out_have_their_defaults() -> None:
     parameters = make_parameters(max_batch_size=16)
     scheduler, engine = parameters.scheduler, parameters.engine
     assert engine.max_num_sequences == 16
@@ -52,7 +52,7 @@ def test_nothing_given() -> None:
 
 
 def value_of(parameters: Parameters, key: str) -> object:
-    """What was read for `key`, in whichever part."""
+    """Return the value read for `key`, in any part of the configuration."""
     name = {
         "batch_scheduler_policy": "policy",
         "engine": "implementation",
@@ -155,7 +155,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("key", "text", "value"), GOOD)
-def test_good_values(key: str, text: str, value: object) -> None:
+def test_valid_texts_of_parameters_are_read(key: str, text: str, value: object) -> None:
     assert value_of(make_parameters(role_of(key), **{key: text}), key) == value
 
 

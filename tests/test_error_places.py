@@ -1,4 +1,4 @@
-"""What clients are told of errors names no place on the server's machine."""
+"""Error messages to clients name no path on the server's machine."""
 
 import pytest
 
@@ -18,14 +18,14 @@ from inflight.errors import StepFailed, unexpected, without_places
         ("File /opt/a/model.py, line 3 (see /opt/b/c)", "File …, line 3 (see …)"),
     ],
 )
-def test_places_are_left_out(text: str, told: str) -> None:
+def test_paths_are_left_out_of_errors(text: str, told: str) -> None:
     assert without_places(text) == told
 
 
 @pytest.mark.parametrize(
     "text", ["tokens/s and/or 3/4", "use a larger --shm-size for /dev", "a_b is 5, expected 1"]
 )
-def test_nothing_else_is(text: str) -> None:
+def test_texts_without_paths_are_unchanged(text: str) -> None:
     assert without_places(text) == text
 
 

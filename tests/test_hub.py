@@ -99,7 +99,7 @@ class Caller:
         return subprocess.run(command, **options)
 
     def find(self, *calls: tuple[Any, ...], **environment: str) -> list[dict[str, str]]:
-        """What `find_checkpoint` returns, or its error, for each call's arguments."""
+        """Return the result of `find_checkpoint`, or its error, for each call's arguments."""
         done = self.run("-c", _PROGRAM, json.dumps(calls), env={**self.environment, **environment})
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]

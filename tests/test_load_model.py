@@ -1,4 +1,4 @@
-"""What a model is loaded with: kernels compiled meanwhile, logits post-processors."""
+"""Loading of a model: kernels compiled meanwhile, logits post-processors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MODULE = "PROCESSORS = {'upper': lambda req_id, logits, ids, stream_ptr, client_
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
-    """What the engine is loaded with, in the place of an engine."""
+    """Replace the engine's load function and record the post-processors it gets."""
     loaded: list[LogitsPostProcessors] = []
 
     def load(

@@ -1,1 +1,1 @@
-"""What `compare` is made of: the sides' processes, what is checked before, and what their figures come to."""
+"""The parts of `compare`: the sides' processes, the checks before they start, and the summary of their figures."""

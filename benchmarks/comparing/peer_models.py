@@ -26,7 +26,7 @@ _GGUF_STRING, _GGUF_ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model; None where a file does not say."""
+    """Sizes of a model; None where a file does not state one."""
 
     hidden_size: int | None
     num_layers: int | None
@@ -35,7 +35,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Of what a peer loads.
+    """Description of the checkpoint or file that a peer loads.
 
     Attributes:
         sizes: Of the model.
@@ -63,7 +63,7 @@ def check_peer_model(path: Path, model: Path, dtype: str) -> None:
 
 
 def sizes_of_config(folder: Path) -> Sizes:
-    """Of a config.json, by the names that most families have."""
+    """Read the sizes from a config.json, by the names that most families use."""
     config = json.loads((folder / "config.json").read_text())
     return Sizes(config.get("hidden_size"), config.get("num_hidden_layers"), config.get("vocab_size"))
 

@@ -1,4 +1,4 @@
-"""What the runs of all sides come to: medians, extremes, ratios, and tables for people. Pure but for printing."""
+"""Summarize the runs of all sides: medians, extremes, ratios, and tables for people. Pure but for printing."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _number(value: object) -> float | None:
 
 
 def spreads(runs: Sequence[Run], group: Group, side: str) -> dict[Metric, Spread]:
-    """Of the rounds that told each metric; failed runs tell none."""
+    """Return the spread of each metric over the rounds that measured it; failed runs have no metrics."""
     found: dict[Metric, Spread] = {}
     for column in _COLUMNS[group]:
         rows = [run.values.get(group, {}) for run in runs if run.side == side]
@@ -161,7 +161,7 @@ def _ratios_of_rounds(runs: Sequence[Run], group: Group, metric: Metric, peer: s
 
 
 def best_peers(runs: Sequence[Run], group: Group) -> dict[Metric, Best]:
-    """For each metric that both we and some peer have told."""
+    """Find the best peer for each metric that both we and some peer have."""
     peers = [side for side in sides_of(runs) if side != OURS]
     found: dict[Metric, Best] = {}
     for column in _COLUMNS[group]:
@@ -180,7 +180,7 @@ def sides_of(runs: Sequence[Run]) -> list[str]:
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
-    """Of which any run has figures, in the order of the tables."""
+    """List the groups for which any run has figures, in the order of the tables."""
     return [group for group in _COLUMNS if any(run.values.get(group) for run in runs)]
 
 

@@ -49,7 +49,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Work:
-    """What every side is asked to do.
+    """The work that every side is given.
 
     Attributes:
         model: Checkpoint folder.
@@ -70,7 +70,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Printed:
-    """What a program printed: its line of JSON, or why there is none; and what else it had to say.
+    """Output of a program: its line of JSON, or the reason why there is none; and everything else it printed.
 
     `has_hung`: It was ended because it took too long.
     """
@@ -119,7 +119,7 @@ def _vllm_variables(python: Path, threads: int) -> dict[str, str]:
 
 
 def _vllm_libraries(python: Path) -> dict[str, str | None]:
-    """What vLLM's guide says to load before everything else, by name: a faster malloc, and Intel's OpenMP."""
+    """Find the libraries that vLLM's guide says to preload, by name: a faster malloc, and Intel's OpenMP."""
     # The interpreter is a link out of its environment, so it is not followed.
     openmp = python.absolute().parent.parent / "lib" / "libiomp5.so"
     return {

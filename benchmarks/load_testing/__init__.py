@@ -1,1 +1,1 @@
-"""What `scripts/bench aiperf` and `scripts/bench genai-perf` share: environments, exports, and the comparison."""
+"""Code shared by `scripts/bench aiperf` and `scripts/bench genai-perf`: environments, exports, comparison."""

@@ -52,7 +52,7 @@ class Way(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """What one way gave at one number of streams.
+    """Figures of one way to serve at one number of streams.
 
     Attributes:
         requests: How many were sent.
@@ -72,7 +72,7 @@ class LoadFigures:
 
     @classmethod
     def of(cls, timelines: Sequence[Timeline]) -> LoadFigures:
-        """Of all requests of a run."""
+        """Compute the figures of a run from the timelines of all its requests."""
         last_ns = max(timeline.responses_ns[-1] for timeline in timelines)
         seconds = 1e-9 * (last_ns - min(timeline.sent_ns for timeline in timelines))
         num_tokens = sum(timeline.num_output_tokens for timeline in timelines)
@@ -98,7 +98,7 @@ class TritonGrpc:
     name = "triton_grpc"
 
     def run(self, server: TritonServer, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
-        """As `Way.run`."""
+        """Run the load, as `Way.run` describes."""
         return [answer.timeline for answer in analyze(server, requests, streams)]
 
 
@@ -123,7 +123,7 @@ def parser(name: str, docstring: str | None) -> argparse.ArgumentParser:
 
 
 def options(given: argparse.Namespace) -> Options:
-    """What `parser` has parsed, for the largest number of streams."""
+    """Build the options for the largest number of streams from the parsed command line."""
     streams = max(given.streams)
     return Options(
         model=given.model,
@@ -139,7 +139,7 @@ def options(given: argparse.Namespace) -> Options:
 
 
 def num_requests(asked: int | None, streams: int) -> int:
-    """How many requests a run at so many streams has."""
+    """Return the number of requests of a run at this many streams."""
     return asked or max(_LEAST_REQUESTS, _REQUESTS_OF_STREAM * streams)
 
 

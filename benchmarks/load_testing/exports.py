@@ -1,4 +1,4 @@
-"""What AIPerf and genai-perf export of every request → timelines, as `measuring.report` has them. Pure.
+"""Convert AIPerf's and genai-perf's records of requests to the timelines of `measuring.report`. Pure.
 
 Both tools sum up for themselves, but each by definitions of its own, and genai-perf counts tokens by tokenizing
 the text again. So their records of single requests are read, and summed up as those of Triton's gRPC are.

@@ -1,1 +1,1 @@
-"""What `offline`, `serve` and `compare` share: the workload, options, figures, and what these depend on."""
+"""Code shared by `offline`, `serve` and `compare`: workload, options, figures, and the setup they depend on."""

@@ -65,7 +65,7 @@ class Probe:
 
 
 def main() -> None:
-    """Of the process: a figure for each line that it is sent."""
+    """Run the process: measure and print a figure for each line of standard input."""
     for _ in sys.stdin:
         print(read_gb_per_s(int(sys.argv[1])), flush=True)
 

@@ -1,4 +1,4 @@
-"""What `offline` and `serve` are told, and the parameters of config.pbtxt that both give the engine.
+"""Options of `offline` and `serve`, and the parameters of config.pbtxt that both give the engine.
 
 The same parameters for both, so that the two differ in Triton alone. Prefixes are never shared: every round asks
 for the same prompts again.
@@ -50,7 +50,7 @@ class Options:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Options:
-        """What `add_options` has parsed."""
+        """Build the options from arguments that `add_options` has declared."""
         num_requests = arguments.requests or _DEFAULT_REQUESTS[arguments.workload]
         concurrency = 1 if arguments.workload == "lone" else arguments.concurrency or num_requests
         return cls(
@@ -100,7 +100,7 @@ def _key_and_value(text: str) -> tuple[str, str]:
 
 
 def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
-    """What `Options.of` reads; `concurrency` is the default."""
+    """Add the options that `Options.of` reads; `concurrency` is the default."""
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument(
         "--workload",

@@ -21,7 +21,7 @@ from typing import Any
 from inflight.server.errors import ServeError
 from inflight.server.installation import wheel_libraries
 
-# What the program asks for, and how the server's wheel calls it.
+# Libraries that the program needs, and their names in the server's wheel.
 _LIBRARIES = (("libb64.so.0d", "libb64-*.so.0d"), ("libcudart.so.12", "libcudart-*.so.12.*"))
 
 _ERROR_LINES = 4  # its usage follows

@@ -1,4 +1,4 @@
-"""What benchmarks of a real server share: streams that never end, its log with times, and the trace it writes."""
+"""Code shared by benchmarks of a real server: endless streams, its log with times, and the trace it writes."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles:
-        """Of values in any order."""
+        """Compute the percentiles of values in any order."""
         ordered = sorted(values) or [0.0]
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[round(0.99 * last)])
@@ -61,7 +61,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """At which memory was read, in GB/s, right before a round and right after it."""
+    """Memory bandwidth, in GB/s, right before a round and right after it."""
 
     before: float
     after: float
@@ -69,7 +69,7 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the engine took.
+    """Resources that the engine used.
 
     Attributes:
         load_s: From reading the checkpoint, what is imported for that left out, to taking requests, in seconds.
@@ -147,7 +147,7 @@ def summarize(
 
 
 def medians(rounds: Sequence[T]) -> T:
-    """Of dataclasses of numbers, field by field; of None, None; of peaks of memory, the highest."""
+    """Take medians of dataclasses of numbers, field by field; of None, None; of peaks of memory, the highest."""
     return _combine(rounds, is_peak=False)
 
 

@@ -33,7 +33,7 @@ class BenchedEngine(Protocol):
         ...
 
     def resources(self) -> Resources:
-        """Its memory and load time so far."""
+        """Return its memory and load time so far."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a figure was measured with: the model's shape, the engine's settings, versions, the machine."""
+"""The setup that a figure was measured with: model shape, engine settings, versions, machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTES = {"int4": 0.5, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 def value_bytes(dtype: str) -> int:
-    """Of an activation, a key or a value in a model with such weights."""
+    """Return the bytes of an activation, a key or a value in a model with weights of this dtype."""
     return int(_BYTES["bfloat16" if dtype in ("int8", "int4") else dtype])
 
 
@@ -44,7 +44,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: DecoderConfig) -> ModelShape:
-        """Of any family."""
+        """Compute the shape of a model of any family."""
         hidden, ffn = config.hidden_size, config.intermediate_size
         attention = hidden * (config.query_size + 2 * config.kv_size) + config.query_size * hidden
         mlp = (3 if config.gated_mlp else 2) * hidden
@@ -74,11 +74,11 @@ class ModelShape:
         )
 
     def weight_bytes(self, dtype: str) -> int:
-        """Of all matrices, each number once, without scales."""
+        """Return the bytes of all matrices, each number once, without scales."""
         return int(self.num_weights * _BYTES[dtype])
 
     def kv_cache_bytes(self, num_tokens: int, value_bytes: int, scale_bytes: int = 0) -> int:
-        """Of the keys and values of so many tokens, each head's with a scale of so many bytes."""
+        """Return the bytes of the keys and values of `num_tokens` tokens, `scale_bytes` for each head's scale."""
         return num_tokens * (self.cached * value_bytes + self.cached // self.head_dim * scale_bytes)
 
     def gflop(self, num_rows: float, num_sampled: float) -> float:
@@ -88,7 +88,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Of what computes."""
+    """Versions of the software that computes."""
 
     python: str
     torch: str
@@ -102,7 +102,7 @@ class Versions:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What computes the layers.
+    """Kernels that compute the layers.
 
     Attributes:
         asked: The parameter of config.pbtxt; "default" is the engine's choice.
@@ -159,7 +159,7 @@ class Setup:
         requests: list[BenchRequest],
         kernels: Kernels | None = None,
     ) -> Setup:
-        """Of a run with these options, model and requests; `kernels` of an engine in this process."""
+        """Describe a run with these options, model and requests; `kernels` belong to an engine in this process."""
         shape, dtype = ModelShape.of(config), options.dtype or config.dtype or "float32"
         num_kv_tokens = kv_cache_tokens(requests, options.concurrency)
         kv_cache_dtype = dict(options.more).get("kv_cache_dtype", "auto")
@@ -188,7 +188,7 @@ class Setup:
 
 
 def cpu_name() -> str:
-    """Of the first core; the architecture where the kernel does not say."""
+    """Return the name of the first core; the architecture where the kernel does not name one."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return names[0] if names else platform.machine()

@@ -1,4 +1,4 @@
-"""What `offline`, `serve` and `compare` ask a model for: the same requests of every system, drawn from a seed.
+"""The workload of `offline`, `serve` and `compare`: the same requests for every system, drawn from a seed.
 
 Token ids are random, so that nothing can be shared between prompts; greedy, and no token ends a sequence, so that
 every system generates the same number of tokens. Standard library only: it also runs where nothing else of this
@@ -53,7 +53,7 @@ def draw_lone(vocab_size: int, count: int) -> list[BenchRequest]:
 
 
 def warm_up(requests: Sequence[BenchRequest], concurrency: int) -> Sequence[BenchRequest]:
-    """What runs before anything is timed: everything once, or one request if they come one by one.
+    """Return the requests to run before timing: all of them, or one if they come one by one.
 
     Some systems prepare themselves for every shape of a batch when they first see it.
     """

@@ -1,4 +1,4 @@
-"""What `profile` finds, and how it is written: JSON for programs, Markdown tables for people. Pure."""
+"""Results of `profile`, and how they are written: JSON for programs, Markdown tables for people. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class IterationCost:
 
     @classmethod
     def of(cls, rows: int, iterations: Sequence[Iteration]) -> IterationCost:
-        """Of those iterations that are as wanted; there has to be one."""
+        """Compute the cost of iterations with this many generation rows and no chunks; at least one must exist."""
         wanted = [each for each in iterations if each.num_generation == rows and not each.num_chunks]
         stages_ms = (1e-6 * statistics.median(each.stages_ns[stage] for each in wanted) for stage in Stage)
         return cls(rows, len(wanted), tuple(stages_ms))
@@ -49,7 +49,7 @@ class IterationCost:
 
     @property
     def share_outside(self) -> float:
-        """Of an iteration, what is not the forward pass."""
+        """Return the fraction of an iteration outside the forward pass."""
         return self.outside_ms / self.total_ms
 
 
@@ -73,7 +73,7 @@ class LoadPoint:
 
     @classmethod
     def of(cls, concurrency: int, timelines: Sequence[Timeline]) -> LoadPoint:
-        """Of all requests' times."""
+        """Compute a point from the times of all requests."""
         num_tokens = sum(timeline.num_output_tokens for timeline in timelines)
         return cls(
             concurrency,
@@ -101,7 +101,7 @@ class CacheSample:
 
     @classmethod
     def of(cls, stats: IterationStats, since_ns: int) -> CacheSample:
-        """Of requests that are one sequence each."""
+        """Sample the cache from the statistics of requests with one sequence each."""
         waiting = stats.num_waiting_requests
         return cls(1e-9 * since_ns, stats.num_used_blocks, stats.num_active_requests - waiting, waiting)
 

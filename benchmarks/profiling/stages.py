@@ -1,4 +1,4 @@
-"""Which functions of the program are which stage of an iteration.
+"""Map functions of the program to the stages of an iteration.
 
 The forward pass is what the compiled code computes of embeddings, layers and logits, or torch's decoder where
 there is none; the Python around it belongs to packing.

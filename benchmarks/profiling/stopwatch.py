@@ -1,4 +1,4 @@
-"""Where an iteration of the loop spends its time: functions of the program are wrapped, and nothing else changes.
+"""Clock for the stages of the loop's iterations: wraps functions of the program and changes nothing else.
 
 Owns the wrappers, for the length of a `with`, and what they have measured. A stage's time is its own: where a
 wrapped function calls another one, that counts for the other's stage, so that the stages of an iteration add up to
@@ -19,7 +19,7 @@ from inflight.core.schedule.batch import ScheduledBatch
 
 
 class Stage(IntEnum):
-    """What an iteration consists of; the forward pass is embeddings, layers and logits."""
+    """Stages of an iteration; the forward pass is embeddings, layers and logits."""
 
     GET = 0
     SCHEDULE = 1

@@ -132,7 +132,7 @@ class Client:
         completion(self._deltas(stop_call(model, request_id)))
 
     def state(self, model: str | None = None) -> dict[str, Any]:
-        """What the server's batcher is doing, for people; the server must have been told to tell.
+        """Return the state of the server's batcher, for people; the server must have enabled state requests.
 
         Args:
             model: Whom to ask; `tensorrt_llm` by default.
@@ -203,7 +203,7 @@ class Client:
         return self._received(call, lambda result: read_delta(result, call))
 
     def _received(self, call: Call, read: Callable[[grpc.InferResult], _T | None]) -> Iterator[_T]:
-        """What `read` makes of each response, as they come; closing it early cancels the request."""
+        """Yield the result of `read` for each response; closing the generator early cancels the request."""
         self._in_flight.add(call)
         responses = self._streams.ask(call)
         try:

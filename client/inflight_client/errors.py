@@ -1,4 +1,4 @@
-"""What can go wrong on the other side of the wire, in one exception."""
+"""The exception for every failure of a server or of the connection to it."""
 
 from __future__ import annotations
 

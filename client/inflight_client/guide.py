@@ -1,4 +1,4 @@
-"""What generated text has to look like."""
+"""Guides: the formats that generated text can be constrained to."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def _read_fields(folder: Path) -> dict[str, Any]:
 
 
 def _scale(fields: Mapping[str, Any], name: str, rank: int) -> float:
-    """What B A of a linear layer is multiplied by. ValueError if its rank is not the one that the fields say."""
+    """Return the factor of B A in a linear layer. ValueError if its rank is not the one that the fields state."""
     expected = _by_pattern(fields.get("rank_pattern"), name, fields.get("r", 8))
     if rank != expected:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What comes back: deltas of a stream, and what they add up to."""
+"""Results of requests: deltas of a stream, and the completions that they add up to."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class PerfMetrics:
-    """What a sequence took so far. Times are the server's monotonic clock in nanoseconds; 0 for what is to come.
+    """Timing and KV cache figures of a sequence. Times are the server's monotonic clock in ns; 0 if still to come.
 
     Attributes:
         arrival_time_ns: The request was queued.
@@ -159,7 +159,7 @@ class _FirstSequence:
 
 @dataclass(frozen=True)
 class Delta(_FirstSequence):
-    """What one response of the server says.
+    """Content of one response of the server.
 
     It adds to what came before of the same sequence, unless it is cumulative: the beams of a beam search change
     places as it goes on, so each response says everything anew, best first.

@@ -128,7 +128,7 @@ class _Stream:
             yield result
 
     def _error(self, error: Exception | None, may_have_ended: bool) -> Exception:
-        # What gRPC reports has a status and ends the stream; a refusal of Triton's has none, and ends the request.
+        # An error of gRPC has a status and ends the stream; a refusal of Triton's has none, and ends the request.
         self.is_idle = isinstance(error, InferenceServerException) and error.status() is None
         if may_have_ended and not self.is_idle:
             return EndedIdle()

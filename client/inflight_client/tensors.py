@@ -135,7 +135,7 @@ def adapters_call(model: str, **command: Any) -> Call:
 
 
 def name_or_id(adapter: str | int) -> dict[str, str | int]:
-    """What a command says of an adapter that goes by a name, a text, or by a task id."""
+    """Return the JSON key and value of an adapter: a name if it is text, a task id if it is a number."""
     return {"name": adapter} if isinstance(adapter, str) else {"task_id": adapter}
 
 
@@ -259,7 +259,7 @@ def _prompt_tensor(prompt: Prompt) -> dict[str, np.ndarray]:
 def _input(name: str, array: np.ndarray) -> InferInput:
     if array.dtype == BFLOAT16:
         tensor = InferInput(name, array.shape, "BF16")
-        # What set_data_from_numpy does with float32, one number at a time: seconds for an image's rows.
+        # set_data_from_numpy converts float32 one number at a time, which takes seconds for an image's rows.
         tensor._raw_content = array.tobytes()
         return tensor
     tensor = InferInput(name, array.shape, np_to_triton_dtype(array.dtype))

@@ -29,7 +29,7 @@ def by_id(task_id: int, weights: LoraWeights | None = None) -> LoraRequest:
 
 @dataclass
 class Folders:
-    """What is on a made-up disk, how often each was read, and a gate that readers wait at."""
+    """Folders of a made-up disk: their contents, how often each was read, and a gate that readers wait at."""
 
     adapters: dict[LoraRequest, LoraWeights | BaseException] = field(default_factory=dict)
     reads: list[LoraRequest] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Caching:
         self.cache.submit(request_id, lora)
 
     def run(self, request_id: int, lora: LoraRequest) -> AdapterUpdate:
-        """What is said of a request alone."""
+        """Submit a request alone and return its update."""
         self.submit(request_id, lora)
         return self.next()
 
@@ -97,7 +97,7 @@ class Caching:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is read to its end meanwhile."""
+        """Pause all reads: none ends meanwhile."""
         self.folders.gate.clear()
         try:
             yield

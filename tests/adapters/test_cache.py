@@ -293,7 +293,7 @@ def test_whoever_waits_for_a_load_hears_of_the_end(make: Make) -> None:
 
 
 def test_names_cost_nothing_per_request(make: Make) -> None:
-    """What a request does does not grow with what is stored: no look at any other entry."""
+    """The work of a request does not grow with the number of stored adapters: no other entry is looked at."""
     it = make(2000)
 
     class Counting(dict[LoraRequest, Any]):

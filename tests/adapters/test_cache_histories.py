@@ -15,7 +15,7 @@ from .caching import UNIT, Make, by_id, make_weights, tag_of
 
 
 class Oracle:
-    """What a cache should do, by the simplest means: everything is looked at anew each time."""
+    """Reference cache by the simplest means: everything is recomputed at each step."""
 
     def __init__(self, max_units: int) -> None:
         self.max_units = max_units

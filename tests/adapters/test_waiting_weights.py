@@ -13,7 +13,7 @@ from .caching import UNIT, WRONG, Caching, Make, by_id, errors, make_weights
 
 
 def bring(it: Caching, request_id: int, lora: LoraRequest) -> None:
-    """As the engine's client and then the loop do."""
+    """Bring weights as the engine's client does, then the loop."""
     AdapterCommands(it.cache, AdapterFolders()).expect_weights(request_id, lora.num_bytes)
     it.submit(request_id, lora)
 

@@ -20,7 +20,7 @@ def make_ranks(size: int) -> list[InMemoryRanks]:
 
 
 class _Broadcasts:
-    """What has been shared, per follower, and whether they were taken to be asleep.
+    """Broadcast inputs per follower, and whether followers were taken to be asleep.
 
     Attributes:
         changed: Guards the rest; notified when any of it changes.
@@ -48,7 +48,7 @@ class InMemoryRanks:
 
     @property
     def num_unheard(self) -> int:
-        """What a follower has not taken yet; with 0, `follow` waits."""
+        """Number of broadcasts that a follower has not taken yet; with 0, `follow` waits."""
         return len(self._broadcasts.unheard[self._rank])
 
     def share(self, inputs: IterationInput, are_asleep: bool) -> None:

@@ -153,7 +153,7 @@ class Rank:
     sent: list[Response] = field(default_factory=list)
 
     def statistics(self) -> tuple[list[IterationStats], list[RequestStatsPerIteration]]:
-        """Of every iteration; durations left out."""
+        """Return the statistics of every iteration, without durations."""
         kept = [each.stats for each in self.rings.latest()]
         assert all(stats.duration_ns >= 0 for stats in kept)
         iterations = [replace(stats, duration_ns=0) for stats in kept]

@@ -1,4 +1,4 @@
-"""What enters an iteration, where requests bring adapters."""
+"""Inputs of an iteration when requests bring adapters."""
 
 from __future__ import annotations
 

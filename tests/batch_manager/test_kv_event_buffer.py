@@ -15,7 +15,7 @@ from inflight.testing.fake_engine import FakeEngine
 from tests.core.factories import make_limits, make_request
 
 
-def test_the_oldest_are_dropped() -> None:
+def test_a_full_buffer_drops_the_oldest_events() -> None:
     buffer = KvEventBuffer(2)
     buffer.add([KvEvent(number) for number in range(3)])
     assert [event.event_id for event in buffer.take(0.0)] == [1, 2]

@@ -48,7 +48,7 @@ def test_everybody_has_what_it_has_alone_in_as_many_iterations_as_it_has_tokens(
 
 
 @pytest.mark.parametrize("ended_by", ["end_ids", "stop_words"])
-def test_who_ends_unforeseen_has_a_row_in_vain_and_is_answered_when_that_is_back(ended_by):
+def test_a_sequence_that_ends_unforeseen_is_answered_when_its_superfluous_row_is_back(ended_by):
     tokens = expected_tokens((1, 2, 7), 9, 50)
     last = next(at for at in range(3, 9) if tokens[at] not in tokens[:at])
     how = {"end_ids": (tokens[last],)} if ended_by == "end_ids" else {"stop_words": ((tokens[last],),)}
@@ -62,7 +62,7 @@ def test_who_ends_unforeseen_has_a_row_in_vain_and_is_answered_when_that_is_back
     check_integrity(loop.scheduler)
 
 
-def test_one_that_needs_the_host_takes_part_in_every_second_iteration_and_the_other_runs_ahead():
+def test_a_request_that_needs_the_host_runs_in_every_second_iteration():
     loop = make_loop()
     loop.run(Request(1, (1, 2, 7), 12), Request(2, (2, 3, 7), 5, sampling=PENALIZED))
     assert names(loop) == "f" + 11 * "fd" + "d", "12 iterations, each before the one before it is decoded"
@@ -75,7 +75,7 @@ def test_one_that_needs_the_host_takes_part_in_every_second_iteration_and_the_ot
         assert response.result.output_token_ids[0] == (*prompt, *tokens)
 
 
-def test_one_that_comes_later_leaves_the_batch_in_flight_where_it_is():
+def test_a_later_request_does_not_disturb_the_batch_in_flight():
     loop = make_loop()
     loop.pending.append(Request(1, (1, 2, 7), 12))
     for _ in range(3):

@@ -96,7 +96,7 @@ class Loop:
             pass
 
     def in_flight(self) -> list[int]:
-        """How many batches were in flight after each call of the engine."""
+        """Count the batches in flight after each call of the engine."""
         counts = [0]
         for name, _ in self.engine.calls:
             counts.append(counts[-1] + (1 if name == "forward" else -1))

@@ -24,7 +24,7 @@ LIMITS = EngineLimits(
 
 
 class HangingEngine(FakeEngine):
-    """Its first forward pass does not end until it is let go."""
+    """Engine whose first forward pass hangs until it is released."""
 
     def __init__(self) -> None:
         super().__init__(LIMITS)

@@ -32,7 +32,7 @@ def test_latest_is_what_came_since_the_last_call():
     assert numbers(rings.latest()) == [2]
 
 
-def test_the_oldest_give_way():
+def test_a_full_ring_drops_the_oldest_statistics():
     rings = StatisticsRings(3)
     for iteration in range(5):
         rings.add(stats(iteration))
@@ -64,7 +64,7 @@ def test_requests_are_kept_only_where_they_are_wanted():
     assert with_requests.latest_requests() == [] and numbers(with_requests.latest()) == [0, 1, 2]
 
 
-def test_off_is_off():
+def test_rings_of_size_zero_keep_no_statistics():
     rings = StatisticsRings(0)
     assert not rings.is_on
     rings.add(stats(1))

@@ -192,7 +192,7 @@ class Waits:
         return event.is_set()
 
     def next(self) -> float | None:
-        """What it waits for now, as soon as it does."""
+        """Return the timeout of the next wait, as soon as it begins."""
         return self.begun.get(timeout=10)
 
     def wake(self) -> None:

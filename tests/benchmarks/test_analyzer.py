@@ -1,4 +1,4 @@
-"""What is written for perf_analyzer, and what is read from what it exports."""
+"""The input file written for perf_analyzer, and the figures read from its export."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST, SECOND = BenchRequest((5, 6, 7), 3), BenchRequest((8, 9), 2)
 
 
 def record(request: BenchRequest, sent: int, responses: list[tuple[int, int]]) -> dict:
-    """As perf_analyzer writes one; responses are (time, tokens)."""
+    """Make a record as perf_analyzer writes it; responses are (time, tokens)."""
     return {
         "timestamp": sent,
         "request_inputs": {

@@ -1,4 +1,4 @@
-"""What `scripts/bench compare` makes of its options and of what programs print, and what peers' programs share."""
+"""Options of `scripts/bench compare`, its reading of the programs' output, and the code its peers share."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TestWhatIsPrinted:
         assert last_json_line('{"a": 1}\nloading {"c": 3}\n{"b": 2}\n[1]\nbye\n') == {"b": 2}
 
     @pytest.mark.parametrize("text", ["", "bye", "3", "[1]", '{"b": '])
-    def test_anything_else_is_no_figures(self, text):
+    def test_output_without_a_json_object_on_its_last_line_has_no_figures(self, text):
         assert last_json_line(text) is None
 
 
@@ -102,7 +102,7 @@ class TestMemory:
         }
         assert weigh(figures, SHAPE, "int8")["weight_bytes"] == 1_050_000
 
-    def test_nothing_is_told_of_a_program_that_does_not_tell_its_own(self):
+    def test_a_program_without_cache_figures_gets_no_weights_and_cache(self):
         assert weigh({"peak_rss_bytes": 5}, SHAPE, "bfloat16") == {}
 
 
@@ -174,7 +174,7 @@ class TestProcesses:
         python, script, _, model, *_ = command(ours(), _work(Path("model")))
         assert (python, Path(script).name, model) == (sys.executable, "run_ours.py", "model")
 
-    def test_one_that_hangs_is_ended_with_what_it_has_started(self, tmp_path, interpreter):
+    def test_a_side_that_hangs_is_ended_with_its_children(self, tmp_path, interpreter):
         pids = tmp_path / "pids"
         hangs = interpreter("hangs", _HANGS.format(path=str(pids)))
         printed = run(Side("vllm", Path(hangs)), _work(tmp_path, timeout_s=5))
@@ -183,7 +183,7 @@ class TestProcesses:
         _assert_ended(pids)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_one_that_is_running_ends_with_compare(self, tmp_path, interpreter, number):
+    def test_a_running_side_ends_with_compare(self, tmp_path, interpreter, number):
         pids = tmp_path / "pids"
         hangs = interpreter("hangs", _HANGS.format(path=str(pids)))
         model = str(make_model(tmp_path / "model", shape="tiny"))

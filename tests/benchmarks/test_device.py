@@ -1,4 +1,4 @@
-"""What generation costs on a device: the program runs on a CPU too, and its figures fit together."""
+"""The device benchmark runs on a CPU too, and its figures agree with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from AIPerf's and genai-perf's exports, recorded ones, and both tools themselves where they are."""
+"""Recorded exports of AIPerf and genai-perf are read, and both tools run where they are installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from inflight.text.tokenizer import Tokenizer
 
 RECORDED = Path(__file__).parent / "recorded"
 DEMO = default_repository() / "tensorrt_llm" / "1" / "demo_model"
-# What AIPerf was sent when its file was recorded.
+# The requests that AIPerf had sent when its file was recorded.
 ASKED = [BenchRequest(tuple(range(10, 30 + index)), 10 + index) for index in range(3)]
 
 
@@ -127,7 +127,7 @@ def test_an_error_in_a_stream_is_said():
 
 
 @pytest.mark.smoke
-def test_figures():
+def test_figures_are_computed_from_timelines():
     timelines = [
         Timeline(5, 3, 0, (10_000_000, 12_000_000, 14_000_000)),
         Timeline(5, 4, 5_000_000, (25_000_000, 105_000_000)),
@@ -147,7 +147,7 @@ def test_how_many_requests_a_run_has():
     assert num_requests(5, 64) == 5
 
 
-def test_what_is_sent():
+def test_inputs_have_the_workloads_prompts_and_lengths():
     (first, second) = make_input("m", ASKED[:2])["data"]
     assert (first["session_id"], second["session_id"]) == ("0", "1")
     (body,) = second["payloads"]

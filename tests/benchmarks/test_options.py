@@ -1,4 +1,4 @@
-"""What command lines mean, and what the engine is given for them."""
+"""Command lines of the benchmarks, and the parameters that the engine gets for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a peer's model that is another one, or of another dtype."""
+"""Messages about a peer's model that is a different one, or has another dtype."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(path: Path, **other: int) -> Path:
 
 
 def export(path: Path, weight_type: str, **other: int) -> Path:
-    """As OpenVINO writes one: a big constant of the type, and small ones of another."""
+    """Write an export as OpenVINO does: a big constant of the type, and small ones of another."""
     folder(path, **other)
     constants = [(weight_type, 64 * 512), ("f32", 64), ("i64", 8)]
     layers = [

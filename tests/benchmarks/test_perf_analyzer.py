@@ -1,4 +1,4 @@
-"""What is done with the file that perf_analyzer exports."""
+"""Handling of the file that perf_analyzer exports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE = json.dumps({"experiments": EXPERIMENTS, "version": "2.50.0"})
 
 @pytest.fixture
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What each run is to write, the first one first; a run takes it away."""
+    """Texts that the next runs write, in order; a run takes the first away."""
     texts: list[str] = []
 
     def run(arguments: list[str], timeout: float | None) -> CompletedProcess[str]:

@@ -39,7 +39,7 @@ REQUESTS = [BenchRequest((1, 2, number), 5) for number in range(6)]
 
 
 class Loop:
-    """Where time passes in known steps: an iteration calls `forward`, which calls `compute`."""
+    """A loop whose time passes in known steps: an iteration calls `forward`, which calls `compute`."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -105,7 +105,7 @@ def test_iterations_without_a_batch_are_not_kept():
     assert len(stopwatch.iterations) == 1
 
 
-def test_nothing_is_watched_afterwards():
+def test_functions_are_unwrapped_afterwards():
     before = Loop.step, Loop.forward, Loop.compute
     loop = Loop()
     with watch(loop) as stopwatch:

@@ -81,7 +81,7 @@ def test_every_figure_has_a_median_of_its_own():
     assert middle.resources == RESOURCES
 
 
-def test_of_memory_the_highest_of_all_rounds_stands():
+def test_the_medians_keep_the_highest_peak_of_memory():
     one = figures(Timeline(10, 2, 0, (100 * MS, 200 * MS)))
     resources = [Resources(load, peak, 2 * peak, 5 * load) for load, peak in ((1.0, 7), (2.0, 9), (9.0, 8))]
     middle = medians([replace(one, resources=each) for each in resources]).resources

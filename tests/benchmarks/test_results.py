@@ -1,4 +1,4 @@
-"""What the runs of all sides come to."""
+"""Summaries of the runs of all sides."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestRounds:
             "output_tokens_per_s": Spread(30, 10, 40)
         }
 
-    def test_of_memory_the_highest_stands_for_them(self):
+    def test_the_spread_of_peak_memory_keeps_the_highest(self):
         runs = [Run("ours", {"process": {"peak_rss_bytes": value, "start_s": value}}) for value in (1, 2, 9)]
         found = spreads(runs, "process", "ours")
         assert (found["peak_rss_bytes"].typical, found["start_s"].typical) == (9, 2)

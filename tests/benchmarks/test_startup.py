@@ -1,4 +1,4 @@
-"""What is read out of a starting server's log and processes."""
+"""Stages and processes read from a starting server's log."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_stub_goes_by_its_models_name() -> None:
     assert startup._name(["/opt/bin/tritonserver", "--x"]) == "tritonserver"
 
 
-def test_what_has_ended_is_left_out() -> None:
+def test_ended_processes_are_left_out() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert startup._processes(process.pid) == ()

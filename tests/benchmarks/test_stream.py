@@ -1,4 +1,4 @@
-"""What `scripts/bench stream` makes of a trace and of the times at which responses came."""
+"""Figures that `scripts/bench stream` computes from a trace and the times of responses."""
 
 from __future__ import annotations
 

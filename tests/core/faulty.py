@@ -44,7 +44,7 @@ class FaultyDevice:
         self.num_failures = 0
 
     def run(self, batch: ScheduledBatch) -> ModelOutput | InflightError:
-        """What comes of a batch."""
+        """Return the output of a batch, or the error it fails with."""
         fails = batch.iteration in self.once or self._is_at_fault(batch)
         try:
             if fails and not self._applies:
@@ -79,7 +79,7 @@ class FaultyDevice:
 
 @dataclass
 class Outcome:
-    """What a run gave: by request, its responses; and the requests being retried, where there are any."""
+    """Result of a run: the responses by request, and the requests being retried, if any."""
 
     responses: dict[int, list[Response]] = field(default_factory=dict)
     trials: list[tuple[int, ...]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What is always true of the core's books: checks for tests, which look inside.
+"""Invariants of the core's bookkeeping: checks for tests, which read private state.
 
 `check_integrity` raises AssertionError unless the books of a scheduler, or of one of its parts, agree.
 """

@@ -1,4 +1,4 @@
-"""Who has which pages of the device's memory for adapters, and who gets the next ones."""
+"""Allocation of the device's adapter pages: which requests hold them, and which get the next ones."""
 
 from __future__ import annotations
 

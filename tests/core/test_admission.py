@@ -1,4 +1,4 @@
-"""Who may start, when the queue is full, who waits for another one's prompt, and what people are told."""
+"""Admission: full queues, requests that wait for another one's prompt, and the reasons reported for waiting."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_free_slots_are_no_queue():
     assert refused(driver.accept(*(make_request(number) for number in range(4, 8)))) == [6, 7]
 
 
-def test_zero_is_no_bound():
+def test_a_queue_size_of_zero_is_unbounded():
     driver = Driver(make_scheduler(max_num_sequences=1))
     assert driver.accept(*(make_request(number) for number in range(500))) == []
 

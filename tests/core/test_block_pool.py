@@ -99,7 +99,7 @@ def test_blocks_are_counted_by_where_they_are():
         lambda pool: [pool.publish(pool.take(1)[0], b"a", b""), pool.publish(0, b"b", b"")],
     ],
 )
-def test_broken_promises_are_assertions(misuse):
+def test_misuse_of_the_block_pool_raises_assertion_errors(misuse):
     with pytest.raises(AssertionError):
         misuse(BlockPool(2))
 

@@ -142,7 +142,7 @@ class PoolAgainstSlowPool(RuleBasedStateMachine):
     @precondition(lambda self: self.held())
     @rule(any_block=ANY, any_digest=ANY, retention=RETENTIONS)
     def publish_and_release_all(self, any_block: int, any_digest: int, retention: Retention | None) -> None:
-        """What a sequence's end does; without it few examples would ever evict."""
+        """Publish and release every block, as at a sequence's end; without it few examples would ever evict."""
         for block_id in self.held():
             if block_id in self.new():
                 self.publish_one(block_id, DIGESTS[(any_digest + block_id) % len(DIGESTS)], retention)

@@ -1,4 +1,4 @@
-"""Who may hold KV blocks: what is reserved, who is paused for whom, and when a static batch is filled."""
+"""Capacity scheduling: reserved KV blocks, the choice of requests to pause, and filling of static batches."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def run_to_the_end(driver: Driver) -> dict[int, list[int]]:
 
 
 def test_a_paused_request_comes_back_before_new_ones_that_would_fit():
-    """Of 4 blocks each of two requests holds 2 when both need a third, for their ninth token; the third request
+    """Two requests hold 2 of the 4 blocks each when both need a third, for their ninth token; the third request
     needs one block, which is free as long as the second is paused."""
     driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=4))
     driver.accept(make_request(1, prompt=4, new=8), make_request(2, prompt=4, new=8))

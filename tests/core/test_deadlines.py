@@ -77,7 +77,7 @@ def test_ended_ones_do_not_pile_up():
 
 
 def assert_timed_out(response: Response, *tokens: int, is_final: bool = True) -> None:
-    """As the last response, with these generated tokens."""
+    """Expect TIMED_OUT as the last response, with these generated tokens."""
     result = response.result
     assert response.error is None and response.is_final is is_final
     assert result.finish_reasons == (FinishReason.TIMED_OUT,)

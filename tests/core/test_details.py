@@ -29,7 +29,7 @@ def update(scheduler: Scheduler, batch: ScheduledBatch, *tokens: tuple[int, ...]
 
 
 def num_bytes_held(root: object) -> int:
-    """Of all bytes objects that can be reached from `root`, but by way of functions and classes."""
+    """Count the bytes of all bytes objects reachable from `root`, except through functions and classes."""
     found, pending = dict[int, object](), [root]
     while pending:
         each = pending.pop()

@@ -60,7 +60,7 @@ def test_the_executor_tells_static_batching_apart_and_no_drafts_from_rejected_on
     assert rejected["specDecodingStats"]["acceptanceLength"] == 1.0
 
 
-def test_nothing_divides_by_nothing():
+def test_averages_of_an_idle_iteration_are_zero():
     empty = replace(STATS, num_reused_blocks=0, num_missed_blocks=0, num_advanced_sequences=0)
     fields = as_json(empty)
     assert fields["inflightBatchingStats"]["avgNumDecodedTokensPerIter"] == 0.0

@@ -1,4 +1,4 @@
-"""What people are told of a scheduler at work: whole values, of small scenarios."""
+"""State reported of a scheduler at work: whole values, of small scenarios."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_the_policy_is_told_by_the_name_that_configures_it(policy):
     assert make_scheduler(policy).state().policy == policy.value
 
 
-def test_looking_changes_nothing():
+def test_reading_the_state_changes_no_batch():
     """A run that is looked at all the time makes the same batches as one that is not."""
 
     def batches(looks: bool) -> list:

@@ -1,4 +1,4 @@
-"""Who runs and with how many tokens, row by row, for every policy; and that nobody starves."""
+"""Micro-batch scheduling row by row: which requests run with how many tokens under every policy; no starvation."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_short_context_behind_the_last_chunk_of_a_long_one():
 
 
 def test_the_last_token_stays_with_the_draft_behind_it():
-    """Of 8 tokens and a draft of 3 the first 8 would fit; then nothing was left for the draft to stand behind."""
+    """A budget of 10 fits all 8 tokens, but then the 3 draft tokens would have no token left to follow."""
     running = [in_context(8, draft=3)]
     assert sizes(chunked(11).select(running), running) == [11]
     assert sizes(chunked(10).select(running), running) == [4]

@@ -1,4 +1,4 @@
-"""What is told of the work: every counter of small scenarios, exactly."""
+"""Metrics and statistics: every counter of small scenarios, exactly."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_sequences_end_apart_and_are_one_request():
 
 
 def test_pauses_are_counted_and_who_is_paused_waits():
-    """Of 4 blocks each of two requests holds 2 when both need a third, in the sixth iteration."""
+    """Two requests hold 2 of the 4 blocks each when both need a third, in the sixth iteration."""
     observed = Observed(MAX_UTILIZATION, num_blocks=4)
     stats = [observed.iterate(0, 1, make_request(1, new=8), make_request(2, new=8))]
     stats += [observed.iterate(at, at + 1) for at in range(1, 7)]
@@ -245,7 +245,7 @@ def test_pauses_are_counted_and_who_is_paused_waits():
 
 
 def test_drafts():
-    """Of three guesses two are right, beside a request without any."""
+    """Two of three draft tokens are right, beside a request without any."""
     observed = Observed()
     scheduler = observed.scheduler
     drafted = make_request(1, new=9, draft=ExternalDraft((5, 6, 7)))

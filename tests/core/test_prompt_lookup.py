@@ -1,4 +1,4 @@
-"""What is guessed from a sequence's own tokens."""
+"""Draft tokens guessed from a sequence's own tokens."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def serve(
 
 
 def assert_unharmed(outcome: Outcome, *innocent: Request) -> None:
-    """They have ended, with every token that they would have had alone, once."""
+    """Expect these requests to have ended once, with every token that they would have had alone."""
     for request in innocent:
         assert request.request_id not in outcome.failed()
         for index in range(request.sampling.num_sequences):
@@ -259,7 +259,7 @@ SEVERAL = SamplingConfig(top_k=5, num_return_sequences=3, random_seed=1)
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SEVERAL, TWO_BEAMS])
 def test_nobody_finds_the_blocks_of_the_faulty_one(sampling):
-    """What is in them may be what fails. Its sequences share those of the prompt, its beams too."""
+    """Its blocks may contain the cause. Its own sequences and beams still share the blocks of the prompt."""
     scheduler = make_scheduler(reuse=True)
     engine = FaultyDevice(make_limits(), {1: at_token(make_request(1, prompt=10), 3)})
     outcome = run(scheduler, engine, {0: [make_request(1, prompt=10, new=9, sampling=sampling)]})

@@ -37,7 +37,7 @@ from .test_recovery import SEVERAL, TWO_BEAMS, VOCABULARY, assert_unharmed
     faulty=st.dictionaries(st.integers(1, 6), st.integers(1, 9), max_size=3),
     once=st.sets(st.integers(0, 20), max_size=3),
 )
-def test_anything_at_once(
+def test_only_faulty_requests_end_with_an_error(
     policy, num_blocks, num_slots, chunked, reuse, depth, applies, shapes, faulty, once
 ):
     """Nobody but the faulty ends with an error, unless it was alone in an iteration that failed for no reason."""

@@ -1,4 +1,4 @@
-"""What requests say about their blocks: to which it applies, how it is checked, what is kept because of it."""
+"""Retention settings of requests: the blocks they apply to, their validation, and the blocks kept by them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_many_ranges_cost_little_more_than_one():
     assert Counted.compared <= 13
 
 
-def test_nothing_said_says_nothing():
+def test_an_empty_retention_config_applies_to_no_block():
     assert RetentionConfig().of_block(0, prompt_length=4) is None
     assert RetentionConfig().of_block(8, prompt_length=4) is None
 

@@ -1,4 +1,4 @@
-"""What goes wrong with one row of a batch is one request's end; everybody else has what they would have had."""
+"""A failed row ends its own request only; all other requests get the same results as without the failure."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_row_that_has_every_token_banned(steps):
 
 @pytest.mark.parametrize("accepted", [0, 2])
 def test_drafts_that_come_to_where_every_token_is_banned(accepted):
-    """What was accepted counts, and the row after it says that there is no more."""
+    """Accepted tokens count, and the row after them reports that no token is left."""
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     draft = ExternalDraft((20, 21, 22))

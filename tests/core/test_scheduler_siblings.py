@@ -96,7 +96,7 @@ def test_context_outputs_come_from_another_sequence_if_the_first_has_ended_too_s
 
 
 def test_nobody_answers_before_the_context_outputs_are_there():
-    """Of a prompt that is cached already the third sequence has only the end to compute, the second all rows."""
+    """With a prompt that is cached already the third sequence computes only its end, the second all rows."""
     scheduler = make_scheduler(max_num_tokens=9, chunked=True, reuse=True)
     driver = Driver(scheduler)
     driver.accept(make_request(9, prompt=10, new=1))

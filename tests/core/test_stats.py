@@ -95,7 +95,7 @@ def test_timestamps_round_to_microseconds(fraction_s, text):
     assert timestamp(whole + fraction_s) == expected
 
 
-def test_nothing_divides_by_nothing():
+def test_fractions_of_an_empty_pool_are_zero():
     empty = replace(STATS, max_num_blocks=0, num_free_blocks=0, num_reused_blocks=0, num_missed_blocks=0,
                     num_advanced_sequences=0)  # fmt: skip
     assert (empty.used_fraction, empty.cache_hit_rate) == (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Which token completes a stop word."""
+"""Stop words: the token that completes one."""
 
 from __future__ import annotations
 

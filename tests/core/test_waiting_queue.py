@@ -1,4 +1,4 @@
-"""Whose turn it is: exact orders, and any sequence of calls against a model that sorts everybody every time."""
+"""Waiting queue order: exact orders, and random call sequences against a model that sorts everything each time."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ class Model:
         self.others.append(sequence)
 
     def in_order(self) -> list[LlmRequest]:
-        """Who would start next, then next, if nobody was charged for it."""
+        """Return the order in which requests would start if no client was charged for a start."""
         heads: dict[tuple[float, int], LlmRequest] = {}
         for sequence in self.others:
             heads.setdefault((sequence.request.priority, sequence.request.client_id), sequence)

@@ -19,7 +19,7 @@ FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z-]+)")
 
 
 def lines(page: str) -> list[str]:
-    """Of its bash blocks."""
+    """Return the lines of a page's bash blocks."""
     blocks = re.findall(r"^```bash\n(.*?)^```", TEXTS[page], re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in block.splitlines() if line]
 
@@ -51,7 +51,7 @@ def test_the_launcher_takes_its_flags():
 
 
 def test_flags_in_the_tables_exist(capsys):
-    """What a flag of vLLM's is here, where that is not the same one too, and the table of what to set first."""
+    """Every flag in the table of vLLM's flags and in the table of first settings exists."""
     with pytest.raises(SystemExit):
         cli.parse(["--help"])
     known = set(FLAG.findall(capsys.readouterr().out))

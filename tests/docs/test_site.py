@@ -32,7 +32,7 @@ def plain(heading: str) -> str:
 
 
 def anchors(page: Path) -> tuple[set[str], set[str]]:
-    """What the headings of a page are called on a code host, and on the site."""
+    """Return the anchors of a page's headings on a code host, and on the site."""
     text = re.sub(r"^(```|~~~).*?^\1", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = [plain(heading) for heading in HEADING.findall(text)]
     host = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -62,7 +62,7 @@ def links_with_anchors(page: Path) -> set[str]:
 
 
 def files(entries: list) -> list[str]:
-    """Of the navigation in mkdocs.yml, whatever its depth."""
+    """Return the files of the navigation in mkdocs.yml, at any depth."""
     found = []
     for entry in entries:
         below = next(iter(entry.values())) if isinstance(entry, dict) else entry

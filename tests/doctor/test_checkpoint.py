@@ -1,4 +1,4 @@
-"""What is found of checkpoints: the one that comes with the server, and copies of it with faults."""
+"""Findings on checkpoints: the one that comes with the server, and copies of it with faults."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_what_will_compute_its_layers(monkeypatch: pytest.MonkeyPatch):
     assert found.level is RED and "leave out" in found.mend
 
 
-def test_text(copy: Path):
+def test_the_chat_template_and_tokenizer_are_checked(copy: Path):
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     assert check(copy)["chat template"].level is YELLOW
     (copy / "chat_template.jinja").write_text(template)

@@ -1,4 +1,4 @@
-"""What is found of a machine, with faults planted in a made-up /proc, /sys and /dev, or in what Python is told."""
+"""Findings on a machine, with faults planted in a made-up /proc, /sys and /dev, or in Python's own answers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_layers_that_will_be_compiled(compiler: Path):
     assert "avx512_bf16" in found[0].says and "avx512_bf16" not in found[1].says
 
 
-def test_layers_that_are_there(compiler: Path, tmp_path: Path):
+def test_compiled_layers_that_are_kept_or_prebuilt_are_found(compiler: Path, tmp_path: Path):
     content = b"code"
     kept = tmp_path / "cache/inflight"
     key = library._key(library._compiler_command("float32", False), AVX512)
@@ -231,7 +231,7 @@ def test_a_check_that_lacks_a_package_or_fails_is_a_finding():
     assert found.level is RED and found.says.endswith("ValueError: first line")
 
 
-def test_the_worst_counts():
+def test_the_status_is_the_worst_level_of_all_findings():
     of = {level: Finding("", level, "") for level in Level}
     assert worst([]) is GREEN and worst([of[GREEN], of[YELLOW]]) is YELLOW
     assert worst([of[RED], of[YELLOW], of[GREEN]]) is RED

@@ -1,4 +1,4 @@
-"""What is found of torch, attention, MPI and tritonserver, with faults planted in them."""
+"""Findings on torch, attention, MPI and tritonserver, with faults planted in them."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def generate(url: str, model: str = "ensemble", **body) -> dict:
 
 
 def wait_until(condition, timeout: float = 20.0) -> None:
-    """For what the server can only be asked about: its log, its files, its processes."""
+    """Wait for a state of the server's log, files or processes, by polling."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

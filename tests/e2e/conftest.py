@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def what_is_said_to_be_covered_was_sent(request: pytest.FixtureRequest) -> Iterator[None]:
-    """So that nobody has to believe the marks."""
+    """Check that tests marked as covering a tensor have sent it."""
     TRAFFIC.clear()
     yield
     claimed = {name for mark in request.node.iter_markers("covers") for name in mark.args}
@@ -73,7 +73,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """What `scripts/serve` starts, /v1 included."""
+    """The server that `scripts/serve` starts, /v1 included."""
     with serve(
         options=ServerOptions(ports=Ports(openai=0), client_apis=ClientApis(model_config=True))
     ) as server:

@@ -1,4 +1,4 @@
-"""What a running tritonserver holds, as the kernel counts it: processes, files, shared memory, sockets."""
+"""Resources of a running tritonserver as the kernel counts them: processes, files, shared memory, sockets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.commands import group_members
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one server at one moment.
+    """Footprint of one server at one moment.
 
     Attributes:
         stubs: Processes beside the server's own.
@@ -44,12 +44,12 @@ class Footprint:
 
 
 def folder_of(server: TritonServer) -> Path:
-    """Its private folder."""
+    """Return the server's private folder."""
     return server.repository.path.parent
 
 
 def left_of(folder: Path) -> list[object]:
-    """What there is of a server: processes, shared memory, the private folder itself."""
+    """List the remains of a server: processes, shared memory, the private folder itself."""
     shared_memory = runtime_directory.shared_memory_files(folder)
     return [*runtime_directory.find_processes(folder), *shared_memory, *folder.parent.glob(folder.name)]
 

@@ -226,7 +226,7 @@ class Soak:
 
 
 def events(url: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-    """What generate_stream answers, until the caller has enough."""
+    """Yield the events of generate_stream, until the caller has enough."""
     request = urllib.request.Request(
         f"http://{url}/v2/models/tensorrt_llm/generate_stream", json.dumps(body).encode()
     )
@@ -241,7 +241,7 @@ def events(url: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, No
 
 
 def resident_bytes(server: TritonServer) -> int:
-    """Of all its processes."""
+    """Return the resident bytes of all processes of a server."""
     return sum(psutil.Process(pid).memory_info().rss for pid in group_members(server.pid))
 
 

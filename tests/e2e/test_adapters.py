@@ -142,7 +142,7 @@ def test_a_wrong_adapter_fails_alone(server, folders, expected):
 
 @pytest.mark.parametrize("name", ["sql", "chat", "found"])
 def test_by_name(server, expected, name):
-    """Those of --lora, and one that lies in lora_dir."""
+    """Adapters named by --lora, and one that lies in lora_dir."""
     assert tokens_of(server, lora_name=name) == expected[name]
     result = infer(
         server.http, "tensorrt_llm_infer", input_ids=PROMPT, request_output_len=NUM_TOKENS, end_id=-1,

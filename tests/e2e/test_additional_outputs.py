@@ -44,7 +44,7 @@ def expected(oracle, tokens: list[int]) -> dict[str, np.ndarray]:
 
 
 def assert_rows(found: dict[str, np.ndarray], oracle, tokens: tuple[int, ...]) -> None:
-    """Of the prompt all rows, and of each token that of the position it was chosen from."""
+    """Expect all rows of the prompt, and for each token the row of the position it was chosen from."""
     wanted = expected(oracle, [*PROMPT, *tokens])
     for name, rows in found.items():
         part, _, plain = name.partition("_")

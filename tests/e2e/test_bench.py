@@ -1,4 +1,4 @@
-"""What `scripts/bench serve` measures a real server with."""
+"""Measurements of a real server by `scripts/bench serve`."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def accepted(answer: Answer) -> float:
 @pytest.mark.covers("num_draft_tokens", "use_draft_logits")
 @pytest.mark.parametrize("weighs", [False, True])
 def test_greedy_text_is_that_of_the_target(pair_server, oracle, tokenizer, weighs):
-    """Of transformers, that is; a draft model in bfloat16 is right nearly always."""
+    """The text equals that of transformers; a draft model in bfloat16 is right nearly always."""
     ids = oracle.greedy((0, *tokenizer.encode(PROMPT)), NUM_TOKENS)
     answer = drafted(pair_server, use_draft_logits=weighs)
     assert answer.text == tokenizer.decode(ids)
@@ -95,7 +95,7 @@ def test_an_end_from_outside(pair_server, by):
             stream.cancel()
 
     def is_free() -> bool:
-        """Its id can be used again."""
+        """Tell whether a request's id can be used again."""
         with Stream(pair_server.grpc) as again:
             again.send("tensorrt_llm_bls", "long", **{**REQUEST, "max_tokens": 1})
             return again.receive()[1].error is None

@@ -97,5 +97,5 @@ def ids_of(done: Completion) -> list[tuple[int, ...]]:
 
 
 def ends_of(ids: tuple[int, ...], word: list[int]) -> int:
-    """Where `word` ends first."""
+    """Return the index just after the first occurrence of `word`."""
     return next(end for end in range(len(word), len(ids) + 1) if list(ids[end - len(word) : end]) == word)

@@ -155,7 +155,7 @@ LOGIT_BIAS = ("logit_bias_ids", "logit_bias_values")
 @pytest.mark.covers(*LOGIT_BIAS)
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_a_bias_of_a_few_tokens_is_added_to_their_logits(exact_server, oracle, tokenizer, prompt, model):
-    """What is named twice adds up."""
+    """The biases of a token that is named twice add up."""
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     values = {plain[2]: -4.0, plain[5]: 2.5, 77: 3.0}
     expected = oracle.generate(

@@ -48,7 +48,7 @@ def test_every_built_row_of_the_table_is_covered(table: TensorTable) -> None:
     assert built - rows_of(table, covered_names()) == set()
 
 
-def test_marks_name_tensors() -> None:
+def test_covers_marks_name_existing_tensors() -> None:
     names = covered_names()
     known = {name for table in (INPUTS, OUTPUTS) for v in Vocabulary for name, _ in table.declared(v)}
     assert names - known == set()

@@ -63,7 +63,7 @@ def matchers(text: str) -> list[tuple[str, str, str]]:
 
 @pytest.fixture(scope="module")
 def page(fake_server) -> Page:
-    """Of a server that has answered requests of several kinds."""
+    """The metrics page of a server that has answered requests of several kinds."""
 
     def text() -> str:
         with urllib.request.urlopen(f"http://{fake_server.metrics}/metrics", timeout=30) as response:

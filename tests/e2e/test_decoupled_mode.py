@@ -23,7 +23,7 @@ LONG = 2000
 
 @pytest.fixture(scope="module")
 def unary_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """What `scripts/serve --set decoupled_mode=false` starts, with a fake engine."""
+    """The server that `scripts/serve --set decoupled_mode=false` starts, with a fake engine."""
     settings = {
         "fake_engine": f"vocab={FAKE_VOCABULARY},step_us=2000",
         "max_sequence_length": "2048",

@@ -51,7 +51,7 @@ def test_a_draft_that_is_right_comes_at_once(exact_server, prompt):
 
 
 def logits_of(oracle, prompt: list[int], draft: list[int]) -> np.ndarray:
-    """What a draft model that is the target itself would send."""
+    """Return the logits that a draft model identical to the target would send."""
     return oracle.logits([*prompt, *draft])[len(prompt) - 1 : -1].numpy()[np.newaxis]
 
 

@@ -21,7 +21,7 @@ MODELS = ["tensorrt_llm"]
 
 
 def active_requests(server) -> int:
-    """What the last statistics in the log say; the log escapes their quotes."""
+    """Read the number of active requests from the last statistics in the log, which escapes their quotes."""
     text = server.log_text().replace('\\"', '"')
     found = re.findall(r"\{\"Timestamp\".*?\}", text)
     return json.loads(found[-1])["Active Request Count"] if found else 0

@@ -18,7 +18,7 @@ from tests.e2e.conftest import DEMO_MODEL
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the layers are compiled to, once for all of these servers."""
+    """The folder that the layers are compiled to, once for all of these servers."""
     return tmp_path_factory.mktemp("Zwischenlager für alles")
 
 

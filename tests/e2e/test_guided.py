@@ -148,7 +148,7 @@ def test_what_http_clients_get_wrong_is_refused(demo_server, kind, text, message
 
 
 def generate(server, **parameters) -> dict:
-    """What the generate endpoint answers, errors too."""
+    """Return the answer of the generate endpoint, errors too."""
     body = {"text_input": "x = ", "max_tokens": 30, **parameters}
     request = urllib.request.Request(
         f"http://{server.http}/v2/models/ensemble/generate", json.dumps(body).encode()

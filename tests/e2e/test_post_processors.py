@@ -26,7 +26,7 @@ def client(exact_server) -> Client:
 @pytest.mark.covers("logits_post_processor_name")
 @pytest.mark.parametrize("beam_width", [1, 3])
 @pytest.mark.parametrize("controls", [{}, {"prompt_lookup_num_tokens": 4}], ids=["plain", "lookup"])
-def test_even_ids_alone_come(exact_server, controls, beam_width):
+def test_the_even_ids_post_processor_allows_only_even_ids(exact_server, controls, beam_width):
     if controls and beam_width > 1:
         controls = {"repetition_penalty": 0.5}
     answer = completion(

@@ -93,7 +93,7 @@ def test_the_client(exact_server, greedy) -> None:
     for rows in (*tables, *tables):
         answer = client.generate(IDS, NUM_TOKENS, prompt_table=rows, end_id=-1)
         assert list(answer.token_ids) == greedy(IDS, rows)
-    # What is refused disturbs nobody.
+    # A refused request disturbs no other.
     with pytest.raises(ServerError, match=r"input_ids must be in \[0, 3074\], got 3075 at position 0"):
         client.generate([VOCAB_SIZE + 3], 5, prompt_table=tables[0])
     with pytest.raises(ServerError, match=r"must have shape \[1, rows, 256\]"):

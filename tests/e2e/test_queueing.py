@@ -1,4 +1,4 @@
-"""Who waits, how long, and who is refused: priorities, clients, deadlines, a full queue; and whose KV blocks."""
+"""Queueing: priorities, fairness between clients, deadlines, a full queue, and sharing of KV blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def num_waiting(server) -> int:
 
 
 def wait_until_idle(server) -> None:
-    """What an earlier test has cancelled may still have the only slot."""
+    """Wait until requests that an earlier test has cancelled have left the only slot."""
     wait_until(lambda: state_of(server)["unanswered_requests"] == 0)
 
 

@@ -35,7 +35,7 @@ SETTINGS = {"fake_engine": "vocab=3072,step_us=0", "tokenizer_dir": str(DEMO_MOD
 
 @pytest.fixture(scope="module")
 def server(elsewhere: Path) -> Iterator[TritonServer]:
-    """Its own: if it ended, other tests would not tell why."""
+    """A server of this file's own: if it ended, other tests would fail without a reason."""
     with serve_fake(settings=SETTINGS) as running:
         yield running
 
@@ -69,7 +69,7 @@ def tensor(name: str, shape: list[int], data: list[Any], kind: str = "INT32") ->
 def call(
     server: TritonServer, model: str, shapes: dict[str, list[int]], data: list[bytes], classes: str = ""
 ) -> str:
-    """What becomes of a gRPC request, by a call or on a stream: what its error says."""
+    """Return the error text of a gRPC request, by a call or on a stream."""
     request = service_pb2.ModelInferRequest(model_name=model, raw_input_contents=data)
     for name, shape in shapes.items():
         request.inputs.add(name=name, datatype="INT32", shape=shape)

@@ -1,4 +1,4 @@
-"""What comes beside the declared inputs: known parameters pass, and what nobody reads is not taken in silence."""
+"""Request parameters beside the declared inputs: known ones are applied, unknown ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients see when the server is told to end, and what is left of it."""
+"""Shutdown: responses that clients still get, and resources that must be gone afterwards."""
 
 from __future__ import annotations
 

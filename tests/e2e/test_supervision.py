@@ -77,7 +77,7 @@ class Bystander:
         self._thread.join()
 
     def wait_answered(self) -> None:
-        """Until it has been answered once more."""
+        """Wait until the server has answered once more."""
         before = self.num_answers
         wait_until(lambda: self.num_answers > before, timeout=PATIENCE_S)
 
@@ -114,7 +114,7 @@ class InFlight:
             thread.start()
 
     def wait_running(self) -> None:
-        """Until the engine generates for all of them."""
+        """Wait until the engine generates for all of them."""
         wait_until(lambda: self._num_running() == len(self._threads), timeout=PATIENCE_S)
 
     def _num_running(self) -> int:
@@ -123,7 +123,7 @@ class InFlight:
         return sum(each["max_new_tokens"] == LONG and each["generated_tokens"] > 0 for each in running)
 
     def wait(self) -> dict[str, str]:
-        """How each ended."""
+        """Wait for all streams and return how each ended."""
         for thread in self._threads:
             thread.join(PATIENCE_S)
         return self.ends
@@ -145,7 +145,7 @@ class InFlight:
 
 
 def mix_models_on_one_stream(url: str) -> None:
-    """What tritonserver 2.51 does not survive for long: until it has ended."""
+    """Send requests that tritonserver 2.51 does not survive for long, until it has ended."""
     with Stream(url) as stream:
         finals = ["long", *map(str, range(20))]
         while True:

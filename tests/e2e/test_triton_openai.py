@@ -1,4 +1,4 @@
-"""What Triton's own OpenAI front end sends a text model, and what it makes of the responses, on a real server.
+"""Requests of Triton's own OpenAI front end to a text model, and its reading of the responses, on a real server.
 
 It starts Triton inside its own process and so cannot run beside this one; `frontend_tensors` and `read` say what
 it does (python/openai/openai_frontend/engine/utils/triton.py of tritonserver's source), under the settings of
@@ -81,7 +81,7 @@ def frontend_tensors(
 
 @dataclass(frozen=True)
 class Reading:
-    """What becomes of the responses: text, and tokens of prompt and completion."""
+    """The front end's reading of the responses: text, and token counts of prompt and completion."""
 
     text: str
     chunks: tuple[str, ...]

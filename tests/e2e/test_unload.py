@@ -124,7 +124,7 @@ class Client(Stream):
 
 
 def say_what_is_wrong(server: TritonServer) -> list[str]:
-    """What clients of all three are told while there is no engine."""
+    """Return the errors that clients of all three models get while there is no engine."""
     with pytest.raises(InferenceServerException) as over_http:
         infer(server.http, input_ids=PROMPT, request_output_len=3)
     (of_ensemble,) = ask(server.grpc, "ensemble", text_input="def f", max_tokens=3)
@@ -168,7 +168,7 @@ def errors_of(answers: list[Answer]) -> set[str]:
 
 
 def test_rounds_of_unloading_under_load_leave_nothing_behind(server):
-    """What the first rounds take for good, others do not take again."""
+    """Resources taken in the first rounds are kept for good; later rounds take no more."""
     tokens = tokens_of_all(server)
     footprints = []
     for _ in range(3):
@@ -277,7 +277,7 @@ def too_long_for_an_unload() -> None:
 
 
 def hanging() -> None:
-    """Nobody could finish it otherwise: Triton waits for requests in flight before it unloads."""
+    """Unload a hanging engine, apart because Triton waits for requests in flight before it unloads."""
     with serve_fake(settings=HANGING, options=EXPLICIT) as server:
         with Client(server) as direct, Client(server, "ensemble") as by_front_end:
             direct.ask(streaming=True)

@@ -164,7 +164,7 @@ def test_a_sink_gets_everything_until_the_delivery_is_closed() -> None:
     assert got == [[delta(1, 1), delta(2, 2)], [delta(3, 3)]]
 
 
-def test_nothing_to_get() -> None:
+def test_taking_from_an_empty_delivery_returns_nothing() -> None:
     delivery = Delivery()
     assert delivery.take(0) == []
 

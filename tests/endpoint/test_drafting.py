@@ -36,7 +36,7 @@ METRICS = OutputConfig(return_perf_metrics=True)
 
 
 class Submitted:
-    """What an engine was asked for, before it is asked."""
+    """Client that records the requests it submits."""
 
     def __init__(self, client: LocalEngineClient) -> None:
         self._client, self.requests = client, []

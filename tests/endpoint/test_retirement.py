@@ -130,7 +130,7 @@ def test_where_there_is_no_engine_there_is_nothing_to_retire(path, related):
     assert retire_predecessor(path, 0.0) is False
 
 
-def test_one_that_does_not_go_is_not_waited_for_without_end(path, related):
+def test_waiting_for_an_engine_that_does_not_leave_is_bounded(path, related):
     client = LocalEngineClient(DESCRIPTION, lambda: None)
     let_go = threading.Event()
     server = EndpointServer(client, path, client.drain, lambda timeout_s: let_go.wait(PATIENCE_S))

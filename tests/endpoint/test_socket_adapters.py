@@ -27,7 +27,7 @@ def test_commands_cross(front_end: SocketEngineClient, batcher: Batcher, by_sock
     assert batcher.adapters.calls == [("load", "sql", "sql-v2", 5.0), ("unload", "sql", None)]
 
 
-def test_what_is_wrong_crosses(front_end: SocketEngineClient) -> None:
+def test_an_error_of_an_adapter_command_crosses_the_socket(front_end: SocketEngineClient) -> None:
     with pytest.raises(NotFound, match="there is no adapter 7"):
         front_end.adapters(AdapterCommand(AdapterAction.UNLOAD, task_id=7), 5.0)
 
@@ -39,7 +39,7 @@ def test_a_bug_ends_nobodys_connection(front_end: SocketEngineClient, batcher: B
     assert front_end.adapters(LIST, 5.0) == ()
 
 
-def test_without_adapters(path: str) -> None:
+def test_an_engine_without_adapters_refuses_adapter_commands(path: str) -> None:
     client = LocalEngineClient(DESCRIPTION, lambda: None)
     server = EndpointServer(client, path)
     far = SocketEngineClient(path)
@@ -54,10 +54,10 @@ WEIGHTS = LoraWeights(Matrix((1, 4), "float32", RawBuffer(bytes(16))), ((0, 0, 1
 
 
 @pytest.mark.parametrize("by_socket", [True, False])
-def test_weights_count_from_when_they_come(
+def test_waiting_weights_count_against_the_limit_until_their_request_is_stopped(
     front_end: SocketEngineClient, batcher: Batcher, by_socket: bool
 ) -> None:
-    """Where too many wait, a request is refused; what is stopped before it is fetched counts no more."""
+    """Too many waiting uploads refuse a request; one stopped before its weights were fetched no longer counts."""
     client = front_end if by_socket else batcher.client
     request = make_request(lora=LoraRequest(7, weights=WEIGHTS))
     inbox = Inbox()

@@ -1,4 +1,4 @@
-"""What the engine has kept, fetched over the socket; the batcher is played by the test."""
+"""Statistics and state that the engine has kept, fetched over the socket; the test plays the batcher."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REPORTS = {
 
 
 class Kept:
-    """What a batcher has kept; `may` says when it answers a question without a timeout."""
+    """Stand-in for a batcher with kept reports; `may` sets when it answers a question without a timeout."""
 
     def __init__(self) -> None:
         self.asked, self.may = threading.Event(), threading.Event()

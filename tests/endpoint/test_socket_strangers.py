@@ -1,4 +1,4 @@
-"""What else can be at the other end of an endpoint's socket: noise, impostors, engines that hang."""
+"""Faulty peers at the other end of an endpoint's socket: noise, impostors, engines that hang."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def impostor(path: str, *sends: bytes) -> Iterator[None]:
 
 
 def hello(path: str) -> bytes:
-    """What an engine says first."""
+    """Return the first message of an engine."""
     aside = path + "2"
     server = EndpointServer(Batcher().client, aside)
     with raw_connection(aside) as connected:

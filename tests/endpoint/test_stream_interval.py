@@ -13,7 +13,7 @@ from tests.endpoint.factories import delta
 
 
 def handed_on(interval: int, responses: list[Response]) -> list[list[Response]]:
-    """What can be taken after each of the responses."""
+    """Return the responses that can be taken after each one is put."""
     delivery: Delivery[Response] = Delivery(interval=interval, joins=False)
     steps = []
     for response in responses:

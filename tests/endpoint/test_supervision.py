@@ -78,7 +78,7 @@ def test_an_engine_without_supervisors_is_over(path, threads):
     engine.server.close()
 
 
-def test_one_that_is_retired_leaves_in_order(path, threads):
+def test_a_retired_engine_ends_in_order(path, threads):
     engine = Engine(path)
     watching = Watching(path, threads)
     watching.watch.retire(2.5)
@@ -87,7 +87,7 @@ def test_one_that_is_retired_leaves_in_order(path, threads):
     engine.server.close()
 
 
-def test_who_does_not_listen_finds_out_later(path):
+def test_a_watch_finds_out_later_that_its_engine_was_retired(path):
     engine = Engine(path)
     watch = EngineWatch(path, TIMEOUT_S)
     assert not watch.has_left()
@@ -96,7 +96,7 @@ def test_who_does_not_listen_finds_out_later(path):
     engine.server.close()
 
 
-def test_one_that_ends_by_itself_is_lost(path, threads):
+def test_an_engine_that_ends_by_itself_is_lost(path, threads):
     engine = Engine(path)
     watching = Watching(path, threads)
     engine.server.close()
@@ -114,7 +114,7 @@ def test_an_idle_engine_is_not_silent_and_a_stopped_one_is(path, threads):
     engine.server.close()
 
 
-def test_it_is_taken_over_once_and_only_where_it_was_started_to_be(path, threads):
+def test_an_engine_that_awaits_a_successor_is_taken_over_once(path, threads):
     engine = Engine(path, awaits_successor=True)
     assert not awaits_successor(path, SERVER, JOB, TIMEOUT_S)  # who started it comes first
     starter = Watching(path, threads)
@@ -141,7 +141,7 @@ def test_only_a_process_of_its_server_retires_it(path):
         assert retired.result(PATIENCE_S) is True
 
 
-def test_where_nobody_listens_there_is_nothing_to_supervise(path):
+def test_supervising_a_path_without_an_engine_is_unavailable(path):
     assert not is_served(path) and not awaits_successor(path, SERVER, JOB, TIMEOUT_S)
     with pytest.raises(Unavailable, match="cannot be supervised"):
         EngineWatch(path, TIMEOUT_S)

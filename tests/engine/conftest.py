@@ -8,5 +8,5 @@ from tests.models.conftest import zoo  # noqa: F401 - one fixture for both folde
 
 @pytest.fixture(params=[DEFAULT, TORCH])
 def kernels(request: pytest.FixtureRequest) -> str | None:
-    """Of an engine: what it takes on this machine by itself, and torch's operators."""
+    """Kernels of an engine: this machine's default, and torch's operators."""
     return request.param

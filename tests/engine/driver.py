@@ -37,7 +37,7 @@ def load_engine(folder: Path, **changes: Any) -> ModelEngine:
 
 @dataclass(eq=False)
 class Row:
-    """What a test knows of one sequence: `tokens` include the chosen ones, `logits` what they were chosen from."""
+    """Record of one sequence in a test: `tokens` include the chosen ones, `logits` are those they came from."""
 
     slot: int
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""What computes the layers: this machine's default, compiled code where it has that, and torch's operators."""
+"""Kernels for the layers: this machine's default, native code where it can be compiled, and torch's operators."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def weights_of(
 
 
 def pack_rows(rows: Sequence[Row], dtype: torch.dtype = torch.float32) -> LoraWeights:
-    """As a request would bring them, zeros behind the shorter ones."""
+    """Pack the rows as a request would bring them, zeros behind the shorter ones."""
     flat = [
         torch.cat([a.flatten(), b.flatten(), *([] if magnitude is None else [magnitude])])
         for *_, a, b, magnitude in rows
@@ -106,7 +106,7 @@ def pack_rows(rows: Sequence[Row], dtype: torch.dtype = torch.float32) -> LoraWe
 
 
 def stored(weights: LoraWeights, handle: int) -> StoredAdapter:
-    """As an adapter cache would say of it."""
+    """Return the adapter as an adapter cache would store it."""
     rank = max(row[2] for row in weights.config)
     return StoredAdapter(handle, handle.to_bytes(16, "big"), handle, rank, weights)
 

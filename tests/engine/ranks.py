@@ -32,7 +32,7 @@ def ranks(
     moe_ep_size: int = 1,
     **changes: Any,
 ) -> Iterator[ThreadRanks]:
-    """As `tests.engine.serving.load` makes one."""
+    """Load an engine of several ranks, as `tests.engine.serving.load` loads one."""
     values = {
         "dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8,
         "max_num_sequences": max_num_sequences, "max_tokens_in_paged_kv_cache": 8 * num_blocks, **changes,

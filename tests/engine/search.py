@@ -25,7 +25,7 @@ class Beam:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """What a search adds to a batch."""
+    """Beam search inputs of a batch."""
 
     group: BeamGroup | None
     moves: tuple[BeamMove, ...] = ()
@@ -59,7 +59,7 @@ class Search:
         return [beam.tokens[self.row.prompt_length :] for beam in self.beams]
 
     def prepare(self, context_length: int = 0) -> SearchStep:
-        """For the next batch, in which `context_length` tokens of its context run, or, after that, its beams."""
+        """Prepare the next batch: `context_length` tokens of its context run, or, after that, its beams."""
         self.is_ready = bool(self.beams) or (
             context_length > 0 and self.row.num_computed + context_length == len(self.row.tokens)
         )

@@ -42,7 +42,7 @@ def with_table(
 
 @dataclass(frozen=True)
 class TableOracle:
-    """What transformers says of such prompts.
+    """Expected answers to prompts with tables, by transformers.
 
     What it has generated the model keeps: tests ask for the same in many ways of serving it.
     """
@@ -64,12 +64,12 @@ class TableOracle:
 
     @torch.inference_mode()
     def greedy(self, ids: Sequence[int], rows: Tensor, num_tokens: int) -> list[int]:
-        """Its own `generate`."""
+        """Generate greedily by transformers' own `generate`."""
         return self._generate(ids, rows, num_tokens)[0]
 
     @torch.inference_mode()
     def beams(self, ids: Sequence[int], rows: Tensor, num_tokens: int, width: int) -> list[list[int]]:
-        """Its own beam search, best first."""
+        """Search by transformers' own beam search, best first."""
         options = {"num_beams": width, "num_return_sequences": width, "early_stopping": True}
         return self._generate(ids, rows, num_tokens, length_penalty=0.0, **options)
 

@@ -154,7 +154,7 @@ def test_weights_come_in_any_type(zoo: Zoo, dtype: torch.dtype) -> None:
 def test_every_rank_has_its_slice(
     zoo: Zoo, case: str, topology: tuple[int, int], config: str, kernels: str | None
 ) -> None:
-    """Of fused and of row-parallel modules, key heads that several ranks hold, and layers of other stages."""
+    """Slices of fused and row-parallel modules, key heads that several ranks hold, layers of other stages."""
     model = zoo[case]
     adapters = [adapter_of(model, 1, use_dora=config == "dora"), adapter_of(model, 2, 12)]
     with ranks(model.folder, topology, kernels=kernels) as engine:

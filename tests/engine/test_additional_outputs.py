@@ -46,7 +46,7 @@ def load_offering(
 
 @torch.inference_mode()
 def expected(model: ZooModel, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
-    """What transformers says of every position."""
+    """Return the additional outputs of every position by transformers."""
     found = model.oracle(torch.tensor([list(tokens)]), output_hidden_states=True)
     base = model.oracle.base_model(torch.tensor([list(tokens)])).last_hidden_state
     top = found.logits[0].topk(5)
@@ -231,7 +231,9 @@ def test_what_is_not_offered_is_refused_at_admission(zoo: Zoo, output, sampling,
 
 
 @pytest.mark.parametrize("kernels", [None, "torch"])
-def test_nobody_else_pays(zoo: Zoo, kernels: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_states_are_not_kept_unless_a_request_asks_for_them(
+    zoo: Zoo, kernels: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a request that wants them, hidden states are neither kept nor normalized once more."""
     model = zoo["llama-gqa"]
     engine = load_offering(model, kernels)
@@ -277,7 +279,7 @@ def test_a_native_call_ends_where_hidden_states_are_kept(monkeypatch: pytest.Mon
     [("last_hidden_state, top_5_logits", True), ("last_hidden_state, hidden_states_1", False)],
 )
 def test_recorded_batches_give_what_lies_behind_all_layers(zoo: Zoo, outputs: str, is_replayed: bool) -> None:
-    """Where inner layers are wanted, an iteration is not replayed."""
+    """An iteration that asks for inner layers is not replayed."""
     model, tape, wanted = zoo["llama-gqa"], Tape(), parse_outputs(outputs)
     engine = load_paged(model.folder, 60, capture=tape)
     engine.limits = replace(engine.limits, additional_outputs=offer(wanted, 3, 64, VOCAB_SIZE))

@@ -48,7 +48,9 @@ def assert_equal(row: Row, other: Row) -> None:
     ),
 )
 @pytest.mark.parametrize("size", with_all([2, 3, 16], [3]))
-def test_rows_of_a_batch(zoo: Zoo, case: str, dtype: str, size: int) -> None:
+def test_rows_of_a_batch_have_the_tokens_and_logits_they_have_alone(
+    zoo: Zoo, case: str, dtype: str, size: int
+) -> None:
     """Contexts beside each other, then contexts beside generation, then generation alone."""
     model = zoo[case]
     engine = load_native(model.folder, dtype)
@@ -80,8 +82,10 @@ def test_chunks_of_a_context(zoo: Zoo, case: str, dtype: str, chunk: int) -> Non
 
 
 @pytest.mark.parametrize("tokens_per_block", [16, 24])
-def test_wide_windows(tmp_path: Path, dtype: str, tokens_per_block: int) -> None:
-    """Where a row's window begins, another row of its tile sees more."""
+def test_rows_with_wide_windows_have_the_same_logits_alone_and_together(
+    tmp_path: Path, dtype: str, tokens_per_block: int
+) -> None:
+    """At the beginning of a row's window, another row of its tile attends to more."""
     folder = make_model(tmp_path, shape=Shape(2, 64, 4, 4, 96, 300, 1024, 10_000.0))
     changes = {
         "tokens_per_block": tokens_per_block,

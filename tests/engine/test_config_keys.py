@@ -313,7 +313,7 @@ class _Oracle:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What the engine made of one configuration, which it does again of all that it reads in the same way."""
+    """The engine's result of one configuration, reused for all configurations that it reads alike."""
 
     description: ModelDescription
     weights: dict[str, torch.Tensor]

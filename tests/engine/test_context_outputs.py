@@ -88,7 +88,9 @@ def test_rows_behind_the_prompt_are_left_out(model: ZooModel, engine: ModelEngin
     assert_context(resumed, model)
 
 
-def test_others_pay_nothing(model: ZooModel, engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_computed_only_for_rows_that_are_sampled_or_asked_for(
+    model: ZooModel, engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits are made of the rows that are sampled or asked for, a slice at a time, and of no others."""
     driver = Driver(engine)
     asking = driver.start(model.prompt(20), output=OutputConfig(return_prompt_log_probs=True))

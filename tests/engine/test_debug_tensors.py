@@ -105,7 +105,7 @@ def test_every_rank_writes_down_its_own(zoo: Zoo, tmp_path: Path) -> None:
             assert np.load(folder / "input_ids.npy").tolist() == list(model.prompt(6))
 
 
-def test_off_is_nothing(zoo: Zoo) -> None:
+def test_an_engine_without_the_parameters_has_no_debug_tensors(zoo: Zoo) -> None:
     engine = load_engine(zoo["gpt2"].folder)
     assert engine.runner.debug_tensors is None
 
@@ -177,7 +177,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(zoo: Zoo) -> None:
         load_engine(zoo["gpt2"].folder, debug_tensor_names=("weights",))
 
 
-def test_nothing_is_recorded_that_is_to_be_written_down(zoo: Zoo, tmp_path: Path) -> None:
+def test_iterations_with_debug_tensors_are_not_recorded(zoo: Zoo, tmp_path: Path) -> None:
     """A replayed iteration has no packed rows to show."""
     model, tape = zoo["llama-gqa"], Tape()
     plain = load_paged(model.folder, 60).runner

@@ -66,7 +66,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 @every_case
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
-def test_everything_at_once(zoo: Zoo, case: str, kernels: str | None, way: str) -> None:
+def test_packed_chunked_reused_and_paused_requests_give_transformers_tokens(
+    zoo: Zoo, case: str, kernels: str | None, way: str
+) -> None:
     """Packed, chunked, with blocks that are reused, and paused."""
     model = zoo[case]
     requests = some_of_everything(model)
@@ -78,7 +80,9 @@ def test_everything_at_once(zoo: Zoo, case: str, kernels: str | None, way: str) 
 
 @every_case
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
-def test_on_ranks(zoo: Zoo, case: str, kernels: str | None, topology: tuple[int, int]) -> None:
+def test_several_ranks_give_transformers_tokens(
+    zoo: Zoo, case: str, kernels: str | None, topology: tuple[int, int]
+) -> None:
     model = zoo[case]
     requests = some_of_everything(model)[:6]
     with ranks(model.folder, topology, num_blocks=80, kernels=kernels) as engine:
@@ -120,7 +124,7 @@ def _in_type(oracle: Any, dtype: str) -> Any:
 
 
 def _of_four_bits(model: ZooModel, folder: Path) -> str:
-    """What becomes of a GPTQ checkpoint of it."""
+    """Tell whether a GPTQ checkpoint of the model is compiled, unpacked or refused."""
     try:
         write(model, folder, FORMATS["gptq-one-group"], dtype="bfloat16")
         decoder = load_engine(folder).runner.decoder

@@ -35,7 +35,7 @@ def test_memory_is_used_again_once_not_even_a_view_is_left():
     assert recycled.empty((0, 5), torch.float32).shape == (0, 5)
 
 
-def test_what_is_too_small_is_given_up():
+def test_memory_that_is_too_small_is_replaced():
     recycled = Recycled()
     for size in (10, 1000, 100_000, 1000, 10):
         recycled.empty((size,), torch.float32)

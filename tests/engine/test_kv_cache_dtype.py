@@ -55,7 +55,7 @@ FP8_NUMBERS = torch.tensor(_STEPS_OF_FP8, dtype=torch.float64)
 
 
 def naively(numbers: Tensor, kind: str) -> Tensor:
-    """What is read of `numbers` [..., head_dim] that were stored, in their dtype."""
+    """Return `numbers` [..., head_dim] after a round trip through the cache, in their dtype."""
     largest = numbers.abs().amax(-1, keepdim=True)
     if kind == "int8":
         scale = (largest / 127).clamp(min=1e-30)
@@ -119,7 +119,7 @@ def test_levels_are_those_of_the_formulas(kind: str, spread: float) -> None:
 
 @every_kind
 @pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_makes_its_own_head_none(kind: str, what: float) -> None:
+def test_a_number_that_is_not_finite_makes_its_whole_head_nan(kind: str, what: float) -> None:
     numbers = torch.ones(4, 2, 8)
     numbers[1, 0, 5] = what
     levels, scales = ROUNDINGS[kind].round(numbers)
@@ -272,7 +272,7 @@ def test_tokens_of_torchs_operators_are_the_same_in_all_ways_of_serving(
 @every_kind
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
 def test_ranks_answer_as_one(zoo: Zoo, kernels: str, kind: str, tp_size: int, pp_size: int) -> None:
-    """Of a layer that is shared sums are made in another order, which may turn a level, and with it a token."""
+    """Ranks add the sums of a shared layer in another order, which may turn a level, and with it a token."""
     requests = some_of_everything(zoo["llama-gqa"])[:6]
     config = EngineConfig(str(zoo["llama-gqa"].folder), **ENGINE, kernels=kernels, kv_cache_dtype=kind)
     one = serve(load_model_engine(config), CONFIG, requests)

@@ -110,7 +110,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=needs_native if case[2] == "native" else ()) for case in CASES], ids=str
 )
-def test_what_is_kept_and_one_tensor(
+def test_a_load_takes_the_weights_and_one_tensor_more(
     measured: dict[tuple[Any, ...], dict[str, int]], case: tuple[str, str, str, int, int]
 ) -> None:
     stored, _, _, tp_size, width = case

@@ -69,7 +69,7 @@ def assert_is(row: Row, oracle: ZooModel) -> None:
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    """As close as PEFT's own tests want it."""
+    """Compare with the tolerance of PEFT's own tests."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -144,7 +144,7 @@ LORA_FRACTION = "lora_cache_gpu_memory_fraction"
     ],
 )
 def test_pages_for_adapters(changes: dict[str, Any], num_pages: int) -> None:
-    """Of 1,000 bytes."""
+    """Pages have 1,000 bytes."""
     values = {"max_num_sequences": 4, "free_bytes": 100_000, **changes}
     free_bytes = values.pop("free_bytes")
     assert plan_adapter_pages(EngineConfig(**values), 1000, free_bytes) == num_pages

@@ -112,7 +112,7 @@ def test_tokens_in_float32_are_those_of_transformers(folder: Path, oracle: Any) 
 
 @pytest.mark.parametrize("kernels", [None, "torch"])
 def test_ranks_cut_blocks(tmp_path: Path, kernels: str | None) -> None:
-    """Of 96 inputs in blocks of 32 two ranks have 48 each, which are groups of 16."""
+    """Two ranks have 48 of the 96 inputs each: blocks of 32 become groups of 16."""
     sizes = replace(SHAPES["tiny"], ffn=96)
     made = make_model(tmp_path, "gpt_oss", sizes, standard_deviation=0.1, quantize="mxfp4")
     request = Request(90, PROMPT, 1, output=OutputConfig(return_generation_logits=True))

@@ -1,4 +1,4 @@
-"""Where no memory is left: a load says what it wanted, and an iteration ends what cannot be had alone."""
+"""Out of memory: a load names the bytes it wanted, and an iteration ends requests that do not fit even alone."""
 
 from __future__ import annotations
 

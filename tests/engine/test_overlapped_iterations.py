@@ -56,7 +56,7 @@ def load_vocab_size(model: ZooModel) -> int:
 
 
 def undemanding(model: ZooModel) -> list[Request]:
-    """Of every kind that goes on without the host; they end by length, by end ids and by stop words."""
+    """Requests of every kind that continues without the host; they end by length, by end ids and by stop words."""
     shared, bias = model.prompt(18, 3), bias_of(model)
     requests = []
     for number in range(12):
@@ -81,12 +81,12 @@ def undemanding(model: ZooModel) -> list[Request]:
 
 @cache
 def in_turn(model: ZooModel, way: str, kernels: str | None = None) -> Served:
-    """What those requests get where no batch begins before the last one's tokens are known."""
+    """Serve these requests without overlap: no batch begins before the last one's tokens are known."""
     return serve(load(model.folder, 60, kernels=kernels), config_of(way), undemanding(model))
 
 
 def demanding(model: ZooModel) -> list[Request]:
-    """Of every kind that waits for the host."""
+    """Requests of every kind that waits for the host."""
     kinds: list[dict[str, Any]] = [
         {"sampling": SamplingConfig(beam_width=3)},
         {"sampling": SamplingConfig(repetition_penalty=1.3, no_repeat_ngram_size=3)},

@@ -23,7 +23,7 @@ SIZE = 2
 
 
 def no_repeats(req_id, logits, ids, stream_ptr, client_id):
-    """What the control no_repeat_ngram_size does, by transformers."""
+    """Logits post-processor equal to the control no_repeat_ngram_size, by transformers."""
     logits[0] = NoRepeatNGramLogitsProcessor(SIZE)(torch.tensor(ids), logits[0].clone())
 
 
@@ -72,7 +72,7 @@ STATIC = {"policy": CapacitySchedulerPolicy.STATIC_BATCH}
 
 @pytest.mark.parametrize("name", ["no-repeats", "batched"])
 @pytest.mark.parametrize("way", [*WAYS, "static"])
-def test_it_does_in_every_way_what_the_control_does(zoo: Zoo, way: str, name: str) -> None:
+def test_a_post_processor_gives_the_same_tokens_as_the_equal_control(zoo: Zoo, way: str, name: str) -> None:
     model = zoo["llama-gqa"]
     requests = some_of_everything(model)
     engine = load(model.folder, 28, 8, PROCESSORS)
@@ -87,7 +87,7 @@ def test_it_does_in_every_way_what_the_control_does(zoo: Zoo, way: str, name: st
 
 
 @pytest.mark.parametrize("name", ["fails", "batched"])
-def test_what_fails_ends_alone_and_the_others_get_their_tokens(zoo: Zoo, name: str) -> None:
+def test_a_failing_post_processor_ends_its_own_request_alone(zoo: Zoo, name: str) -> None:
     """In its context, later, in a search, of one of two siblings, and behind drafts that are accepted."""
     model = zoo["llama-gqa"]
     requests = by_post_processor(some_of_everything(model), "no-repeats")
@@ -139,7 +139,7 @@ def test_a_batched_failure_ends_all_of_its_call_and_no_others(zoo: Zoo) -> None:
     assert served.tokens(3) == model.greedy(plain[2].input_token_ids, 12)
 
 
-def test_what_it_is_given_along_a_whole_request(zoo: Zoo) -> None:
+def test_a_post_processor_is_called_once_for_each_token(zoo: Zoo) -> None:
     """One call for each token, though the context comes in chunks."""
     model = zoo["llama"]
     calls: list[list[int]] = []

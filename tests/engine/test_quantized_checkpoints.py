@@ -55,7 +55,9 @@ def test_ranks_cut_what_the_weights_stand_for(
     with_all(["mixtral", "qwen3-moe", "deepseek-v3", "phi3", "qwen2"], ["mixtral", "deepseek-v3", "phi3"]),
 )
 @pytest.mark.parametrize("name", with_all(["fp8-tensor", "ct-int8", "gptq-one-group"], ["gptq-one-group"]))
-def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
+def test_quantized_checkpoints_of_other_families_give_the_models_tokens(
+    zoo: Zoo, tmp_path: Path, case: str, name: str
+) -> None:
     """Experts, latent attention, fused projections, biases; a router is not quantized."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",))
     row = alone(load_engine(tmp_path, dtype="float32"), model.prompt(12), 6)
@@ -80,7 +82,7 @@ def test_the_last_group_may_be_shorter(zoo: Zoo, tmp_path: Path, name: str, size
 
 
 def test_blocks_at_the_edges_of_a_matrix_are_smaller(tmp_path: Path) -> None:
-    """Of 128 x 128, in matrices of 160 and 272."""
+    """Blocks are 128 x 128, matrices 160 and 272 wide."""
     config = LlamaConfig(
         vocab_size=211, hidden_size=160, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
         intermediate_size=272, max_position_embeddings=64, initializer_range=0.3,

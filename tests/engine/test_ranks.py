@@ -152,7 +152,7 @@ def test_everything_at_once_in_every_way(
 
 @cache
 def _requests(kind: str, model: ZooModel) -> tuple[Request, ...]:
-    """Those of the tests that hold one rank against transformers or the reference."""
+    """Return the requests of the tests that compare one rank with transformers or the reference."""
     if kind == "processors":
         return tuple(controls.processed(model)[0])
     if kind == "bans":

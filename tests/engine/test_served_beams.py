@@ -51,7 +51,7 @@ def make_request(model: ZooModel, number: int, **changes: Any) -> Request:
 
 
 def expected_of(model: ZooModel, request: Request, **options: Any) -> list[list[int]]:
-    """What transformers finds, without end ids and what fills the rows after them."""
+    """Return the beams of transformers, without end ids and the padding after them."""
     sampling = request.sampling
     found = model.beams(
         request.input_token_ids,
@@ -176,7 +176,7 @@ def searched(model: ZooModel, request: Request) -> list[list[int]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_penalties_temperature_and_bias_with_beams(zoo: Zoo, case: str) -> None:
-    """What transformers does otherwise with beams; the reference says what is done here."""
+    """transformers combines these with beams differently; the expected beams are those of the reference."""
     model = zoo[case]
     bias = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 2
     requests = [

@@ -168,7 +168,7 @@ CONTROLLED: list[dict[str, Any]] = [
 
 
 def referenced(model: ZooModel, request: Request) -> list[int]:
-    """What `sampling.reference` chooses, one token at a time from transformers' logits, without an end id."""
+    """Choose tokens by `sampling.reference`, one at a time from transformers' logits, without an end id."""
     tokens = list(request.input_token_ids)
     while len(tokens) < request.max_sequence_length:
         token = reference.next_token(model.logits(tokens)[-1].tolist(), request, tokens)

@@ -71,7 +71,7 @@ def answers(served: Served, requests: list[Request]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_it_is_their_own_error(zoo: Zoo, sampling: str, kernels: str | None) -> None:
+def test_requests_whose_bans_leave_no_token_fail_alone(zoo: Zoo, sampling: str, kernels: str | None) -> None:
     model, others = zoo["llama-gqa"], innocent(zoo["llama-gqa"])
     faulty = dict(enumerate(BANS))
     requests = [impossible(model, number, ban, sampling) for number, ban in faulty.items()]

@@ -19,7 +19,7 @@ FAILED = ScheduledBatch(
 
 
 @pytest.mark.parametrize("slot", [1, 2, 3])
-def test_what_it_named_is_void(slot: int) -> None:
+def test_slots_of_a_failed_batch_are_refused(slot: int) -> None:
     slots = VoidSlots()
     slots.add(FAILED, since=[ScheduledBatch(1, generation_slots=(4,))])
     slots.refuse(ScheduledBatch(2, generation_slots=(4,)))
@@ -31,7 +31,7 @@ def test_what_it_named_is_void(slot: int) -> None:
     slots.refuse(ScheduledBatch(6, generation_slots=(slot,)))
 
 
-def test_what_a_later_batch_has_started_is_not() -> None:
+def test_a_slot_that_a_later_batch_has_started_is_accepted() -> None:
     """Slot 2's sequence had no row and ended; another has the slot."""
     slots = VoidSlots()
     later = ScheduledBatch(1, starts=(start(2),), context=(ContextChunk(2, 0, (1, 2), True),))

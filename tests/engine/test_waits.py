@@ -136,7 +136,7 @@ def test_a_replayed_batch_waits_once(zoo: Zoo) -> None:
 
 
 def test_a_top_p_that_takes_many_tokens_is_drawn_for_again(zoo: Zoo) -> None:
-    """What is taken for granted of rows with few tokens is found wrong when the tokens come back."""
+    """The assumption that rows need few tokens is found wrong when the tokens come back."""
     model = zoo["llama-gqa"]
     sampling = SamplingConfig(temperature=100.0, top_p=0.99, random_seed=8)
     with FakeDevice():

@@ -36,7 +36,7 @@ CASES = ["llama-gqa", "qwen3", "gpt2"]
 
 
 def sees(position: int, key: int, window: int | None, num_sinks: int) -> bool:
-    """What a token sees, in words: the sinks, and as many of the last tokens as make a window with them."""
+    """Tell whether a token attends to a key: the sinks, and as many of the last tokens as fill the window."""
     if key > position:
         return False
     return window is None or key < num_sinks or key > position - (window - num_sinks)
@@ -141,7 +141,7 @@ def test_chunks_of_a_context(zoo: Zoo, case: str, chunk: int, kernels: str | Non
 @pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
 @pytest.mark.parametrize("chunk", [7, 33, 90])
 @pytest.mark.parametrize("piece_rows", [1, 5])
-def test_pieces_of_a_chunk(
+def test_a_chunk_attended_in_pieces_gives_the_logits_of_a_whole_one(
     zoo: Zoo, case: str, chunk: int, piece_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In which torch's operators take a chunk."""
@@ -227,7 +227,9 @@ def make_requests(model: ZooModel) -> list[Request]:
     ),
 )
 @pytest.mark.parametrize(("asked", "num_sinks"), [((9, 21), 0), ((30, 17), 6)])
-def test_served(zoo: Zoo, way: str, kernels: str | None, asked: tuple[int, ...], num_sinks: int) -> None:
+def test_requests_with_windows_give_the_masked_models_tokens(
+    zoo: Zoo, way: str, kernels: str | None, asked: tuple[int, ...], num_sinks: int
+) -> None:
     """Chunks, shared prefixes, pauses, drafts and beams together, against the masked model alone."""
     model = zoo["llama-gqa"]
     oracle = masked(model, asked, num_sinks)

@@ -26,7 +26,7 @@ from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsP
 
 
 class _Meeting:
-    """Where the ranks of a stage lay down their tensors and pick up everybody's."""
+    """Exchange where the ranks of a stage put their tensors and take those of all ranks."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
@@ -90,7 +90,7 @@ class ThreadStageLink:
         self._dtype = getattr(torch, dtype)
 
     def send(self, hidden: Tensor | None) -> None:
-        """To the next stage."""
+        """Send a tensor to the next stage."""
         self._behind.put(hidden)
 
     def receive(self, num_rows: int) -> Tensor | None:
@@ -112,7 +112,7 @@ class ThreadStage:
         self._barrier.wait()
 
     def leave(self) -> None:
-        """Nobody is waited for any more."""
+        """Leave the meeting: no rank waits for another any more."""
         self._barrier.abort()
 
 
@@ -124,7 +124,7 @@ class ThreadOutcomes:
         self._told = told
 
     def tell(self, outcome: bytes) -> None:
-        """To all others."""
+        """Send the outcome to all other ranks."""
         for queue in self._told.values():
             queue.put(outcome)
 
@@ -207,7 +207,7 @@ class ThreadRanks:
         ]
 
     def decode(self, batch: ScheduledBatch, begun: list[Future[Any]]) -> ModelOutput:
-        """What every rank says of the batch; AssertionError if they differ."""
+        """Return the output of a batch, which all ranks must agree on; AssertionError if they differ."""
         said = [
             thread.submit(lambda rank=rank, flight=flight: rank.decode(batch, flight.result()))
             for rank, flight, thread in zip(self._ranks, begun, self._threads, strict=True)

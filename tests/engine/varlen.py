@@ -82,7 +82,7 @@ class ReferenceVarlen:
         scores = (queries * keys).sum(-1) * head_dim**-0.5
         scores = scores.masked_fill(~visible[:, :, None, None], -torch.inf)
         weights = scores.softmax(dim=1)
-        # What lies behind a sequence's last token is never multiplied, so that it may be anything.
+        # Numbers behind a sequence's last token are never multiplied, so they may be anything.
         values = values.masked_fill(~visible[:, :, None, None, None], 0.0)
         read = (weights[..., None] * values).sum(1).reshape(rows, heads, head_dim).to(query.dtype)
         if return_aux is None or not return_aux.lse:

@@ -1,4 +1,4 @@
-"""What every rank of a test runs: `python -m tests.executor.ranks_program CHECKPOINT PP` under mpirun.
+"""Program of every rank of a test: `python -m tests.executor.ranks_program CHECKPOINT PP` under mpirun.
 
 Every rank constructs an executor, as a program of TensorRT-LLM's bindings does, and prints one JSON line. Rank 0
 serves requests; the others end when it does. With one pipeline stage, mpirun alone says how many ranks there are.

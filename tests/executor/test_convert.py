@@ -1,4 +1,4 @@
-"""What the engine gets of a request and of a configuration, field by field."""
+"""Conversion of an executor's requests and configuration for the engine, field by field."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_every_field_that_works_is_converted_or_is_the_executors_own() -> None:
 
 
 @pytest.mark.parametrize("end_id", [None, -1])
-def test_no_end_id(end_id: int | None) -> None:
+def test_an_end_id_that_is_none_or_negative_ends_nothing(end_id: int | None) -> None:
     assert convert(end_id=end_id).end_ids == ()
 
 
@@ -231,7 +231,7 @@ def test_with_an_end_id_one_token_comes_at_least_unless_said_otherwise() -> None
 
 
 @pytest.mark.parametrize("pad_id", [-1, -2, None])
-def test_no_pad_id(pad_id: int | None) -> None:
+def test_a_pad_id_that_is_none_or_negative_is_left_out(pad_id: int | None) -> None:
     assert convert(pad_id=pad_id).pad_id is None
 
 
@@ -436,13 +436,13 @@ def test_without_a_batch_size_as_many_run_as_there_is_room_for(
     ("mode", "expected"),
     [(trtllm.CommunicationMode.LEADER, "leader"), (trtllm.CommunicationMode.ORCHESTRATOR, "orchestrator")],
 )
-def test_who_starts_the_ranks_if_there_are_several(mode: trtllm.CommunicationMode, expected: str) -> None:
+def test_the_launch_mode_of_several_ranks_is_set(mode: trtllm.CommunicationMode, expected: str) -> None:
     config = trtllm.ExecutorConfig(parallel_config=trtllm.ParallelConfig(communication_mode=mode))
     assert to_parameters(config, "", Parameters(tensor_parallel_size=2)).launch_mode == expected
     assert to_parameters(config, "").launch_mode is None
 
 
-def test_what_a_configuration_does_not_say_stays() -> None:
+def test_parameters_that_a_configuration_leaves_out_stay() -> None:
     base = Parameters(watchdog_timeout_ms=5, tensor_parallel_size=2)
     base = replace(base, engine=replace(base.engine, dtype="float32", tokens_per_block=16))
     made = to_parameters(trtllm.ExecutorConfig(), "/checkpoint", base)
@@ -452,7 +452,7 @@ def test_what_a_configuration_does_not_say_stays() -> None:
 Backend = trtllm.GuidedDecodingConfig.GuidedDecodingBackend
 
 
-def test_who_follows_guides() -> None:
+def test_the_guided_decoding_backend_is_set() -> None:
     base = Parameters(guided_decoding_backend="xgrammar")
     config = trtllm.ExecutorConfig
     guided = trtllm.GuidedDecodingConfig(Backend.LLGUIDANCE)

@@ -52,7 +52,7 @@ def test_members_are_numbered_in_the_originals_order(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", MEMBERS)
-def test_members_can_be_pickled(path: str) -> None:
+def test_pickled_members_are_the_same_objects(path: str) -> None:
     for member in enumeration(path):
         assert pickle.loads(pickle.dumps(member)) is member
 

@@ -39,7 +39,7 @@ def test_every_example_is_run_here() -> None:
     assert named == {path.name for path in EXAMPLES.glob("*.py")}
 
 
-def test_basic(checkpoint: Path, reference) -> None:
+def test_the_basic_example_prints_the_models_tokens(checkpoint: Path, reference) -> None:
     assert rows(run(checkpoint, "basic.py")) == [[[1, 2, 3, 4, *reference([1, 2, 3, 4], 10)]]]
 
 

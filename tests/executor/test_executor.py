@@ -38,7 +38,7 @@ def test_a_whole_answer_is_the_prompt_and_the_greedy_tokens(executor, reference)
     assert (result.decoding_iter, result.avg_decoded_tokens_per_iter) == (12, 1.0)
 
 
-def test_without_the_prompt(executor, reference) -> None:
+def test_exclude_input_from_output_leaves_the_prompt_out(executor, reference) -> None:
     config = trtllm.OutputConfig(exclude_input_from_output=True)
     (result,) = results_of(executor, request(output_config=config))
     assert result.output_token_ids == [reference(PROMPT, 6)]

@@ -61,7 +61,7 @@ def make_request(**fields: Any) -> trtllm.Request:
     return trtllm.Request([1, 2, 3], 5, **fields)
 
 
-def test_defaults_pass_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_default_values_are_accepted_without_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     check(make_request())
     check(trtllm.ExecutorConfig())
     everything = trtllm.ExecutorConfig(
@@ -95,7 +95,7 @@ FULL_REQUEST: dict[str, Any] = {
 }
 
 
-def test_what_works_passes_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_supported_values_are_accepted_without_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     check(make_request(**FULL_REQUEST))
     assert caplog.records == []
 

@@ -46,7 +46,7 @@ def test_several_prompts_come_back_in_order(executor, reference, tokenizer) -> N
     assert executor.await_responses(timedelta(0)) == []
 
 
-def test_it_stops_at_the_end_ids_of_the_checkpoint(executor, reference) -> None:
+def test_generation_stops_at_the_end_ids_of_the_checkpoint(executor, reference) -> None:
     eos = executor._description.eos_token_ids
     assert eos
     prompt = next(each for each in ([n, n + 1] for n in range(5, 400)) if eos[0] in reference(each, 40))

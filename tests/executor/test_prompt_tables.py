@@ -66,7 +66,7 @@ def with_rows(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_what_the_engine_gets(dtype: torch.dtype) -> None:
+def test_the_engine_gets_the_rows_and_the_extra_ids(dtype: torch.dtype) -> None:
     rows = make_rows(dtype=dtype)
     found = to_core_request(make_request(rows.T.contiguous().T, [0, 7, 0, 7, 7, 0]), LIMITS)
     data = RawBuffer(rows.view(torch.uint8).numpy().tobytes())
@@ -74,7 +74,7 @@ def test_what_the_engine_gets(dtype: torch.dtype) -> None:
     assert found.identity.extra_ids == (0, 7, 0, 7, 7, 0)
 
 
-def test_it_survives_pickling() -> None:
+def test_a_prompt_tuning_config_survives_pickling() -> None:
     config = trtllm.PromptTuningConfig(make_rows(), [1] * 6)
     twin = pickle.loads(pickle.dumps(config))
     assert torch.equal(twin.embedding_table, config.embedding_table)

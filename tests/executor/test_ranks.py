@@ -135,7 +135,7 @@ def test_ranks_that_do_not_load_say_why(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_ranks_cannot_do(checkpoint: Path, parallel) -> None:
+def test_unsupported_parallel_configurations_are_refused(checkpoint: Path, parallel) -> None:
     with pytest.raises(trtllm.NotSupported):
         trtllm.Executor(checkpoint, trtllm.ModelType.DECODER_ONLY, make_config(parallel_config=parallel))
 

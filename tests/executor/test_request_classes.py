@@ -292,7 +292,7 @@ def test_sizes_of_lookahead_decoding_go_together(sizes: tuple[int, int, int], me
         trtllm.LookaheadDecodingConfig(*sizes)
 
 
-def test_what_lookahead_decoding_takes() -> None:
+def test_lookahead_decoding_computes_its_resources() -> None:
     config = trtllm.LookaheadDecodingConfig(3, 5, 7)
     assert (config.max_window_size, config.max_ngram_size, config.max_verification_set_size) == (3, 5, 7)
     # 3 tokens of the first column, and 4 for each of 2 more columns and 7 guesses; one token beside them.

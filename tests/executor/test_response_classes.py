@@ -69,7 +69,7 @@ def test_a_result_crosses_as_bytes() -> None:
 
 
 class Harmful:
-    """What a pickle of somebody else's may be."""
+    """Object whose unpickling runs code."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return pytest.fail, ("this was executed",)

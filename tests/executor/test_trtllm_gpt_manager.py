@@ -160,7 +160,7 @@ def manager(client: Client) -> Iterator[GptManager]:
         yield manager
 
 
-def test_it_is_made_as_documented(client: Client) -> None:
+def test_a_gpt_manager_is_constructed_as_documented(client: Client) -> None:
     """Path, type, beam width, policy, most requests, Get and Send, in this order."""
     manager = GptManager(
         Path(MODEL),

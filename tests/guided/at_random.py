@@ -51,7 +51,7 @@ def make_case(seed: int) -> Case:
 
 
 def make_cases(first_seed: int, number: int) -> dict[int, Case]:
-    """That many with guides that all differ, by their seeds."""
+    """Make this number of cases from consecutive seeds, each with a different guide."""
     cases: dict[Guide, tuple[int, Case]] = {}
     seed = first_seed
     while len(cases) < number:

@@ -1,4 +1,4 @@
-"""What one sequence's guide may take: one that wants more ends with an error that says so, and no other does."""
+"""Budget of one sequence's guide: exceeding it ends that sequence alone, with an error that names the limit."""
 
 from __future__ import annotations
 

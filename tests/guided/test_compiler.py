@@ -1,4 +1,4 @@
-"""What becomes of guides beside the loop: known, wrong, too long, too slow; and the process that is killed."""
+"""Guides compiled beside the loop: known, wrong, too long, too slow; and the process that is killed."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_a_slow_guide_lets_new_ones_go_first() -> None:
         assert event.request_id == 2 and "longer to compile than 4000 ms" in event.error
 
 
-def test_what_nobody_waits_for_is_not_compiled() -> None:
+def test_guides_without_a_waiting_request_are_not_compiled() -> None:
     """The jobs of cancelled requests are dropped, and their numbers may be used again."""
     grammars = tiny_grammars()
     with compiling(grammars, bounds=GuideBounds(timeout_s=2.0)) as it:

@@ -36,7 +36,7 @@ def text_of(value: Any) -> str:
 
 
 def allowed(backend: GuideBackend, schema: Any, *values: Any) -> list[Any]:
-    """Those of some values that a guide allows."""
+    """Return the values that a guide allows."""
     matcher = compiled(backend, schema)
     return [value for value in values if follows(matcher, text_of(value))]
 
@@ -62,7 +62,7 @@ def refusal_of(backend: GuideBackend, schema: Any) -> str:
         {"if": {"contains": {}}, "example": {"$ref": "#/nowhere"}, "x-guide": {"format": 3}},
     ],
 )
-def test_what_asks_for_nothing_is_taken(backend: GuideBackend, keywords: dict[str, Any]) -> None:
+def test_keywords_without_an_effect_are_accepted(backend: GuideBackend, keywords: dict[str, Any]) -> None:
     value: Any = {"a": "b"} if keywords.get("type") == "object" else "any text"
     assert allowed(backend, keywords, value, [1, 1], 3)[0] == value
 
@@ -97,7 +97,7 @@ def test_what_asks_for_nothing_is_taken(backend: GuideBackend, keywords: dict[st
         ("json-pointer", ["", "/a/~1b"], ["a", "/~2"]),
     ],
 )
-def test_known_formats_are_right(
+def test_known_formats_allow_exactly_the_valid_texts(
     backend: GuideBackend, name: str, right: list[str], wrong: list[str]
 ) -> None:
     for schema in ({"type": "string", "format": name}, {"format": name}):
@@ -403,7 +403,7 @@ def test_a_property_has_one_spelling(backend: GuideBackend) -> None:
         (False, "the schema is false"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_its_path(
+def test_unsupported_keywords_are_refused_by_their_path(
     backend: GuideBackend, schema: Any, words: str
 ) -> None:
     refusal = refusal_of(backend, schema)
@@ -464,7 +464,7 @@ def test_id_is_the_base_of_drafts_3_and_4(backend: GuideBackend, dialect: str) -
     assert allowed(backend, schema, {"a": [None]}, {"a": [1]}) == [{"a": [None]}]
 
 
-def test_what_is_listed_has_its_format(backend: GuideBackend) -> None:
+def test_values_of_an_enum_have_to_match_its_format(backend: GuideBackend) -> None:
     dates: dict[str, Any] = {"enum": ["2023-02-29", "2024-02-29"], "format": "date"}
     schema: dict[str, Any] = {"type": "array", "uniqueItems": True, "items": dates}
     assert allowed(backend, schema, ["2024-02-29"], ["2023-02-29"]) == [["2024-02-29"]]

@@ -1,4 +1,4 @@
-"""What does not fit config.json is refused by the files' headers: of files of many GB no weight is read.
+"""Files that do not fit config.json are refused by their headers: no weight of their many GB is read.
 
 The files are sparse: headers, and holes where weights would be. Pages of a hole that somebody reads are in memory.
 """
@@ -61,7 +61,7 @@ def _write(folder: Path, shapes: Shapes) -> list[Path]:
 
 
 def _bytes_in_memory(path: Path) -> int:
-    """How much of a file anybody has read lately, in whole pages."""
+    """Count the bytes of a file that were read lately, in whole pages."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
@@ -85,7 +85,7 @@ def _reshaped(shapes: Shapes) -> Shapes:
 
 
 def _with_another_head(shapes: Shapes) -> Shapes:
-    """Beside a tied embedding."""
+    """Add an output head beside the tied embedding."""
     return {**shapes, "lm_head.weight": (32001, 4096)}
 
 
@@ -121,7 +121,7 @@ def test_headers_say_what_does_not_fit(
     assert all(_bytes_in_memory(path) < _MOST_READ for path in paths)
 
 
-def test_what_fits_is_not_read_either(tmp_path: Path) -> None:
+def test_weights_of_files_that_fit_are_not_read_either(tmp_path: Path) -> None:
     """And it is noticed here if weights are."""
     (tmp_path / "config.json").write_text(json.dumps(_LLAMA_7B))
     model = read_model_description(tmp_path)

@@ -57,7 +57,7 @@ def edited(zoo: Zoo, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa-tied", "qwen3", "gpt2"])
-def test_sharded_is_whole(zoo: Zoo, tmp_path: Path, case: str) -> None:
+def test_a_sharded_checkpoint_loads_the_weights_of_the_whole_one(zoo: Zoo, tmp_path: Path, case: str) -> None:
     sharded = make_model(tmp_path / "sharded", case, max_shard_size="60KB").folder
     assert len(list(sharded.glob("*.safetensors"))) > 2
     _assert_equal(_load(sharded), _load(zoo[case].folder))
@@ -201,7 +201,7 @@ def _with(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
         ),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_tensors_that_do_not_fit_are_refused_by_name(
     edited: Callable[..., Path], change: Callable[[Tensors], Tensors], message: str
 ) -> None:
     folder = edited("llama", change)

@@ -55,7 +55,7 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_is_read_is_what_transformers_reads(tmp_path: Path, name: str) -> None:
+def test_configurations_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
     ours, config = read(tmp_path, PUBLISHED[name]), theirs(PUBLISHED[name])
     assert (ours.vocab_size, ours.hidden_size, ours.num_layers, ours.num_heads) == (
         config.vocab_size,

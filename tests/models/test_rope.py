@@ -109,7 +109,9 @@ def test_tables_hold_every_position(tmp_path: Path) -> None:
         ({"rope_theta": -1}, "'rope_theta' is -1, expected a number > 0"),
     ],
 )
-def test_what_is_not_supported_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_unsupported_rope_settings_are_refused_by_name(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         _read(tmp_path, **values)
     assert message in str(error.value)

@@ -37,7 +37,7 @@ def packed(zoo: Zoo, tmp_path: Path) -> tuple[Path, Tensors]:
 
 
 def _experts(folder: Path, part: Part | None = None) -> ExpertWeights[Linear]:
-    """Those of the last layer that is held."""
+    """Load the experts of the last layer of a part."""
     model = read_model_description(folder)
     experts = load_weights(model, torch.float32, CPU, part).layers[-1].experts
     assert experts is not None

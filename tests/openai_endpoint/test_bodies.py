@@ -57,7 +57,7 @@ def test_what_has_too_many_values_is_refused_unread(
 
 
 @pytest.mark.parametrize("text", ["," * (MAX_VALUES + 5), "[{" * MAX_CONTAINERS, '\\",' * MAX_VALUES, "\\\\"])
-def test_what_texts_say_counts_as_nothing(text: str) -> None:
+def test_brackets_and_commas_in_texts_are_not_counted(text: str) -> None:
     body = parse_body(CompletionBody, f'{{"prompt": "{text}", "stop": ["{text}"]}}'.encode(), JSON)
     assert body.prompt == json.loads(f'"{text}"') and body.stop == [body.prompt]
 
@@ -100,13 +100,13 @@ def test_a_field_with_too_many_is_named(kind: type[Body], more: dict[str, Any], 
     + [b'{"temperature": 1e999}', b'{"a": "' + b"x" * 1000, b"\x00", b'\\"[[', b'{"prompt": "\\ud800"}']
     + [b"null", b"3", b'"text"', b"[]", b"{}"],
 )
-def test_what_is_no_body_is_refused_in_a_sentence(raw: bytes) -> None:
+def test_a_malformed_body_is_refused_in_a_sentence(raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_body(CompletionBody, raw, JSON)
     assert caught.value.status == 400 and len(str(caught.value)) < 300
 
 
-def test_what_came_is_told_in_short() -> None:
+def test_errors_shorten_large_values() -> None:
     for value in ("x" * 1_000_000, ["x"] * 100_000, {str(each): each for each in range(100_000)}):
         with pytest.raises(ApiError) as caught:
             parse_body(CompletionBody, json.dumps({"prompt": "x", "n": value}).encode(), JSON)

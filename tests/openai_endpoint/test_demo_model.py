@@ -207,7 +207,7 @@ def test_json_object_is_an_object(demo_client: openai.OpenAI) -> None:
 
 
 class Shape(pydantic.BaseModel):
-    """What the model is made to say."""
+    """The object that the model is constrained to generate."""
 
     shape: Literal["circle", "square"]
     exact: bool

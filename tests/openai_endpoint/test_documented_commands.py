@@ -20,7 +20,7 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines() if "localhos
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_it_answers(fake_url, command):
+def test_the_documented_command_gets_an_answer(fake_url, command):
     here = command.replace("http://localhost:9000", fake_url).replace("localhost:9000", fake_url)
     here = here.replace('"model": "tiny"', '"model": "demo"')
     done = subprocess.run(["bash", "-c", here], capture_output=True, text=True, timeout=60)

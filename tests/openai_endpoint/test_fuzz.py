@@ -89,7 +89,7 @@ DEEP = 3000
 
 @pytest.fixture(scope="module")
 def url(template: Path) -> Iterator[str]:
-    """Where a chat that does not say how long it may be is short."""
+    """Address of a server whose chats are short if they give no maximum."""
     with fake_engine() as engine, served(engine, chat_template=template, default_max_tokens=4) as found:
         yield found
 
@@ -157,7 +157,7 @@ class Client:
         return answer.status, answer.read()
 
     def usual(self) -> list[Any]:
-        """What an ordinary request gets."""
+        """Return the answer to an ordinary request."""
         asked = {"prompt": "def f(x):", "max_tokens": 4, "temperature": 0}
         status, answer = self.post("/v1/completions", json.dumps(asked).encode())
         assert status == 200, answer
@@ -208,7 +208,7 @@ HEADS = [
 
 
 def exchange(address: tuple[str, int], sent: bytes) -> bytes:
-    """What comes back at once, before the client goes away."""
+    """Send bytes and return the immediate answer, before the client closes the connection."""
     answer = bytearray()
     with socket.create_connection(address, timeout=PATIENCE_S) as connection, contextlib.suppress(OSError):
         for part in (sent[: len(sent) // 2], sent[len(sent) // 2 :]):

@@ -1,4 +1,4 @@
-"""What the endpoint's HTTP server makes of bytes: raw sockets, around an application that repeats what it gets."""
+"""The endpoint's HTTP server on raw sockets, around an application that repeats its input."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def refusal(command: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command says that ends with status 2 before it has started anything."""
+    """Return the error of a command that exits with status 2 before it has started anything."""
     try:
         status: object = COMMANDS[command](flags)
     except SystemExit as ended:

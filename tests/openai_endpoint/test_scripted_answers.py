@@ -1,4 +1,4 @@
-"""What becomes of given answers on their way to clients: reasoning, calls, stop strings, characters in pieces."""
+"""Delivery of scripted answers to clients: reasoning, tool calls, stop strings, characters in pieces."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ THINKING = "{{ messages[0].content.split('</think>')[-1] }}"
         (THINKING + "<think></think>", "deepseek_r1", "yes", "", "yes"),
     ],
 )
-def test_thoughts_come_apart(
+def test_reasoning_and_content_are_separated(
     tmp_path: Path, source: str, parser: str, answer: str, reasoning: str, content: str
 ) -> None:
     with scripted(answer, chat_template=template(tmp_path, source), reasoning_parser=parser) as url:

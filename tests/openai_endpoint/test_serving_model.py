@@ -1,4 +1,4 @@
-"""What is kept of a checkpoint, and for how long."""
+"""Caching of a checkpoint's tokenizer and settings, and its expiry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both ranks of `test_dead_loop` run, with a fake engine: rank 0's loop dies of a callback."""
+"""Program of both ranks of `test_dead_loop`, with a fake engine: rank 0's loop dies of a callback."""
 
 from __future__ import annotations
 

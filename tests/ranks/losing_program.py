@@ -1,4 +1,4 @@
-"""What both ranks of `test_lost_rank` run, on two parts of the demo model: rank 1 is killed or stopped.
+"""Program of both ranks of `test_lost_rank`, on two parts of the demo model: rank 1 is killed or stopped.
 
 `python -m tests.ranks.losing_program PLACE SIGNAL` under mpirun. Rank 0 says what was answered.
 """

@@ -1,4 +1,4 @@
-"""What every rank of `test_mpi` runs under mpirun, tp 2 and pp 2: asserts that what arrives is what was sent."""
+"""Program of every rank of `test_mpi` under mpirun, tp 2 and pp 2: asserts that data arrives as it was sent."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def start_ranks(
 
 
 def run_ranks(num_ranks: int, module: str, *arguments: str) -> str:
-    """What the ranks printed. Raises AssertionError, with what they complained of, unless all ended well."""
+    """Run the ranks and return their output. Raises AssertionError with their errors, unless all ended well."""
     with start_ranks(num_ranks, module, *arguments) as ranks:
         try:
             said, complained = ranks.communicate(timeout=TIMEOUT_S)

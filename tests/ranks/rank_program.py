@@ -1,4 +1,4 @@
-"""What every rank of a test runs: `python -m tests.ranks.rank_program FOLDER TP PP` under mpirun.
+"""Program of every rank of a test: `python -m tests.ranks.rank_program FOLDER TP PP` under mpirun.
 
 Each rank has a GptManager and its part of the model; rank 0 has the requests. Every rank prints one JSON line.
 """
@@ -34,7 +34,7 @@ TIMEOUT_S = 120
 
 
 class Clients:
-    """They send their requests two at a time, and one stops its own."""
+    """Clients that send their requests two at a time; one stops its own."""
 
     def __init__(self, waiting: Sequence[Request]) -> None:
         self.served = Served()

@@ -1,4 +1,4 @@
-"""What every rank of a test runs: `python -m tests.ranks.recorded_ranks_program FOLDER DEVICE PROMPT…`, by mpirun.
+"""Program of every rank of a test: `python -m tests.ranks.recorded_ranks_program FOLDER DEVICE PROMPT…`.
 
 All ranks share every layer of a model; sums over the ranks are recorded with the layers. Every rank has the whole
 logits, and drives its part through the same iterations. Each prints one JSON line.

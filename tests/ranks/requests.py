@@ -29,7 +29,7 @@ def _prompt(length: int) -> tuple[int, ...]:
 
 
 def make_requests() -> list[Request]:
-    """Those that end as they would alone."""
+    """Make requests whose results do not depend on the other requests."""
     sampled = SamplingConfig(temperature=0.9, top_k=30, random_seed=11, repetition_penalty=1.1)
     penalized = SamplingConfig(
         frequency_penalty=0.4, presence_penalty=0.3, no_repeat_ngram_size=3, min_length=5
@@ -53,7 +53,7 @@ def make_doomed() -> list[Request]:
 
 
 def answers(served: Served) -> list[Any]:
-    """Of every sequence what can be JSON, in the order of ids."""
+    """Return the fields of every sequence that fit JSON, in the order of ids."""
     found = []
     for key in sorted(served.responses):
         result = served.result(*key)

@@ -14,7 +14,7 @@ Step = Callable[[Agreement, int], object]
 
 
 def outcomes(*steps: Step, size: int = 3) -> list[object]:
-    """What each rank has of its steps: the last one's result, or the text of a ConfigError."""
+    """Return each rank's outcome of its steps: the last one's result, or the text of a ConfigError."""
     worlds = make_worlds(size)
 
     def load(rank: int) -> object:
@@ -39,7 +39,7 @@ def fails_on(*ranks: int, error: Exception | None = None) -> Step:
     return step
 
 
-def test_what_succeeds_everywhere_goes_on():
+def test_steps_that_succeed_on_all_ranks_continue():
     assert outcomes(fails_on(), fails_on()) == ["done"] * 3
 
 
@@ -47,7 +47,7 @@ def test_one_rank_that_fails_stops_all_and_is_named():
     assert outcomes(fails_on(), fails_on(1), fails_on()) == ["rank 1 of 3: no room"] * 3
 
 
-def test_what_all_say_is_said_once():
+def test_an_error_that_all_ranks_raise_is_reported_once():
     assert outcomes(fails_on(0, 1, 2)) == ["no room"] * 3
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_fails_after_it_does_neither():
     assert outcomes(step) == ["rank 2 of 3: allocated in vain"] * 3
 
 
-def test_who_failed_first_is_the_cause():
+def test_the_error_of_the_first_failed_rank_is_the_cause():
     worlds = make_worlds(2)
 
     def load(rank: int) -> str:

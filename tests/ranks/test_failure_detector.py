@@ -1,4 +1,4 @@
-"""Who counts as lost, at times that the test says."""
+"""Failure detection of ranks, at times that the test sets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_peer_that_left_is_not_missed(failure_detector):
     assert failure_detector.loss(201.0, 0) is None
 
 
-def test_who_did_not_listen_blames_nobody(failure_detector):
+def test_after_forgiving_silence_is_counted_anew(failure_detector):
     failure_detector.failed(1, 7, 100.0)
     failure_detector.forgive(160.0)
     assert failure_detector.loss(165.0, 7) is None

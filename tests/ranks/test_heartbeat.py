@@ -190,7 +190,7 @@ def test_a_sleeper_learns_that_rank_0_is_lost(make_heartbeat, losses, pair):
     losses.take()
 
 
-def test_one_loss_reaches_everybody(make_heartbeat):
+def test_a_lost_rank_is_reported_by_all_other_ranks(make_heartbeat):
     told = [Losses(), Losses()]
     first, second = socket.socketpair(), socket.socketpair()
     make_heartbeat({1: first[0], 2: second[0]}, on_loss=told[0])
@@ -202,7 +202,7 @@ def test_one_loss_reaches_everybody(make_heartbeat):
     assert "rank 0 of 3" in told[1].take()
 
 
-def test_silence_is_a_loss(make_heartbeat, losses, pair):
+def test_a_silent_rank_is_lost(make_heartbeat, losses, pair):
     near, far = pair
     make_heartbeat({1: near}, timeout_s=0.5)
     far.sendall(message(BEAT))

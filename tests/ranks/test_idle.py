@@ -13,7 +13,7 @@ _MOST_WAKES = 100
 
 
 def num_wakes(pid: int) -> int:
-    """How often the threads of a process have gone to sleep and come back."""
+    """Count how often the threads of a process have gone to sleep and come back."""
     texts = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/status")]
     return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in texts)
 

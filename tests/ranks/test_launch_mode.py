@@ -1,4 +1,4 @@
-"""Who starts the ranks: by parameters, by what mpirun tells, and where the two do not go together."""
+"""Launch mode of the ranks: by parameters, by mpirun's environment, and errors where the two conflict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def find(parameters: dict[str, str], environment: dict[str, str]) -> LaunchMode:
         ({"launch_mode": "in_process"}, ALONE, LaunchMode.IN_PROCESS),
     ],
 )
-def test_it_is_found_out(parameters: dict[str, str], environment: dict[str, str], mode: LaunchMode):
+def test_the_mode_follows_from_parameters_and_environment(
+    parameters: dict[str, str], environment: dict[str, str], mode: LaunchMode
+):
     assert find(parameters, environment) is mode
 
 

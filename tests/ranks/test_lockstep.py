@@ -1,4 +1,4 @@
-"""What rank 0 shares, the others follow: with one broadcast each, and wakes only where somebody sleeps."""
+"""Lockstep: rank 0 shares inputs in one broadcast each, the others follow; only sleeping ranks are woken."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.ranks.thread_world import PATIENCE_S, make_worlds, on_all
 
 
 class Wakes:
-    """What a heartbeat does for Lockstep, for rank 0 and one other; counts."""
+    """Stand-in for the heartbeat of rank 0 and one other, which counts the wakes of Lockstep."""
 
     def __init__(self) -> None:
         self.num_wakes = 0
@@ -79,7 +79,7 @@ INPUTS = [
 ]
 
 
-def test_what_is_shared_is_followed_with_one_broadcast_each():
+def test_followers_get_the_shared_inputs_with_one_broadcast_each():
     worlds, wakes = make_worlds(2), Wakes()
 
     def work(rank: int) -> list[IterationInput | None]:

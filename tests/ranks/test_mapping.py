@@ -42,7 +42,7 @@ def test_stages_have_all_layers_once():
         (2, 2, 4, "rank is 4, expected 0 to 3: .*_size 2 times pipeline_parallel_size 2 makes 4 ranks"),
     ],
 )
-def test_what_cannot_be_is_refused(tp_size: int, pp_size: int, rank: int, message: str):
+def test_impossible_mappings_are_refused(tp_size: int, pp_size: int, rank: int, message: str):
     with pytest.raises(ConfigError, match=message):
         Mapping(tp_size, pp_size, rank)
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other over MPI, under mpirun."""
+"""Messages between ranks over MPI, under mpirun."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.ranks.mpirun import run_ranks
 
 
 @pytest.mark.parametrize("network", [False, True], ids=["shared memory", "tcp"])
-def test_what_arrives_is_what_was_sent(network: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_arrive_as_they_were_sent(network: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a network large messages need both sides' attention, whatever they are in the middle of."""
     if network:
         for name, value in (("pml", "ob1"), ("btl", "tcp,self"), ("btl_tcp_if_include", "lo")):

@@ -1,4 +1,4 @@
-"""What a rank makes of what it is told, and tells: errors with their codes, in order, or not at all."""
+"""A rank's engine: commands and answers, errors with their codes, in order, or not at all."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_this_host_is_told_as_it_is():
     assert set(host.cores) == os.sched_getaffinity(0)
 
 
-def test_who_shares_what():
+def test_ranks_share_a_machine_by_name_and_a_network_by_namespace():
     one = make_host(1)
     assert one.shares_machine_with(make_host(2)) and one.shares_network_with(make_host(2))
     assert one.shares_machine_with(make_host(2, network=9)) and not one.shares_network_with(

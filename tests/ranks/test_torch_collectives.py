@@ -19,7 +19,7 @@ _GPU = [
 
 
 def run(tp_size: int, pp_size: int, device: str) -> list[dict[str, Any]]:
-    """What the ranks said, by rank."""
+    """Run the ranks and return their reports, by rank."""
     said = run_ranks(tp_size * pp_size, _MODULE, str(tp_size), str(pp_size), device)
     ranks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     return sorted(ranks, key=lambda rank: rank["rank"])

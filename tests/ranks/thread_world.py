@@ -45,6 +45,6 @@ def make_worlds(size: int) -> list[ThreadWorld]:
 
 
 def on_all(size: int, work: Callable[[int], _T]) -> list[_T]:
-    """What `work(rank)` returns, by rank; every rank is a thread."""
+    """Run `work(rank)` in a thread for every rank and return the results, by rank."""
     with ThreadPoolExecutor(size) as threads:
         return [future.result(PATIENCE_S) for future in [threads.submit(work, rank) for rank in range(size)]]

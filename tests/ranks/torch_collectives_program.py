@@ -1,4 +1,4 @@
-"""What every rank of a test runs: `python -m tests.ranks.torch_collectives_program TP PP DEVICE`, by mpirun.
+"""Program of every rank of a test: `python -m tests.ranks.torch_collectives_program TP PP DEVICE`, by mpirun.
 
 Every rank prints one JSON line. Rank r's tensors are `mine(r, …)`, so that the test can compute everybody's.
 """

@@ -30,7 +30,7 @@ exit 255
 
 
 class NoHosts(Exception):
-    """They cannot be made here; the message says why."""
+    """Raised where two hosts cannot be made; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TwoHosts:
 
     @property
     def mpirun_arguments(self) -> list[str]:
-        """What tells mpirun of them."""
+        """Return mpirun's arguments for the two hosts."""
         return ["--hostfile", str(self.hostfile), "--prtemca", "plm_ssh_agent", str(self.agent)]
 
     def on_first(self, command: Sequence[str]) -> list[str]:
@@ -62,7 +62,7 @@ class TwoHosts:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[TwoHosts]:
-    """As long as the `with` lasts; raises NoHosts. `folder` takes the scripts."""
+    """Make two hosts for the length of the `with`; raises NoHosts. `folder` takes the scripts."""
     _check()
     pid = os.getpid()
     names = (f"inflight-{pid}-a", f"inflight-{pid}-b")

@@ -116,7 +116,7 @@ def live(kind: str, path: str) -> tuple[list[int], list[weakref.ref]]:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_ten_lives_leave_nothing(path, kind):
+def test_ten_engines_leave_no_threads_files_or_memory(path, kind):
     threads_before = threads()
     tokens, first_parts = live(kind, path)
     gc.collect()
@@ -211,7 +211,7 @@ def test_a_loop_that_hangs_keeps_nobody_waiting(path, hanging, caplog):
 
 
 def test_a_successor_ends_an_engine_that_hangs(path, hanging, monkeypatch):
-    """What a new process does that finds the last one's socket, between two engines of one process."""
+    """A new process finds the last one's socket, between two engines of one process."""
     from inflight.endpoint import client as endpoint_client
 
     monkeypatch.setattr(endpoint_client, "peer_has_this_parent", lambda connected: True)

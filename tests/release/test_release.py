@@ -1,4 +1,4 @@
-"""What an engine takes of its process it gives back."""
+"""An engine releases all resources of its process."""
 
 from __future__ import annotations
 

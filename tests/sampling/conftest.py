@@ -1,4 +1,4 @@
-"""What reads rows of logits: torch's operators, and compiled code where this machine has that."""
+"""Kernels that read rows of logits: torch's operators, and compiled code where this machine has it."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def start_batch(rows: Sequence[Row], slots: Sequence[int] | None = None) -> tupl
 def decode_rows(
     logits: Tensor, rows: Sequence[Row], sampler: Sampler | None = None, slots: Sequence[int] | None = None
 ) -> ModelOutput:
-    """What a batch of fresh rows is answered with."""
+    """Sample a batch of fresh rows and return the output."""
     sampler = sampler or make_sampler(len(rows), logits.shape[-1], logits.device)
     batch, positions = start_batch(rows, slots)
     sampler.apply(batch)

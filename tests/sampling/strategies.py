@@ -20,7 +20,7 @@ outputs = st.builds(
 
 _temperature = {"temperature": st.sampled_from([0.0, 0.05, 0.5, 0.7, 1.7, 50.0])}
 _top_p = {"top_p": st.sampled_from([1e-6, 0.1, 0.5, 0.7, 0.9, 0.999, 1.0])}
-# What is set together, because it means something together only.
+# Controls that are set together, because they only work together.
 _FEATURES = [
     _temperature,
     {"top_k": st.sampled_from([1, 2, 3, 7, 100])},

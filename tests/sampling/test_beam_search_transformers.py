@@ -56,7 +56,7 @@ def search(
     request: Request,
     process: Callable[[Tensor, Tensor], Tensor] = lambda ids, logits: logits,
 ) -> list[Hypothesis]:
-    """What the device does for a beam group, with every beam computed from its first token."""
+    """Search as the device does for a beam group, with every beam computed from its first token."""
     beams = BeamSearch(request)
     while not beams.done:
         rows = [request.input_token_ids + beams.row_tokens(row) for row in range(beams.num_rows)]

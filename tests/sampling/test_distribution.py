@@ -1,4 +1,4 @@
-"""What is drawn, and how often: chi-square over 100,000 draws with fixed seeds."""
+"""Frequencies of drawn tokens: chi-square over 100,000 draws with fixed seeds."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_a_token_that_resets_top_p_counts_at_once(drafted: bool) -> None:
 
 
 def test_a_row_after_a_refused_draft_resets_no_top_p() -> None:
-    """What it would have chosen is dropped with the draft, the token that sets top_p back as well."""
+    """The row's token is dropped with the draft, even if it is the one that resets top_p."""
     tokens = set()
     for seed in range(20):
         request = make_request(

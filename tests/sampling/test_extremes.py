@@ -162,7 +162,7 @@ def test_all_paths_rank_the_same_beams(row_kernels: RowKernels, vocab_size: int)
         expected = reference.beam_candidates(logits.tolist(), request, tokens, scores, 7)
         rate = request.sampling.beam_search_diversity_rate
         ranks = [score + rate * row for row, _, score in expected]
-        # What only fills a row has a score so low that log probabilities vanish in it.
+        # Padding of a row has a score so low that log probabilities vanish in it.
         is_clear = all(a == b == -INF or (a > -1e8 and is_apart(a, b)) for a, b in itertools.pairwise(ranks))
         is_clear &= not _cancel_out(request)
         rows = [reference.process(row, request, beam) for row, beam in zip(logits.tolist(), tokens)]

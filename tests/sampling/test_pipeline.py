@@ -30,7 +30,7 @@ exhaustive = settings(
 
 @dataclass
 class Sequence:
-    """What the reference knows of a sequence, and what it is given in this iteration."""
+    """The reference's record of a sequence, and its input of this iteration."""
 
     request: Request
     slot: int
@@ -155,7 +155,7 @@ def _check_details(sequence: Sequence, tokens: tuple[int, ...], output: ModelOut
 
 
 def _check_drawn(sequence: Sequence, tokens: tuple[int, ...], got: tuple[float, ...]) -> None:
-    """Of the distributions that tokens were drawn from, as far as no rounding decides what these keep."""
+    """Compare the distributions that tokens were drawn from, unless rounding decides which tokens are kept."""
     known = list(sequence.tokens)
     assert len(got) == len(tokens)
     for row, token, log_prob in zip(sequence.logits, tokens, got, strict=False):
@@ -167,7 +167,7 @@ def _check_drawn(sequence: Sequence, tokens: tuple[int, ...], got: tuple[float, 
 
 
 def test_normalized_log_probs_are_of_what_is_kept() -> None:
-    """Of 4, 2 and 1 eighths, top_k 2 leaves 2 thirds and 1 third; a greedy token is certain."""
+    """With probabilities of 4, 2 and 1 eighths, top_k 2 leaves 2 thirds and 1 third; a greedy token is certain."""
     wanted = OutputConfig(return_log_probs=True)
     logits = torch.tensor([[4.0, 2.0, 1.0, 1.0]]).log().repeat(2, 1)
     rows = [
@@ -258,7 +258,7 @@ def test_a_bad_word_longer_than_the_sequence_bans_nothing(
 
 @pytest.mark.parametrize("top_p_min", [0.0, 0.3, 0.95])
 def test_top_p_decays_and_is_reset(top_p_min: float) -> None:
-    """Of equal logits, the ids drawn are those below top_p times the vocabulary."""
+    """With equal logits, the ids drawn are those below top_p times the vocabulary."""
     size, request = 1000, {"top_p": 0.9, "top_p_decay": 0.7, "top_p_min": top_p_min, "top_p_reset_id": 4}
     generated = [1, 2, 3, 4, 5, 4, 4, 6, 7, 8, 9, 10, 11, 12]
     rows = [

@@ -35,7 +35,9 @@ def module(tmp_path: Path) -> Path:
         ("PROCESSORS = {}; BATCHED = second; REPLICATE = False", ("batched",), False),
     ],
 )
-def test_a_file(module: Path, more: str, names: tuple[str, ...], replicate: bool) -> None:
+def test_processors_are_loaded_from_a_file(
+    module: Path, more: str, names: tuple[str, ...], replicate: bool
+) -> None:
     module.write_text(USABLE + more)
     found = load_post_processors(str(module))
     assert (found.names, found.replicate) == (names, replicate)

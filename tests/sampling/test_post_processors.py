@@ -140,7 +140,7 @@ def test_names_that_nobody_could_give(name: Any) -> None:
         LogitsPostProcessors({name: only(1)})
 
 
-def test_names() -> None:
+def test_names_list_the_processors_and_batched() -> None:
     assert LogitsPostProcessors().names == ()
     assert LogitsPostProcessors({"b": only(1), "a": only(2)}, lambda *five: None).names == (
         "b",

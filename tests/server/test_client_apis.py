@@ -1,4 +1,4 @@
-"""What clients may do: who loads models, registers shared memory or changes settings needs a key."""
+"""Restricted APIs: clients need a key to load models, register shared memory or change settings."""
 
 import base64
 import json
@@ -185,7 +185,7 @@ def test_grpc_refuses_who_has_no_key(server: TritonServer) -> None:
 
 
 @pytest.mark.e2e
-def test_who_has_the_key_may_do_all_of_it(server: TritonServer) -> None:
+def test_a_client_with_the_key_may_use_every_restricted_api(server: TritonServer) -> None:
     status, said = call(server, "POST", "repository/index", headers=HEADERS)
     assert (status, [model["name"] for model in json.loads(said)]) == (200, [MODEL])
     assert call(server, "GET", "logging", headers=HEADERS)[0] == 200
@@ -198,7 +198,7 @@ def test_who_has_the_key_may_do_all_of_it(server: TritonServer) -> None:
 
 
 @pytest.mark.e2e
-def test_what_every_client_needs_is_open(server: TritonServer) -> None:
+def test_inference_health_and_metadata_need_no_key(server: TritonServer) -> None:
     for path in ("health/ready", f"models/{MODEL}", f"models/{MODEL}/stats"):
         assert call(server, "GET", path)[0] == 200
     with grpcclient.InferenceServerClient(server.grpc) as client:

@@ -1,4 +1,4 @@
-"""What a guard does for a model whose process is killed or stopped. Server, stubs and ranks are stand-ins."""
+"""Guard of a model whose process is killed or stopped. Server, stubs and ranks are stand-ins."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Stage:
         return all(processes) and self.ranks.returncode is not None
 
     def cause(self) -> str:
-        """Of the end, as whoever started the server finds it."""
+        """Find the cause of the end, as the process that started the server does."""
         assert self.server.stderr is not None
         return find_cause(self.server.stderr.read())
 

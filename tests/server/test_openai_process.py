@@ -103,7 +103,7 @@ def test_it_listens_before_there_is_an_engine_and_outlives_one(folder: Path) -> 
             assert eventually(lambda: started.status() == 503)
 
 
-def test_one_that_is_killed_is_started_again_and_sleeps_when_idle(folder: Path) -> None:
+def test_a_killed_endpoint_is_started_again_and_sleeps_when_idle(folder: Path) -> None:
     with engine_at(folder / "engine.sock"), running(folder) as started:
         first = started.pid()
         os.kill(first, signal.SIGKILL)
@@ -162,7 +162,7 @@ def test_a_stream_in_flight_is_answered_to_its_end(folder: Path) -> None:
     assert started.said.getvalue() == ""
 
 
-def test_one_that_waits_for_too_long_is_given_up(folder: Path) -> None:
+def test_an_endpoint_that_does_not_drain_in_time_is_killed(folder: Path) -> None:
     with (
         engine_at(folder / "engine.sock") as batcher,
         running(folder) as started,
@@ -207,7 +207,7 @@ def test_keys_go_by_a_pipe_alone_and_a_certificate_makes_it_https(
             assert client.get("/v1/models", headers=known).status_code == 200
 
 
-def test_it_listens_on_ipv6(folder: Path) -> None:
+def test_the_endpoint_listens_on_ipv6(folder: Path) -> None:
     """Started as on the command line; what it prints is a URL that works."""
     place = ["--engine-endpoint", str(folder / "engine.sock"), "--host", "::1", "--port", "0"]
     command = [sys.executable, "-m", "inflight.openai", *place]

@@ -33,6 +33,6 @@ print("done")
 """
 
 
-def test_who_loses_its_parent_is_waited_for_and_who_has_one_is_not() -> None:
+def test_orphaned_processes_are_reaped_and_others_are_not() -> None:
     done = subprocess.run([sys.executable, "-c", ADOPTING], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("done\n", "")

@@ -1,4 +1,4 @@
-"""What is said while weights are read and layers are compiled: lines in a log, a bar on a terminal."""
+"""Progress while weights are read and layers are compiled: lines in a log, a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What time it is."""
+    """The current time, which the test sets."""
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now

@@ -115,7 +115,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(libraries: str, folder: Path, expression: str) -> object:
-    """What the expression is in a process that has loaded both, and whose server's folder is `folder`."""
+    """Evaluate the expression in a process that has loaded both, with `folder` as its server's folder."""
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     done = subprocess.run(
         [sys.executable, "-c", f"{PROGRAM}\nprint(json.dumps({expression}))"],
@@ -224,7 +224,7 @@ def test_a_program_that_is_not_tritonserver_is_left_alone(libraries, tmp_path):
     assert not are_loaded(tmp_path) and last_requests(tmp_path, 3) == []
 
 
-def test_what_tritonserver_starts_does_not_load_it(libraries, tmp_path):
+def test_processes_that_tritonserver_starts_do_not_load_the_library(libraries, tmp_path):
     # Python has copied the environment before: a child that is started in C sees what the library left.
     assert run(libraries, tmp_path, "ctypes.CDLL(None).system(b'test -z \"${LD_PRELOAD##*checks*}\"')") != 0
 
@@ -235,7 +235,7 @@ def test_without_a_compiler_there_is_no_library(tmp_path, monkeypatch):
         compile_checks(tmp_path / "checks.so")
 
 
-def test_it_is_loaded_before_what_the_user_preloads(tmp_path, monkeypatch):
+def test_the_library_is_loaded_before_the_users_preloads(tmp_path, monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/a/library.so")
     found = Installation(Path("/a/tritonserver"), Path("/b"), preloaded=(Path("/c/checks.so"),))
     assert found.variables()["LD_PRELOAD"] == "/c/checks.so:/a/library.so"

@@ -1,4 +1,4 @@
-"""Where scripts install what they need: never beside a server that may be running."""
+"""Scripts install their requirements apart, never beside a server that may be running."""
 
 from __future__ import annotations
 

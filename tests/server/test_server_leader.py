@@ -34,7 +34,7 @@ pytestmark = pytest.mark.e2e
 
 STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 OPTIONS = ServerOptions(tp=3, mode="leader")
-# What `python -m inflight.server` does, but for the program of the workers.
+# The same as `python -m inflight.server`, but for the program of the workers.
 COMMAND = f"""
 import sys
 from inflight.server import cli, ranks
@@ -159,7 +159,9 @@ def kill_mpirun(server: TritonServer) -> None:
 
 
 @pytest.mark.parametrize("kill", [kill_tritonserver, kill_mpirun])
-def test_what_dies_takes_all_with_it(ranked_repository: Path, kill: Callable[[TritonServer], None]) -> None:
+def test_the_death_of_one_process_ends_all_others_of_the_server(
+    ranked_repository: Path, kill: Callable[[TritonServer], None]
+) -> None:
     with serve(ranked_repository, options=OPTIONS) as server:
         folder = server.repository.path.parent
         workers(server)

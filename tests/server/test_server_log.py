@@ -31,7 +31,7 @@ def test_the_cause_of_a_model_that_does_not_load_is_its_reason() -> None:
     assert lines[2] == "  model.py(3)"
 
 
-def test_of_a_wrong_configuration_the_stack_is_left_out() -> None:
+def test_the_cause_of_a_wrong_configuration_has_no_stack() -> None:
     wrong = FAILED.replace("ValueError: no", "ConfigError: 3 does not divide 4")
     (line,) = find_cause(wrong).splitlines()
     assert line.endswith("failed to load 'm' version 1: ConfigError: 3 does not divide 4\"")
@@ -81,7 +81,7 @@ def test_a_start_was_starved_where_nothing_else_is_the_cause(log: str, starved: 
     assert was_starved(log) is starved
 
 
-def test_that_descriptors_have_run_out_is_explained_once() -> None:
+def test_running_out_of_descriptors_is_explained_once() -> None:
     echo = io.StringIO()
     line = "[warn] Error from accept() call: Too many open files\n"
     log = ServerLog(io.BytesIO(3 * line.encode()), echo, has_gpu=True)
@@ -117,7 +117,7 @@ def test_lines_that_differ_are_all_passed_on() -> None:
     assert [told for line in lines for told in repeats.add(line)] + repeats.end() == lines
 
 
-def test_what_was_counted_is_told_at_the_end() -> None:
+def test_the_number_of_repeated_lines_is_reported_at_the_end() -> None:
     lines = record("again", 0).encode() * 1000
     log = ServerLog(io.BytesIO(lines), None, has_gpu=True)
     log.join(5)

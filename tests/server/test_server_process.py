@@ -29,7 +29,7 @@ def test_whatever_a_server_has_started_is_ended(tmp_path: Path) -> None:
     assert runtime_directory.find_processes(tmp_path) == []
 
 
-def test_others_are_left_alone(tmp_path: Path) -> None:
+def test_killing_a_server_leaves_other_servers_running(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "ab").mkdir()
     mine, other = start(tmp_path / "a", "exec sleep 1000"), start(tmp_path / "ab", "exec sleep 1000")

@@ -1,4 +1,4 @@
-"""What --model, --dtype and --set come to in the runtime repository."""
+"""The runtime repository written for --model, --dtype and --set."""
 
 import shutil
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_plans_fill_the_engine_and_how_many_sequences_run(counting_repository: P
     assert "max_batch_size: 3" in (runtime.path / "tensorrt_llm" / "config.pbtxt").read_text()
 
 
-def test_settings_win(tmp_path: Path) -> None:
+def test_settings_override_options(tmp_path: Path) -> None:
     wanted = Wanted(model=tmp_path, dtype="bfloat16", settings={"dtype": "float32", "tokenizer_dir": "/t"})
     values = filled(wanted)
     assert values == PRESENT | {"gpt_model_path": str(tmp_path), "tokenizer_dir": "/t", "dtype": "float32"}

@@ -71,7 +71,7 @@ def test_answering_probes_is_no_progress():
     assert starting.after(70, grows_by=100_000) is not None
 
 
-def test_without_a_timeout_it_is_only_told_of():
+def test_a_slow_start_without_a_timeout_is_only_reported():
     starting = Starting(None)
     assert starting.after(300) is None
     assert 9 <= len(starting.said) <= 10

@@ -131,7 +131,7 @@ def test_a_first_start_that_gets_no_processor_time_is_tried_again(counting_repos
     assert said and all(line.endswith("the server is started again now") for line in said)
 
 
-def test_nobody_else_may_read_what_a_server_makes(counting_repository: Path) -> None:
+def test_the_files_of_a_server_are_readable_by_its_user_alone(counting_repository: Path) -> None:
     with command(counting_repository) as serving:
         serving.ready_line()
         assert not serving.folder().stat().st_mode & 0o077

@@ -12,7 +12,7 @@ WAIT_S = 30
 
 
 class Journal:
-    """What has happened, in order; jobs that wait until they are let go."""
+    """Journal of events, in order, with jobs that wait until they are released."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -68,7 +68,7 @@ def test_others_do_not_wait(one: int, other: int) -> None:
     assert journal.lines[-1] == "slow ends"
 
 
-def test_nobody_is_never_busy() -> None:
+def test_requests_without_a_client_are_never_busy() -> None:
     lanes, journal = ClientLanes(1), Journal()
     lanes.submit(NOBODY, journal.job("slow", waits=True))
     assert not lanes.is_busy(NOBODY) and lanes.are_idle

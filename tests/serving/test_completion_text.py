@@ -1,4 +1,4 @@
-"""Where the tokenizer comes from, what text_output is made of, and where a stop string ends it."""
+"""Text of completions: the tokenizer that is loaded, the parts of text_output, and the cut at a stop string."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_prompt_of_ids_leads_as_text() -> None:
     assert only_text(make_text("ab", lead=True), final("cd")) == "abcd"
 
 
-def test_no_lead() -> None:
+def test_text_without_the_prompt_is_the_generated_text_alone() -> None:
     assert only_text(make_text(), final("cd")) == "cd"
 
 
@@ -67,7 +67,7 @@ def test_a_request_that_was_cut_short_has_the_text_so_far(reason: FinishReason) 
     assert only_text(make_text(), make_result((), reason)) == ""
 
 
-def test_nothing_generated() -> None:
+def test_a_result_without_tokens_is_the_empty_text_or_the_prompt() -> None:
     result = make_result(ids_of("ab"), FinishReason.END_ID, num_output_tokens=(0,))
     assert only_text(make_text(), result) == ""
     assert only_text(make_text(lead=True), result) == "ab"
@@ -255,7 +255,7 @@ def test_the_parameter_comes_before_the_engines_folder(tmp_path: Path) -> None:
     assert asked == ["mine", "the engine's"]
 
 
-def test_it_is_loaded_once(tmp_path: Path) -> None:
+def test_the_tokenizer_is_loaded_once(tmp_path: Path) -> None:
     finder = TokenizerFinder(save_letter_tokenizer(tmp_path))
     assert finder.require() is finder.require()
 

@@ -88,7 +88,7 @@ def test_an_abandoned_batch_ends_what_still_runs_and_is_forgotten() -> None:
 
 
 def test_a_batch_is_refused_as_a_whole() -> None:
-    """What the engine has taken of it already must not run for nobody."""
+    """Requests of the batch that the engine has taken already must not run on."""
 
     class FullClient(FakeEngineClient):
         def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
@@ -227,7 +227,7 @@ def test_waiting_ends_with_the_first_request_and_at_close() -> None:
     assert seen[-1] == ()
 
 
-def test_closed_takes_nothing_more() -> None:
+def test_a_closed_front_end_admits_no_request() -> None:
     in_flight, _ = make_in_flight()
     entry = start(in_flight)
     assert in_flight.stop_admitting() == (entry,)
@@ -299,7 +299,7 @@ def test_an_id_whose_client_is_gone_before_the_start_gives_way() -> None:
     assert len(client.submitted) == 1
 
 
-def test_nothing_starts_once_closed() -> None:
+def test_a_registered_entry_does_not_start_once_closed() -> None:
     in_flight, client = make_in_flight()
     entry = register(in_flight)
     assert in_flight.stop_admitting() == (entry,)

@@ -1,4 +1,4 @@
-"""What is sent when: deltas as they come, answers gathered into one, and nothing after a stop string."""
+"""Replies: deltas as they come, answers gathered into one, and nothing after a stop string."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ PROMPT_LOGITS = FloatTensor((2, 1), bytes(8))
 
 
 def streamed(*results: Result, repetition: Repetition = AS_UPSTREAM) -> list[Result]:
-    """What a stream of one prompt that asked for all of it makes of the engine's results."""
+    """Return the stream of one prompt that asked for every output, for these results of the engine."""
     talk = Talk(new_text("xyz"), output=CURIOUS, repetition=repetition)
     first, *others = results
     first = replace(first, context_logits=PROMPT_LOGITS, prompt_log_probs=(0.0, -1.0))

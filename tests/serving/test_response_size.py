@@ -193,7 +193,7 @@ def test_requests_of_one_size_share_the_room() -> None:
     assert len(set(tickets)) == 5
 
 
-def test_what_has_been_sent_once_fits_again() -> None:
+def test_a_size_that_was_sent_once_fits_again() -> None:
     memory = Memory(total_mib=64, free_mib=40)
     budget = ResponseBudget(memory)
     ticket = reserve(budget, with_logits(30))

@@ -1,4 +1,4 @@
-"""What a scheduler tells of its work, against what was seen of it: metrics, statistics and state."""
+"""Compare a scheduler's metrics, statistics and state with its observed work."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class Accounts:
         assert told.num_missed_tokens == kv_cache.num_missed_blocks * size
 
     def _check_output_tokens(self, told: MetricsSnapshot) -> None:
-        """Of sequences that had a last word; as many as came back, however they ended."""
+        """Check the output tokens of finished sequences: as many as came back, however they ended."""
         total = 0
         for llm_request in self._queue.ended:
             name = llm_request.request_id, llm_request.sequence_index

@@ -1,4 +1,4 @@
-"""What a request gets that has the server to itself, by the fake engine's own definition, and the comparison."""
+"""Expected result of a request alone on the server, by the fake engine's definition, and the comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose fault a failed iteration is: decides what fails in a scenario, and watches who is made to answer for it.
+"""Failures of iterations: decide which fail in a scenario, and check which requests end because of them.
 
 A request may end with a failed iteration's error only if it was alone in one, with nothing in flight before it
 that had failed; and then it has to. A device that says itself that it is no use ends everybody in the batch. A row

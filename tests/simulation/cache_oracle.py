@@ -1,4 +1,4 @@
-"""What is to be found in the KV cache, as a plain set of prefixes that never forgets: watches one scheduler.
+"""Oracle of the KV cache, a plain set of prefixes that never forgets: watches one scheduler.
 
 A prefix is known once an update has confirmed that its last block is computed. While the pool has had an empty
 block for everybody who took one, nothing was evicted, and a sequence has to find exactly the blocks of its longest
@@ -51,7 +51,7 @@ class CacheOracle:
     # ---------------------------------------------------------------- what a prefix is
 
     def _scope(self, llm_request: LlmRequest) -> Hashable:
-        """Who shares blocks with whom; None: with nobody."""
+        """Return the key of requests that share blocks; None if the request shares with no other."""
         request = llm_request.request
         if self._shares_all:
             adapter = self.adapters.get(request.request_id)
@@ -147,7 +147,7 @@ class CacheOracle:
             f"request {llm_request.request_id} found a beginning that nobody computed"
         )
         assert counts.missed == sought - num_full
-        # Those that were let in together with this one have taken blocks, too.
+        # Requests admitted together with this one have taken blocks, too.
         if self.is_complete and self._kv_cache.num_taken_blocks <= self._kv_cache.pool.num_blocks:
             self.num_exact += 1
             assert num_full == found, f"request {llm_request.request_id} did not find what there is"

@@ -21,7 +21,7 @@ _EXTRA_IDS = (0, 7, 8)
 
 @dataclass(frozen=True)
 class Habits:
-    """What the requests of one scenario have in common.
+    """Settings that the requests of one scenario have in common.
 
     Attributes:
         vocab_size: Small ones make a fake model that repeats itself, so that n-grams are found again and guesses
@@ -185,7 +185,7 @@ def _draw_worth(rng: random.Random) -> Retention:
 
 
 def _draw_draft(rng: random.Random, vocab_size: int, request: Request) -> ExternalDraft:
-    """What will come, with a mistake somewhere or nowhere."""
+    """Draw a draft of the coming tokens, with a mistake somewhere or nowhere."""
     count = rng.randint(1, min(6, request.max_new_tokens - 1))
     conditions = Conditions.of(request, digest_of(request.lora) if request.lora else b"")
     tokens = expected_tokens(

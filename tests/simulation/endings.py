@@ -189,7 +189,7 @@ def _patience(scenario: Scenario) -> int:
 
 
 def _check_stops(scenario: Scenario, outcome: Outcome) -> None:
-    """Nobody who is stopped is there after that iteration."""
+    """Check that no stopped request is left after that iteration."""
     for iteration, signals in scenario.stops.items():
         for signal in signals:
             ended = outcome.final_iterations[signal.request_id]
@@ -201,7 +201,7 @@ def _check_stops(scenario: Scenario, outcome: Outcome) -> None:
 
 
 def _check_deadlines(scenario: Scenario, outcome: Outcome) -> None:
-    """Nobody stays beyond its deadline, and nobody is sent away before."""
+    """Check that no request stays beyond its deadline or is ended before it."""
     for request in scenario.requests.values():
         latest = _deadline_of(scenario, request)
         if latest is None:

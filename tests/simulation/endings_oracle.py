@@ -14,7 +14,7 @@ from .queue_oracle import sequences_of
 
 
 class EndingsOracle:
-    """Of one scheduler. Attribute `num_divided`: iterations that left some of those that were to end for later."""
+    """Oracle of one scheduler's endings. `num_divided` counts iterations that left some of them for later."""
 
     def __init__(self, scheduler: Scheduler, config: SchedulerConfig) -> None:
         self.num_divided = 0

@@ -111,7 +111,7 @@ def failed_rows_overlooked(patch: Patch) -> None:
 
 
 def failed_row_ends_its_sequence_alone(patch: Patch) -> None:
-    """Its siblings go on."""
+    """Plant a fault: a failed row ends its sequence, and the siblings go on."""
 
     def fail(outcomes: Outcomes, llm_request: LlmRequest, error: Exception) -> list[Response]:
         return outcomes.endings.finish(llm_request, FinishReason.CANCELLED, outcomes.now_ns)

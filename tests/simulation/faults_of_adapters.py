@@ -40,7 +40,7 @@ def adapter_of_another_row(patch: Patch) -> None:
 
 
 def page_overwritten_in_use(patch: Patch) -> None:
-    """Its last page is one that another adapter has."""
+    """Plant a fault: an adapter's last page is also another adapter's."""
     load = AdapterPages._load
 
     def load_into_used(pages: AdapterPages, adapter: StoredAdapter):
@@ -56,7 +56,7 @@ def page_overwritten_in_use(patch: Patch) -> None:
 
 
 def used_adapter_evicted(patch: Patch) -> None:
-    """It counts as idle as soon as one of its users has left."""
+    """Plant a fault: an adapter counts as idle as soon as one of its users has left."""
     release = AdapterPages.release
 
     def release_for_all(pages: AdapterPages, key: int) -> None:
@@ -71,12 +71,12 @@ def used_adapter_evicted(patch: Patch) -> None:
 
 
 def failed_load_counted(patch: Patch) -> None:
-    """What a failed batch was to load is taken to be there."""
+    """Plant a fault: adapters that a failed batch was to load count as loaded."""
     patch.setattr(Recovery, "_users_of", lambda *_: [])
 
 
 def users_of_failed_load_go_on(patch: Patch) -> None:
-    """It is loaded again, but who has used it meanwhile is not computed again."""
+    """Plant a fault: after a failed load the adapter is loaded again, but its users are not computed again."""
     users_of = Recovery._users_of
 
     def nobody(recovery: Recovery, batch: ScheduledBatch) -> list[LlmRequest]:
@@ -87,7 +87,7 @@ def users_of_failed_load_go_on(patch: Patch) -> None:
 
 
 def pages_taken_before_their_turn(patch: Patch) -> None:
-    """Nothing is kept for who waits for pages."""
+    """Plant a fault: no pages are kept for the first sequence that waits for them."""
     patch.setattr(AdapterPages, "claim", lambda *_: None)
 
 

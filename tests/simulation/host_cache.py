@@ -22,7 +22,7 @@ TOO_LARGE = 200
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of a request's adapter.
+    """Drawn outcome of a request's adapter.
 
     Attributes:
         delay: Iterations until that is known.
@@ -94,7 +94,7 @@ class HostCache:
         self._users.pop(request_id, None)
 
     def update(self) -> AdapterUpdate:
-        """What has happened meanwhile."""
+        """Return the adapters and events that have become due."""
         stored: list[StoredAdapter] = []
         events: list[AdapterEvent] = []
         for request_id, (at, lora) in list(self._due.items()):

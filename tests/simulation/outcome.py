@@ -1,4 +1,4 @@
-"""What a run did: its responses, and how far it got into everything that is meant to be reached."""
+"""Outcome of a run: its responses, and counters of the situations that runs are meant to reach."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Outcome:
                 self.final_iterations[response.request_id] = iteration
 
     def count(self, batch: ScheduledBatch) -> None:
-        """What kinds of rows a batch has."""
+        """Count the kinds of rows in a batch."""
         self.num_chunks += sum(not chunk.is_last for chunk in batch.context)
         self.num_copies += len(batch.block_copies)
         self.max_rows = max(self.max_rows, batch.num_rows)
@@ -96,7 +96,7 @@ class Outcome:
         self.num_mixed_batches += len(widths) > 1 or bool(widths and others)
 
     def count_drafts(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """What became of its drafts."""
+        """Count the accepted and refused tokens of a batch's drafts."""
         chunks = {chunk.slot: chunk for chunk in batch.context if chunk.num_draft_tokens}
         for slot, tokens in zip(batch.sampled_slots(), output.token_ids, strict=True):
             if (chunk := chunks.get(slot)) is not None:

@@ -1,4 +1,4 @@
-"""Who may start, by the words of `waiting_queue.py` and nothing else: watches a scheduler and objects.
+"""Oracle of admission, by the rules of `waiting_queue.py` alone: watches a scheduler and objects.
 
 Keeps accounts of its own of what every client was served. At every admission nobody who comes before the one that
 is let in may be left waiting, but for those who are delayed for a reason; and when admission ends, some first one
@@ -25,7 +25,7 @@ def sequences_of(scheduler: Scheduler) -> list[LlmRequest]:
 
 
 class Shares:
-    """What clients were served, in tokens: start-time fair queueing, written down naively."""
+    """Tokens that clients were served: start-time fair queueing, written down naively."""
 
     def __init__(self) -> None:
         self._settled: dict[int, int] = {}  # by sequences that have ended
@@ -36,7 +36,7 @@ class Shares:
         self._virtual_time = 0
 
     def served(self, client: int) -> int:
-        """What counts when it is about turns."""
+        """Return the tokens that decide a client's turn."""
         return self._settled[client] + self._promised[client]
 
     def hold(self, client: int) -> None:
@@ -89,7 +89,7 @@ class Shares:
 
 
 def cost_of(request: Request) -> int:
-    """What one of its sequences is charged when it starts."""
+    """Return the tokens that a client is charged when one of its sequences starts."""
     return request.prompt_length + request.max_new_tokens * request.sampling.beam_width
 
 
@@ -125,7 +125,7 @@ class QueueOracle:
     # ---------------------------------------------------------------- who comes and goes
 
     def too_many(self, requests: Collection[Request]) -> set[int]:
-        """Which of the requests of this iteration find the queue full."""
+        """List the requests of this iteration that find the queue full."""
         bound = self._config.max_queue_size
         waiting = [r.request for r in self._waiting() if _is_new(r)]
         waiting += [
@@ -229,7 +229,7 @@ class QueueOracle:
         first = [r for r in undelayed if not any(self._precedes(other, r) for other in undelayed)]
         if not first or not all(self._fits(r, claimed_blocks, is_closed) for r in first):
             return
-        # Who lacks slots is not asked whether it is delayed as well.
+        # A request that lacks slots is not checked for other delays.
         free_slots = self._free_slots()
         lack_slots = [r for r in allowed if r.num_slots > free_slots]
         in_the_way = [r for r in lack_slots if not any(self._precedes(one, r) for one in first)]
@@ -280,7 +280,7 @@ class QueueOracle:
     # ---------------------------------------------------------------- who waits
 
     def _is_delayed(self, llm_request: LlmRequest, retrying: Collection[int]) -> bool:
-        """Whether it is to end, or its adapter has no room or is claimed by somebody before it.
+        """Tell if the request is to end, or its adapter has no room or is claimed by a request before it.
 
         Or it had better wait for somebody else's prompt, unless a static batch would be over by then.
         """

@@ -1,4 +1,4 @@
-"""Who gets rows of an iteration, by the words of `micro_batch_scheduler.py`: watches one scheduler's choices.
+"""Oracle of an iteration's rows, by the rules of `micro_batch_scheduler.py`: watches one scheduler's choices.
 
 Nobody is left out for whom there were rows, and what comes first is served first.
 """
@@ -72,7 +72,7 @@ class RowsOracle:
         return selected
 
     def _take_turns(self, generating: list[LlmRequest], num_in_flight: int) -> list[LlmRequest]:
-        """Who is to generate if there are rows; with a pipeline those who have not for the longest time.
+        """List the requests to generate if there are rows; with a pipeline the least recently run ones.
 
         Not those whose token in flight the host has to see first.
         """

@@ -1,4 +1,4 @@
-"""What one random seed draws: a configuration, requests of every kind, stops, and a device that fails."""
+"""Scenario of one random seed: a configuration, requests of every kind, stops, and a device that fails."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _BEGINNING_NS = 1000 * _MS
 
 
 def time_of(iteration: int) -> int:
-    """When an iteration begins."""
+    """Return the time at which an iteration begins."""
     return _BEGINNING_NS + iteration * _ITERATION_NS
 
 
 def time_of_answer(iteration: int) -> int:
-    """When the device answers in an iteration."""
+    """Return the time at which the device answers in an iteration."""
     return time_of(iteration) + _ITERATION_NS // 2
 
 
 @dataclass(frozen=True)
 class Breakdowns:
-    """When the device fails.
+    """Failures of the device.
 
     Attributes:
         transient: Iterations whose batch fails, whatever is in it.
@@ -105,7 +105,7 @@ class Scenario:
         return max((*self.arrivals, *self.stops))
 
     def inputs(self, iteration: int) -> IterationInput:
-        """What enters an iteration."""
+        """Return the input of an iteration."""
         new, stops = self.arrivals.get(iteration, ()), self.stops.get(iteration, ())
         return IterationInput(iteration, time_of(iteration), new, stops)
 

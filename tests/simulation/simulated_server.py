@@ -155,7 +155,7 @@ class SimulatedServer:
         return flight
 
     def _check_pauses(self, before: list[tuple[LlmRequest, int]], stayed: set[int]) -> None:
-        """Who ran `before`, with so many tokens in flight, and did not stay, was the right one to be paused."""
+        """Check that each request in `before` that did not stay was the right one to pause."""
         paused = [place for place, (r, _) in enumerate(before) if r.key not in stayed]
         self.accounts.scheduled(len(paused))
         assert not (paused and self._in_flight and self.scenario.limits.overlaps_iterations), (
@@ -205,7 +205,7 @@ class SimulatedServer:
 
     def _fail(self, flight: Flight, error: InflightError) -> None:
         convicted = self.blame.failed(flight, behind=self._in_flight)
-        # What a faulty request's blocks hold may be what fails: nobody is to find them any more.
+        # The contents of a faulty request's blocks may be the cause: no request may find them any more.
         self.cache.is_complete &= not convicted
         kv_cache = self.scheduler.kv_cache
         suspicious = [
@@ -240,7 +240,7 @@ class SimulatedServer:
 
 @contextmanager
 def _failures_kept(flight: Flight) -> Iterator[None]:
-    """What fails as it was told to, or may, becomes what comes back."""
+    """Turn failures that were planted, or that are allowed, into the flight's result."""
     try:
         yield
     except Breakdown:

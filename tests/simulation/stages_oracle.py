@@ -1,4 +1,4 @@
-"""What batches in flight may have in common, and how those of a pipeline share the sequences between them."""
+"""Oracle of batches in flight: the sequences they may share, and their division over a pipeline."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _sampled(flight: Flight) -> list[LlmRequest]:
 
 
 def waits_for_host(request: Request) -> bool:
-    """Of those that are drawn here."""
+    """Tell if a request, of the kinds drawn here, waits for the host."""
     sampling, output = request.sampling, request.output
     describes = output.return_log_probs or output.num_top_log_probs or output.return_generation_logits
     guesses = request.draft is not None or request.prompt_lookup_num_tokens

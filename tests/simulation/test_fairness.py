@@ -63,7 +63,7 @@ def run_to_the_end(scenario: Scenario) -> SimulatedServer:
 
 
 def starts_while_both_wait(server: SimulatedServer, pair: tuple[int, int]) -> list[Request]:
-    """What was started, in order, as long as requests of both clients were waiting."""
+    """Return the started requests, in order, as long as requests of both clients were waiting."""
     waiting = Counter(request.client_id for request in server.scenario.requests.values())
     started = []
     for llm_request in server.queue.starts:

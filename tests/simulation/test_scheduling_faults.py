@@ -159,7 +159,7 @@ def scenario_of(seed: int) -> Scenario:
     """Without a failing device, on one of the ways in which batches can be in flight."""
     kind = (Scenario.in_turn, Scenario.ahead, lambda s: s.ahead().undemanding(), lambda s: s.pipelined(2))
     scenario = replace(kind[seed % 4](draw(seed)), breakdowns=Breakdowns())
-    # What was found in the cache before is not counted for who begins again.
+    # Earlier cache hits are not counted for a request that begins again.
     arrivals = {
         at: tuple(replace(r, output=replace(r.output, return_perf_metrics=False)) for r in requests)
         for at, requests in scenario.arrivals.items()

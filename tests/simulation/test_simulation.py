@@ -104,7 +104,7 @@ def test_a_device_that_fails_again_and_again_changes_no_tokens(kind):
     "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
 )
 def test_a_row_that_fails_alone_ends_its_request_and_changes_no_tokens_of_others(kind):
-    """Of searches, drafts, siblings; beside failed iterations too."""
+    """Covers searches, drafts and siblings, beside failed iterations too."""
     outcomes = [run(kind(draw_with_failing_rows(seed))) for seed in range(200)]
     assert sum(len(outcome.convicted) for outcome in outcomes) > 200
     assert sum(bool(outcome.convicted) and outcome.num_failed_iterations > 0 for outcome in outcomes) > 20

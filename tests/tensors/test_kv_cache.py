@@ -25,7 +25,7 @@ def ranges(**parts: list[list[int]]) -> dict[str, list[list[int]]]:
     return {f"retention_token_range_{name}": values for name, values in parts.items()}
 
 
-def test_nothing_is_said() -> None:
+def test_a_request_without_the_tensors_has_default_retention_and_identity() -> None:
     (request,) = requests_of()
     assert (request.retention, request.identity) == (RetentionConfig(), PrefixIdentity())
 
@@ -77,7 +77,9 @@ def test_empty_arrays_are_no_ranges() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(parts: dict[str, list[list[int]]], message: str) -> None:
+def test_invalid_retention_tensors_are_refused_by_name(
+    parts: dict[str, list[list[int]]], message: str
+) -> None:
     with pytest.raises(InvalidArgument) as raised:
         requests_of(**ranges(**parts))
     assert message in str(raised.value)

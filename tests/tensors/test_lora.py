@@ -73,7 +73,7 @@ def test_the_weights_outlive_tritons_memory() -> None:
     assert found is not None and found.weights == weights(ROWS, "float16")
 
 
-def test_it_is_part_of_the_request_each_row_of_a_batch_with_its_own() -> None:
+def test_each_row_of_a_batch_has_its_own_adapter() -> None:
     inputs = token_inputs(
         input_ids=[[5, 6], [7, 8]],
         request_output_len=np.array([4, 4], np.int32),
@@ -145,7 +145,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("tensors", "message"), REFUSED, ids=lambda part: "")
-def test_what_does_not_go_together(tensors: dict[str, object], message: str) -> None:
+def test_adapter_tensors_that_contradict_each_other_are_refused(
+    tensors: dict[str, object], message: str
+) -> None:
     with pytest.raises(InvalidArgument, match=message):
         read(**tensors)
 
@@ -155,7 +157,7 @@ def command(text: object) -> AdapterCommand:
     return read_adapter_command(make_rows({"lora_command": np.array([given.encode()], np.object_)}))
 
 
-def test_commands() -> None:
+def test_adapter_commands_are_parsed() -> None:
     assert command({"command": "list"}) == AdapterCommand(AdapterAction.LIST)
     assert command({"command": "load", "name": "a", "path": "b"}) == AdapterCommand(
         AdapterAction.LOAD, "a", path="b"
@@ -190,7 +192,7 @@ def test_commands() -> None:
     ],
     ids=lambda part: "",
 )
-def test_commands_that_are_none(text: object, problem: str) -> None:
+def test_invalid_adapter_commands_are_refused_with_the_problem(text: object, problem: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
         command(text)
     message = str(raised.value)

@@ -65,7 +65,7 @@ def values(name: str, *outputs: Output) -> list:
 # All but the answers to requests that have no engine's result, and what never comes.
 SPECS = [spec for spec in OUTPUTS.specs if spec.name not in ("state", "adapters") and spec.built]
 
-# What FULL says, name for name.
+# The values of FULL, by name.
 SAID = {
     "output_ids": [[[8, 9]]],
     "sequence_length": [[2]],
@@ -214,5 +214,5 @@ def test_no_rows_of_logits_keep_the_size_of_the_vocabulary(name: str) -> None:
     assert array is not None and array.shape[-2:] == (0, VOCABULARY)
 
 
-def test_no_drafts_no_acceptance() -> None:
+def test_the_acceptance_rate_without_drafts_is_zero() -> None:
     assert values("acceptance_rate", make_output(make_result(perf_metrics=PerfMetrics()))) == [[0.0]]

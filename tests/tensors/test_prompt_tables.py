@@ -143,7 +143,7 @@ def with_number(dtype: Any, value: Any) -> np.ndarray:
         ),
     ],
 )
-def test_what_is_wrong_is_named(tensors: dict[str, Any], message: str) -> None:
+def test_invalid_prompt_tables_are_refused_by_name(tensors: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         request_of(**tensors)
 

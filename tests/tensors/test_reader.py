@@ -70,7 +70,7 @@ def test_scalars_of_a_batch_may_keep_their_second_dimension() -> None:
     assert [row.integer("end_id") for row in rows] == [1, 2]
 
 
-def test_one_row_is_the_reader_itself() -> None:
+def test_the_only_row_of_a_reader_is_the_reader_itself() -> None:
     reader = make_reader()
     assert reader.rows() == [reader]
 
@@ -83,7 +83,7 @@ def test_rows_must_be_of_one_number() -> None:
         make_reader(inputs | {"end_id": np.array([1], np.int32)}).rows()
 
 
-def test_texts() -> None:
+def test_texts_are_read_as_utf8_or_refused() -> None:
     reader = make_reader({"bad_words": np.array([["ü".encode(), b"x"]], np.object_)})
     assert reader.texts("bad_words") == ["ü", "x"]
     assert make_reader({}).texts("bad_words") == []

@@ -28,7 +28,7 @@ def test_only_a_tensor_that_asks_makes_it_another_kind(kind: RequestKind, vocabu
 
 
 @pytest.mark.parametrize("kind", ASKING)
-def test_one_row_of_a_batch_makes_all_of_it_such(kind: RequestKind) -> None:
+def test_one_special_row_decides_the_kind_of_its_batch(kind: RequestKind) -> None:
     name, asks, does_not = ASKING[kind]
     dtype = np.object_ if kind is RequestKind.ADAPTERS else np.bool_
     assert request_kind(make_rows({name: np.array(does_not + asks, dtype)})) is kind

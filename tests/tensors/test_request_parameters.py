@@ -1,4 +1,4 @@
-"""What a request says beside its tensors: every parameter, and an error that names it for every bad value."""
+"""Request parameters beside tensors: every parameter, and an error that names it for every bad value."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(timeout_us: int = 0, **parameters: object) -> RequestParameters:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"Streaming": true, "model": "m", "priority": 3}'])
-def test_nothing_is_said(text: str) -> None:
+def test_a_request_without_parameters_reads_none(text: str) -> None:
     """Triton's own priority means something to Triton alone, should a server hand it on."""
     assert read_request_parameters(text, 0, Vocabulary.TEXT) == NO_PARAMETERS
 
@@ -90,7 +90,7 @@ def test_a_priority_equals_the_tensor_that_says_the_same() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"), [(0, 0), (7, 7), (7.0, 7), ("7", 7), (str(2**64 - 1), 2**64 - 1)]
 )
-def test_a_client(value: object, expected: int) -> None:
+def test_a_client_id_is_read(value: object, expected: int) -> None:
     assert read(client_id=value) == RequestParameters(client_id=expected)
 
 

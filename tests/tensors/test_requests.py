@@ -97,7 +97,7 @@ def test_pad_id_of_minus_one_is_none() -> None:
     assert convert_tokens(pad_id=-1)[0].pad_id is None
 
 
-def test_nobody_wants_the_prompts_ids_back() -> None:
+def test_prompt_ids_are_left_out_if_only_text_output_is_asked_for() -> None:
     request, options = convert_tokens(outputs=frozenset({"text_output"}))
     assert request.output.exclude_input_from_output
     assert options.include_prompt
@@ -308,7 +308,7 @@ def test_a_bias_of_nothing_is_none() -> None:
     assert convert_tokens(embedding_bias_words=[[b""]])[0].embedding_bias is None
 
 
-def test_minus_infinity_bans() -> None:
+def test_a_bias_of_minus_infinity_is_kept() -> None:
     banned = np.zeros([1, 1000], np.float32)
     banned[0, 3] = -np.inf
     bias = convert_tokens(embedding_bias=banned)[0].embedding_bias
@@ -358,6 +358,6 @@ def test_a_wrong_row_is_named() -> None:
         convert_all(**batch(temperature=np.array([1.0, -1.0], np.float32)))
 
 
-def test_one_row_is_no_batch() -> None:
+def test_a_single_row_has_no_batch_index_unless_asked_for() -> None:
     assert "batch_index" not in convert_tokens()[1].outputs
     assert "batch_index" in convert_tokens(outputs=frozenset({"batch_index"}))[1].outputs

@@ -300,7 +300,7 @@ COMPANIONS = [
     ("guided_decoding_guide_type", GUIDE, "guide", Guide(GuideType.REGEX, "a+")),
     ("guided_decoding_guide", GUIDE, "guide.text", "a+"),
 ]
-# What asks for an output and nothing else.
+# Tensors that only ask for an output.
 ASKING = {
     "return_num_input_tokens",
     "return_num_output_tokens",
@@ -317,12 +317,14 @@ def landed(pair: tuple[Request, ReplyOptions], path: str) -> object:
 
 
 @pytest.mark.parametrize(("name", "value", "path", "expected"), LANDINGS, ids=lambda part: str(part))
-def test_what_is_built_lands(name: str, value: object, path: str, expected: object) -> None:
+def test_each_tensor_sets_its_field_of_the_request(
+    name: str, value: object, path: str, expected: object
+) -> None:
     assert landed(converted(), path) != expected
     assert landed(converted(**{name: value}), path) == expected
 
 
-def test_text_lands() -> None:
+def test_text_input_becomes_prompt_ids_and_prompt_text() -> None:
     request, options = converted(input_ids=None, text_input=b"four")
     assert (request.input_token_ids, options.prompt_text) == ((4,), "four")
 
@@ -332,7 +334,7 @@ def test_text_lands() -> None:
     COMPANIONS,
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_what_is_built_lands_in_company(
+def test_tensors_that_need_others_set_their_field_of_the_request(
     name: str, tensors: dict[str, object], path: str, expected: object
 ) -> None:
     assert name in tensors
@@ -382,7 +384,7 @@ TEXT_LANDINGS = [
 
 
 @pytest.mark.parametrize(("name", "value", "path", "expected"), TEXT_LANDINGS, ids=lambda part: str(part))
-def test_what_is_built_lands_under_the_names_of_ensemble(
+def test_each_tensor_of_ensemble_sets_its_field_of_the_request(
     name: str, value: object, path: str, expected: object
 ) -> None:
     assert landed(converted(Vocabulary.TEXT), path) != expected

@@ -37,7 +37,7 @@ def read(rows: list) -> tuple[tuple[int, ...], ...]:
     ],
     ids=str,
 )
-def test_words(rows: list, words: tuple) -> None:
+def test_word_lists_are_read_from_ids_and_offsets(rows: list, words: tuple) -> None:
     assert read(rows) == words
 
 

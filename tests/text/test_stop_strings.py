@@ -47,7 +47,9 @@ def whole(text: str, strings: list[str]) -> tuple[str, bool]:
 @example("aab", ["aab", "ab"], [])
 @example("aab", ["b", "aab"], [2])
 @example("abab🎉", ["ab🎉"], [])
-def test_it_stops_where_the_first_string_is_complete(text: str, strings: list[str], sizes: list[int]) -> None:
+def test_text_stops_where_the_first_string_is_complete(
+    text: str, strings: list[str], sizes: list[int]
+) -> None:
     finder = StopStringFinder(StopStrings(strings))
     wanted = cut_of(text, strings)
     shown = ""
@@ -82,7 +84,9 @@ def test_no_more_is_held_back_than_has_to_be(text: str, strings: list[str]) -> N
         ("aaa", ["aaaa", "aa"], ""),
     ],
 )
-def test_which_string_counts(text: str, strings: list[str], shown: str) -> None:
+def test_the_text_ends_before_the_first_complete_stop_string(
+    text: str, strings: list[str], shown: str
+) -> None:
     assert whole(text, strings) == (shown, True)
 
 
@@ -98,7 +102,7 @@ def test_nothing_comes_after_a_stop() -> None:
 
 
 @pytest.mark.parametrize("strings", [[], [""], ["", ""]])
-def test_no_strings_stop_nothing(strings: list[str]) -> None:
+def test_an_empty_list_of_stop_strings_stops_nothing(strings: list[str]) -> None:
     assert not StopStrings(strings)
     assert whole("any text", strings) == ("any text", False)
 
@@ -119,7 +123,7 @@ PARTS = st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.booleans())
 
 
 def cut_of_parts(parts: list[tuple[str, bool]], strings: list[str]) -> tuple[str, bool]:
-    """What is shown, and whether it was cut: every part is looked at, with what is hidden and without."""
+    """Return the shown text, and whether it was cut; every part is checked with the hidden text and without."""
     full = [(character, is_shown) for text, is_shown in parts for character in text]
     for end in range(1, len(full) + 1):
         starts = []

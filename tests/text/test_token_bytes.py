@@ -99,7 +99,7 @@ UNBOUNDED = {
 
 
 @pytest.mark.parametrize("reason", UNBOUNDED)
-def test_where_text_may_vanish_there_is_no_bound(reason: str) -> None:
+def test_tokenizers_that_may_drop_text_have_no_bound(reason: str) -> None:
     assert max_bytes_per_token(UNBOUNDED[reason]) is None
 
 

@@ -19,7 +19,7 @@ _KINDS = {number: name.lower() for name, number in _NUMBERS.items()}
 
 
 class MetricError(Exception):
-    """What `TritonModelException` is in the real module."""
+    """Stand-in for the real module's `TritonModelException`."""
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class Metric:
         self._series.value += float(value)
 
     def value(self) -> float:
-        """What it is at."""
+        """Return the current value."""
         self._asked("value", "counter", "gauge")
         return self._series.value
 

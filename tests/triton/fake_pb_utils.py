@@ -114,7 +114,7 @@ class ResponseSender:
             self._finished.set()
 
     def is_cancelled(self) -> bool:
-        """What the test said."""
+        """Return the value that the test has set."""
         if self._finished.is_set():
             raise AssertionError("is_cancelled() after the final flag: the server has freed what it looks at")
         self.times_asked += 1

@@ -35,7 +35,7 @@ OFFERED = (OfferedOutput("last_hidden_state", True, WIDTH), OfferedOutput("top_2
 
 
 def declared(*names: str, dtype: str = "TYPE_FP32") -> list[dict[str, object]]:
-    """What every config.pbtxt has, and these."""
+    """Return the outputs of every config.pbtxt and these."""
     own = [(name, f"TYPE_{spec.dtype}") for name, spec in OUTPUTS.declared(Vocabulary.TOKENS)]
     added = [(name, dtype) for name in names]
     return [{"name": name, "data_type": data_type} for name, data_type in own + added]

@@ -25,7 +25,7 @@ ENGINES = ("tensorrt_llm", "tensorrt_llm_draft")
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where the engines' sockets and the tokenizer are."""
+    """Folder of the engines' sockets and the tokenizer."""
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils())
     save_letter_tokenizer(tmp_path)
     with logging_restored():

@@ -97,7 +97,7 @@ def test_asking_takes_a_bounded_share_of_the_time(num_requests: int, cost: float
     assert num_requests * cost / scene.clock.now <= share + 1e-9
 
 
-def test_questions_come_in_bursts() -> None:
+def test_cancellation_is_polled_in_bursts() -> None:
     scene = Scene(num_requests=64, cost=0.0001)
     scene.round()
     times = [asked for sender in scene.senders for asked in sender.asked_at]

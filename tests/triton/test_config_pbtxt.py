@@ -166,6 +166,6 @@ def test_which_models_are_decoupled() -> None:
     assert decoupled == {"tensorrt_llm", "ensemble", "tensorrt_llm_bls"}
 
 
-def test_write(tmp_path: Path) -> None:
+def test_a_config_pbtxt_is_written_for_every_model(tmp_path: Path) -> None:
     write(tmp_path)
     assert {path.parent.name for path in tmp_path.glob("*/config.pbtxt")} == {model.name for model in MODELS}

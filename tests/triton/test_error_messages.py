@@ -113,7 +113,7 @@ PARAMETERS: list[dict[str, object]] = [
     {"triton_trtllm_request_type": "context_only"},
 ]
 
-# What a GptManager says itself of an InferenceRequest.
+# A GptManager's own errors for an InferenceRequest.
 OF_A_MANAGER: list[dict[str, object]] = [
     {"stop": True},
     {"state": True},

@@ -37,7 +37,7 @@ def test_asking_after_the_final_flag_is_an_error() -> None:
         sender.is_cancelled()
 
 
-def test_failures_come_first() -> None:
+def test_planned_failures_of_a_sender_come_before_its_responses() -> None:
     sender = ResponseSender()
     sender.failures = [OSError("full")]
     with pytest.raises(OSError, match="full"):

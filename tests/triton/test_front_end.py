@@ -61,7 +61,7 @@ def test_text_in_text_out_starts_with_the_prompt(build: Build) -> None:
     assert value_of(sender.wait_final()[0], "text_output") == [b"abcd"]
 
 
-def test_text_without_the_prompt(build: Build) -> None:
+def test_exclude_input_in_output_leaves_the_prompt_out_of_the_text(build: Build) -> None:
     stage = build(Vocabulary.TEXT, exclude_input_in_output="true")
     sender = stage.take(make_triton_request(text_inputs(text_input=b"ab")))
     stage.finish(ids_of("cd"))

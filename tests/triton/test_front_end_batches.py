@@ -227,7 +227,7 @@ def test_a_response_too_large_to_be_sent_is_refused_at_once(decoupled: Stage) ->
 
 
 def test_room_is_made_for_the_prompt_of_a_batch_that_is_not_streamed(decoupled: Stage) -> None:
-    """Of two beams' logits, which no stream returns."""
+    """The response needs room for the prompt's logits of two beams, which no stream returns."""
     reserved: list[bool] = []
 
     def reserve(requests: object, vocab_size: int, streaming: bool, in_one: bool, offered) -> int:

@@ -1,4 +1,4 @@
-"""What is on the page is what the log line and the counters say, whatever the server does about it."""
+"""The metrics page agrees with the log line and the counters, even when the server's metrics fail."""
 
 from __future__ import annotations
 

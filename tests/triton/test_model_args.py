@@ -1,4 +1,4 @@
-"""What Triton tells a model at load time."""
+"""Arguments that Triton passes to a model at load time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(role: Role = Role.ENGINE, **config: object) -> ModelArgs:
     return read_model_args(args, role)
 
 
-def test_what_is_read():
+def test_name_folder_and_decoupling_are_read():
     args = read()
     assert (args.name, args.version_dir, args.decoupled) == ("a_model", Path("/models/a_model/3"), True)
     assert not read(model_transaction_policy={}).decoupled

@@ -256,7 +256,7 @@ def test_preprocessing_needs_to_know_where_the_vocabulary_ends(pb_utils: FakePbU
 
 
 def test_preprocessing_ends_and_pads_with_the_tokenizers_tokens(pb_utils: FakePbUtils, folder: Path) -> None:
-    """What tensorrtllm_backend does, so that a client that hands the ids on gets answers that end."""
+    """tensorrtllm_backend does the same, so that a client that passes the ids on gets answers that end."""
     for settings, end_and_pad in (({}, [-1, -1]), ({"eos_token": "z"}, [25, 25])):
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         arrays = answer(make_text_model(Preprocessing, folder), QUERY=words(b"abc")).arrays()

@@ -64,7 +64,7 @@ def test_what_one_prompt_of_a_batch_wants_all_return() -> None:
     assert arrays["cum_log_probs"].tolist() == [[0.0], [-1.5]]
 
 
-def test_empty() -> None:
+def test_an_empty_response_has_no_tensors_and_no_error() -> None:
     assert not BUILDER.empty().output_tensors() and not BUILDER.empty().has_error()
 
 

@@ -230,7 +230,7 @@ def test_a_stopped_request_ends_normally(desk: Desk) -> None:
 
 
 def test_a_request_ended_here_ends_with_an_error_even_if_the_engine_was_faster(desk: Desk) -> None:
-    """What came in between is not sent any more, so a normal ending would hide a gap."""
+    """Responses after that are not sent any more, so a normal ending would hide a gap."""
     stream = ResponseSender()
     entry = desk.start(stream)
     desk.client.answers_stops = False

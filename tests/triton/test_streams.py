@@ -32,7 +32,7 @@ def stage() -> Iterator[Stage]:
 
 
 def engine_result(ids: str, is_first: bool, is_last: bool) -> Result:
-    """What the engine says of some tokens, with every detail."""
+    """Make the engine's result for some tokens, with every detail."""
     count = len(ids)
     result = make_result(
         letter_tokenizer().encode(ids),
@@ -86,7 +86,7 @@ def _said(array: np.ndarray) -> tuple:
 
 
 def _joined(name: str, first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> tuple:
-    """What two responses say together of new tokens: counts add up, and the rest goes on along its tokens."""
+    """Join two responses as one: counts of new tokens add up, and the rest continues along its tokens."""
     one, two = first[name], second[name]
     if name in ("sequence_length", "num_output_tokens"):
         return _said(one + two)
@@ -96,7 +96,7 @@ def _joined(name: str, first: dict[str, np.ndarray], second: dict[str, np.ndarra
 
 
 def test_no_response_is_larger_than_what_was_reserved_for_it(stage: Stage) -> None:
-    """What a stream says again is in every response's size."""
+    """Outputs that a stream repeats count in the size of every response."""
     request = replace(
         make_request(),
         max_new_tokens=3,

@@ -1,4 +1,4 @@
-"""What users of tensorrtllm_backend bring along: its documented command lines, and what its fill_template does."""
+"""Files of tensorrtllm_backend's users: its documented command lines, and the work of its fill_template."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def fill_template(text: str, arguments: str) -> str:
     return Template(text).safe_substitute(values)
 
 
-# What its files of 2025 declare: name, data type and dims, "*" where a template variable decides the type.
+# Declarations in its files of 2025: name, data type and dims, "*" where a template variable decides the type.
 TENSORS = {
     ("tensorrt_llm", "input"): """
         input_ids INT32 -1; encoder_input_features * -1,-1; encoder_output_lengths INT32 1; input_lengths INT32 1;
@@ -217,7 +217,7 @@ def engine_config(parameters: dict[str, str]) -> str:
         for line in TENSORS["tensorrt_llm", kind].split(";"):
             name, dtype, dims = line.split()
             row = f'    name: "{name}"\n    data_type: {types.get(dtype, f"TYPE_{dtype}")}\n    dims: [ {dims} ]\n'
-            # Of its scalars most have a reshape; some are arrays of one.
+            # Most scalars have a reshape; some are arrays of one.
             is_scalar = dims == "1" and not name.startswith(
                 ("retention_", "lookahead_", "guided_", "mrope_", "skip_")
             )

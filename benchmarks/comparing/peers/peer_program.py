@@ -1,4 +1,4 @@
-"""What the programs beside this one share: their options, the clock, and the line with the figures.
+"""Code shared by the programs beside this one: their options, the clock, and the line with the figures.
 
 Runs in a peer's environment, where only the standard library is certain to be there, as a script's neighbour and
 not as a part of a package: it knows neither the peer nor this project. One thread, the process's main one.
@@ -41,8 +41,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program was started with. `kv_cache_tokens` is enough for all requests that run at a time, each in
-    whole blocks of up to 128 tokens."""
+    """The options that a program was started with. `kv_cache_tokens` is enough for all concurrent requests, each
+    in whole blocks of up to 128 tokens."""
 
     model: str
     workloads: tuple[Workload, ...]
@@ -73,7 +73,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class KvCache:
-    """What a system has been given: room for tokens, and the bytes of a number in it, scales left out."""
+    """KV cache that a system was given: its room in tokens, and the bytes of a number in it without scales."""
 
     tokens: int
     value_bytes: int
@@ -93,7 +93,7 @@ class System(ABC):
         """Submits all requests at once and waits for them; for each, `time.perf_counter()` of every token."""
 
     def notes(self) -> Mapping[str, object]:
-        """What else to print, by name."""
+        """Return further values to print, by name."""
         return {}
 
     def close(self) -> None:  # noqa: B027

@@ -66,7 +66,7 @@ class _LlamaCpp(System):
         """The sequences whose next token this batch gives, and their rows of it."""
         self._batch.n_tokens = 0
         rows = []
-        # Those that generate have one token waiting, and come first.
+        # Sequences in generation have one token waiting, and come first.
         for sequence in sorted(running, key=lambda sequence: not sequence.moments):
             room = _MAX_TOKENS_AN_ITERATION - self._batch.n_tokens
             tokens, sequence.waiting = sequence.waiting[:room], sequence.waiting[room:]

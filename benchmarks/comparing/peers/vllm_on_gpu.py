@@ -1,4 +1,4 @@
-"""What `scripts/bench gpu` puts beside its own figures: vLLM's, in this process, by its `LLM`, scheduler included.
+"""Measure vLLM for `scripts/bench gpu`, in this process by its `LLM` class, scheduler included.
 
 Reads what is asked for from standard input, JSON, and prints the figures by name as the last line. An iteration is
 the time of so many tokens less that of one, over the tokens between.

@@ -71,7 +71,7 @@ class Flags:
 
 @dataclass
 class Outcome:
-    """What came back.
+    """Responses of a request, collected.
 
     Attributes:
         prompt: Its ids, if they are part of the sequences.

@@ -61,11 +61,11 @@ def _serve_filled(folder: Path, command_lines: dict[str, str]) -> Iterator[Trito
 
 @pytest.fixture(scope="module")
 def quick_start_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """What the quick start's command lines make of the templates."""
+    """A server of the templates filled by the quick start's command lines."""
     yield from _serve_filled(tmp_path_factory.mktemp("quick start"), templates.QUICK_START)
 
 
 @pytest.fixture(scope="module")
 def perf_metrics_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """What the command lines of the tests of per-request metrics make of them."""
+    """A server of the templates filled by the command lines of the tests of per-request metrics."""
     yield from _serve_filled(tmp_path_factory.mktemp("perf metrics"), templates.PERF_METRICS)

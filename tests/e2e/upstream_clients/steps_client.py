@@ -27,7 +27,7 @@ class Flags:
         return {name: flag(True) for name in names if getattr(self, name)}
 
     def outputs(self) -> list[str]:
-        """What is read of the ensemble's answer."""
+        """Names of the outputs to read from the ensemble's answer."""
         names = ["text_output"]
         if self.return_log_probs:
             names += ["cum_log_probs", "output_log_probs"]

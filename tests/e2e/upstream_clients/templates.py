@@ -24,7 +24,7 @@ QUICK_START = {
     ),
     "postprocessing": "tokenizer_dir:{checkpoint},triton_max_batch_size:4,postprocessing_instance_count:1",
 }
-# That of the tests of per-request metrics, for a model that streams.
+# The command line of the tests of per-request metrics, for a model that streams.
 PERF_METRICS = {
     "ensemble": "triton_max_batch_size:64,logits_datatype:TYPE_FP32",
     "preprocessing": "tokenizer_dir:{checkpoint},triton_max_batch_size:64,preprocessing_instance_count:1",

@@ -52,7 +52,7 @@ def asking_for(names: tuple[str, ...]) -> dict[str, bool]:
 
 
 def check_optional(outcome: batcher_client.Outcome, prompt: list[int], flags: Flags, last: int) -> None:
-    """What each sequence's last response had; `last` is the number of tokens in it."""
+    """Check the optional outputs of each sequence's last response; `last` is the number of tokens in it."""
     for outputs in outcome.outputs:
         if flags.return_log_probs:
             assert (
@@ -119,7 +119,7 @@ def test_every_streamed_response_has_what_was_asked_for(demo_server, prompt, exp
 
 @pytest.mark.parametrize("names", REQUESTED, ids=lambda names: names[-1])
 def test_streamed_outputs_are_the_requested_ones(demo_server, prompt, expected, names):
-    """Of every single response; `run` looks."""
+    """Every single response has exactly the requested outputs; `run` checks it."""
     flags = Flags(streaming=True, requested_outputs=names, **asking_for(names))
     assert run(demo_server, prompt, flags).generated == [expected]
 

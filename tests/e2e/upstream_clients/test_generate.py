@@ -102,7 +102,7 @@ def test_inputs_may_stand_under_parameters(demo_server, plain, stream):
 
 
 def test_values_may_be_lists_of_one(demo_server, plain):
-    """What genai-perf writes for this backend."""
+    """genai-perf sends lists of one value to this backend."""
     body = {
         "text_input": [PROMPT],
         "max_tokens": [20],
@@ -117,7 +117,7 @@ def test_values_may_be_lists_of_one(demo_server, plain):
 
 
 def test_the_text_alone_may_be_a_list(demo_server, plain):
-    """What genai-perf writes for generate_stream."""
+    """genai-perf sends the text as a list to generate_stream."""
     body = {"text_input": [PROMPT], "stream": True, "max_tokens": 20, "exclude_input_in_output": True}
     assert joined(generate_stream(demo_server, body)) == plain
     assert joined(generate_stream(demo_server, {**body, "text_input": PROMPT})) == plain

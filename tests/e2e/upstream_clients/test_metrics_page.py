@@ -13,7 +13,7 @@ from tests.e2e.clients import wait_until
 
 from . import batcher_client, benchmark_client, text_client
 
-# What a label of the page is called in the log.
+# The log's names of the page's labels.
 STATISTICS = {
     "request_type=context": "Context Requests",
     "request_type=scheduled": "Scheduled Requests",

@@ -32,7 +32,7 @@ def long_prompt(tokenizer: Tokenizer, name: str) -> str:
 
 
 def check(metrics: dict, expected: dict[str, int], streaming: bool = False) -> None:
-    """What the original compares: blocks, no drafts, and times that are there, the last one at the end alone."""
+    """Check the same values as the original: block counts, no drafts, and times, the last one only at the end."""
     assert {name: int(metrics[f"kv_cache_{name}_blocks"]) for name in expected} == expected
     drafts = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
     assert [float(metrics[name]) for name in drafts] == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""What the clients here are made of: named arrays, requested outputs, a connection over either protocol.
+"""Building blocks of the clients here: named arrays, requested outputs, a connection over either protocol.
 
 Every client in this folder sends the tensors that a program of tensorrtllm_backend sends, with its dtypes and
 shapes and in its order, and reads of the answers what that program reads.

@@ -67,7 +67,7 @@ def check(zoo: Zoo, attention: Attention, tokens_per_block: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens_per_block", [3, 32])
-def test_it_is_right_for_every_number_of_rows_that_is_tried(
+def test_gathered_attention_is_right_for_all_tried_numbers_of_rows(
     zoo: Zoo, dtype: torch.dtype, tokens_per_block: int
 ) -> None:
     check(zoo, GATHERING, tokens_per_block, dtype)
@@ -85,7 +85,7 @@ def test_a_kernel_that_is_wrong_for_a_last_tile_of_one_row_is_never_given_one(
     ("num_before", "num_rows"), [*product((1, 23), (1, 33, 63, 64, 65)), (0, 33), (0, 64), (0, 65)]
 )
 def test_logits_are_the_models(zoo: Zoo, case: str, num_before: int, num_rows: int) -> None:
-    """Of a chunk's last row, which is sampled; by the kernel with the defect."""
+    """The logits of a chunk's last row, which is sampled, by the kernel with the defect, are right."""
     model = zoo[case]
     prompt = model.prompt(num_before + num_rows)
     engine = load_paged(model.folder, attention=GatheringAttention(MemoryEfficient(32)))
@@ -163,7 +163,7 @@ def test_a_gpu_whose_kernel_does_not_tell_its_sums_computes_products(
 
 
 def find(zoo: Zoo, kernel: Any) -> Attention:
-    """What is chosen on a GPU that cannot read blocks in place, and whose scaled dot product attention this is."""
+    """Find the attention for a GPU that cannot read blocks in place, with this scaled dot product attention."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     place = "inflight.engine.attention.find"
     with (

@@ -168,7 +168,7 @@ def no_other(for_chunks: Any) -> Any:
 
 
 def find(zoo: Zoo, kernel: Any, other: Any = no_other) -> Any:
-    """What is chosen on a GPU whose kernel this is; `other` in Triton's language."""
+    """Find the attention for a GPU with this kernel; `other` is the kernel in Triton's language."""
     config = EngineConfig("", tokens_per_block=32)
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     with (

@@ -1,4 +1,4 @@
-"""What is done about a GPU's libraries, and what the log says of it, where there is no GPU."""
+"""Handling of a GPU's libraries, and the log lines about them, where there is no GPU."""
 
 from __future__ import annotations
 

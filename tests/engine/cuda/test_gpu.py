@@ -90,7 +90,7 @@ def test_greedy_tokens_in_float32(zoo: Zoo, case: str) -> None:
 def test_attention_is_right_at_the_edges_of_tiles(
     zoo: Zoo, case: str, dtype: torch.dtype, attention: GatheringAttention
 ) -> None:
-    """What a load tries, with more windows."""
+    """Check the cases that loading tries, with more windows."""
     decoder = read_model_description(zoo[case].folder).decoder
     windows = (None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(300))
     check_attention(attention, decoder, 32, windows, dtype, torch.device("cuda"))

@@ -96,7 +96,7 @@ def test_tokens_are_the_same_below_at_and_above_recorded_sizes(zoo: Zoo, case: s
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window"])
 def test_with_chunks_tokens_are_the_same_too(zoo: Zoo, case: str) -> None:
-    """What fills a batch up has NaN for attention, and reaches nobody."""
+    """The rows that pad a batch get NaN from attention, and no sequence sees them."""
     model, tape = zoo[case], Tape()
     options = {"attention": FixedRowsAttention(), "max_num_tokens": 64}
     engine = load_paged(model.folder, 200, 11, tape, **options)
@@ -311,7 +311,7 @@ def test_with_adapters_every_size_is_recorded_twice() -> None:
 
 
 @pytest.mark.parametrize("lacking", ["nothing", "chunks", "all"])
-def test_what_another_rank_cannot_record_is_launched(
+def test_no_rank_records_an_iteration_that_another_cannot(
     zoo: Zoo, lacking: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The ranks of a stage add up row by row: either all have rows that fill a batch up, or none has."""

@@ -28,7 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @pytest.mark.exhaustive
-def test_in_the_interpreter() -> None:
+def test_all_checks_pass_in_tritons_interpreter() -> None:
     run_checks(FOLDER, timeout_s=900, TRITON_INTERPRET="1")
 
 
@@ -49,7 +49,7 @@ def test_they_are_imported_where_they_are_asked_for_alone() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_without_the_package(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_without_the_triton_package_is_refused(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = read_model_description(zoo["llama"].folder).decoder
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CannotAttend, match="triton is not installed"):
@@ -57,7 +57,7 @@ def test_without_the_package(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_batch_waits_for_a_compiler_for_its_number_of_rows() -> None:
-    """What lies at other addresses for every number of rows, or is that number, is none that is compiled for."""
+    """No argument is specialized for the number of rows or for an address that depends on it."""
     from inflight.engine.cuda.kernels import attention, layers, product
     from inflight.engine.cuda.kernels.launching import PER_BATCH
 

@@ -130,7 +130,9 @@ def test_that_a_dtype_rounds_them_again_is_said(
     "case", with_all(["mixtral", "qwen3-moe", "qwen2", "phi3", "qwen3"], ["mixtral", "phi3"])
 )
 @pytest.mark.parametrize("name", with_all(["gptq-one-group", "ct-int8"], ["gptq-one-group"]))
-def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
+def test_kept_levels_of_other_families_give_the_models_tokens(
+    zoo: Zoo, tmp_path: Path, case: str, name: str
+) -> None:
     """With experts a token near the border of two may go to the other one; most do not."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
     engine = load_engine(tmp_path)
@@ -155,7 +157,7 @@ def test_other_families(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
 )
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
 def test_ranks_cut_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]) -> None:
-    """Of 96 inputs in groups of 32 two ranks have 48 each, which are groups of 16; in another order none."""
+    """Two ranks have 48 of the 96 inputs each: groups of 32 become groups of 16, and none in another order."""
     from tests.engine.test_ranks import _some_of_everything
 
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")

@@ -65,7 +65,9 @@ def test_a_batch_of_greedy_requests(zoo: Zoo, case: str) -> None:
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
 )
-def test_everything_at_once(zoo: Zoo, case: str, way: str) -> None:
+def test_packed_chunked_reused_and_paused_requests_give_transformers_tokens(
+    zoo: Zoo, case: str, way: str
+) -> None:
     """Packed, chunked, with blocks that are reused, paused; beams, drafts and prompt lookup."""
     requests = some_of_everything(zoo[case])
     served = serve(loaded(zoo, case, 26), config_of(way), requests)
@@ -367,7 +369,7 @@ def test_several_ranks_are_refused(zoo: Zoo, topology: tuple[int, int]) -> None:
         raise AssertionError("it was loaded")
 
 
-def test_without_transformers(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_without_transformers_is_refused(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"StableLmForCausalLM.*pip install -e '\.\[transformers\]'"):
         loaded(zoo, "stablelm")

@@ -73,7 +73,7 @@ class Runner:
             self.caches[alias.input] = (100 * torch.randn(shape, generator=generator)).to(dtype)
 
     def logits(self, batch: Sequence[Rows], **more: Tensor) -> Tensor:
-        """Of all rows [rows, vocab_size], in the order of the batch."""
+        """Compute the logits of all rows [rows, vocab_size], in the order of the batch."""
         logits = self.head(self.hidden(batch, **more))["logits"]
         settings, model = self.engine.sidecar.settings, self.engine.sidecar.model
         if self.communicator is None or settings.tensor_parallel_size == 1:
@@ -218,7 +218,7 @@ def texts_of(model: ZooModel, seed: int = 0) -> list[Text]:
 
 
 def largest_error(model: ZooModel, texts: Sequence[Text]) -> float:
-    """Of any logit, against transformers."""
+    """Return the largest error of any logit, against transformers."""
     return max((torch.stack(each.logits) - model.logits(each.token_ids)).abs().max().item() for each in texts)
 
 
@@ -236,7 +236,7 @@ class Meeting:
         self._barrier, self._tensors = threading.Barrier(size), [torch.empty(0)] * size
 
     def rank(self, index: int) -> MeetingRank:
-        """What one of them communicates by."""
+        """Return the communicator of one rank."""
         return MeetingRank(self, index)
 
     def exchange(self, index: int, tensor: Tensor) -> list[Tensor]:

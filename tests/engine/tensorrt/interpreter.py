@@ -76,7 +76,7 @@ def dump(definition: Definition) -> bytes:
 
 
 def load(data: bytes) -> NetworkCopy:
-    """What `dump` has written."""
+    """Load a network that `dump` has written."""
     nodes, inputs, outputs, aliases = torch.load(io.BytesIO(data), weights_only=True)
     return NetworkCopy(tuple(Node(*node) for node in nodes), inputs, outputs, aliases)
 
@@ -135,7 +135,7 @@ def evaluate(
 
 
 def _sorted(nodes: list[Node], outputs: tuple[str, ...], inputs: Mapping[str, Any]) -> tuple[Node, ...]:
-    """Those that outputs need, each behind what it needs: TensorRT's own order is that of definition."""
+    """Sort the nodes that the outputs need, each after its inputs: TensorRT's own order is that of definition."""
     makers = {name: node for node in nodes for name in node.outputs}
     assert len(makers) == sum(len(node.outputs) for node in nodes), "two tensors have the same name"
     found: dict[int, Node] = {}
@@ -252,7 +252,7 @@ def _value(constant: Constant) -> Tensor:
     )
 
 
-# What each kind of layer computes: (attributes, inputs, communicator) -> outputs
+# The function of each kind of layer: (attributes, inputs, communicator) -> outputs
 
 _Given = list[Any]
 

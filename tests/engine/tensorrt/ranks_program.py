@@ -1,4 +1,4 @@
-"""What every rank of a test runs under mpirun: an executor on a folder of plans, with a stand-in for TensorRT.
+"""Program of every rank under mpirun: an executor on a folder of plans, with a stand-in for TensorRT.
 
 `python -m tests.engine.tensorrt.ranks_program FOLDER`. Every rank prints one JSON line; rank 0 serves requests.
 """

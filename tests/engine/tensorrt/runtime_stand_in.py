@@ -43,7 +43,7 @@ def dump(definition: Definition) -> bytes:
 
 
 class Severity(Enum):
-    """Of a message."""
+    """Severity of a message."""
 
     INTERNAL_ERROR = 0
     ERROR = 1
@@ -51,24 +51,24 @@ class Severity(Enum):
 
 
 class ILogger:
-    """As TensorRT's."""
+    """Stand-in for TensorRT's ILogger."""
 
     Severity = Severity
 
     def log(self, severity: Severity, msg: str) -> None:
-        """For whoever derives from it."""
+        """Log a message; subclasses override it."""
         raise NotImplementedError
 
 
 class ExecutionContextAllocationStrategy(Enum):
-    """Who allocates the memory of activations."""
+    """Owner of the memory of activations."""
 
     STATIC = 0
     USER_MANAGED = 2
 
 
 class Runtime:
-    """As TensorRT's."""
+    """Stand-in for TensorRT's Runtime."""
 
     def __init__(self, logger: ILogger) -> None:
         self._logger = logger
@@ -86,7 +86,7 @@ class Runtime:
 
 @dataclass
 class Engine:
-    """As TensorRT's ICudaEngine."""
+    """Stand-in for TensorRT's ICudaEngine."""
 
     network: NetworkCopy
     profiles: list[Profile]
@@ -114,7 +114,7 @@ class Engine:
 
 @dataclass
 class Context:
-    """As TensorRT's IExecutionContext."""
+    """Stand-in for TensorRT's IExecutionContext."""
 
     engine: Engine
     strategy: ExecutionContextAllocationStrategy
@@ -148,7 +148,7 @@ class Context:
         return True
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        """Of an output; its only dimension that differs is the number of rows."""
+        """Return the shape of an output; only its number of rows varies."""
         rows = self.shapes.get("input_ids", self.shapes.get("hidden", (0,)))[0]
         return tuple(rows if size == -1 else size for size in self.engine.output_shapes[name])
 
@@ -189,7 +189,7 @@ class Context:
 
 
 def _memory(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """What lies at an address, to read and to write."""
+    """View the memory at an address as a tensor, for reading and writing."""
     count = prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)

@@ -14,7 +14,7 @@ from inflight.engine.tensorrt.module import find_module
 
 
 class Terminal(io.StringIO):
-    """As wide as the phases need."""
+    """Terminal as wide as the phases need."""
 
     def isatty(self) -> bool:
         return True

@@ -76,7 +76,7 @@ def test_experts_in_4_bits(zoo: Zoo, tmp_path: Path) -> None:
     assert largest_error(model, texts) < EXACT
 
 
-def test_as_inputs(zoo: Zoo, tmp_path: Path) -> None:
+def test_weights_that_are_inputs_stay_packed_in_4_bits(zoo: Zoo, tmp_path: Path) -> None:
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS["gptq-v2"])
     (engine,) = build(model.folder, tmp_path / "engine", weights="inputs")
     name = "weight.layers.1.qkv.weight"
@@ -90,7 +90,7 @@ def test_as_inputs(zoo: Zoo, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order"])
 def test_ranks_cut_them(zoo: Zoo, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Of act-order a rank has inputs of many groups, of some only a few: then they are unpacked."""
+    """With act-order a rank has inputs of many groups, of some only a few: then they are unpacked."""
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
     with caplog.at_level(logging.WARNING):
         engines = build(model.folder, tmp_path / "engine", tensor_parallel_size=2)
@@ -120,7 +120,9 @@ def test_another_type_unpacks_them(zoo: Zoo, tmp_path: Path) -> None:
     ("name", "weights"),
     with_all([("awq", "constants"), ("gptq-act-order", "inputs")], [("gptq-act-order", "inputs")]),
 )
-def test_plans_build(zoo: Zoo, tmp_path: Path, name: str, weights: str) -> None:
+def test_plans_of_4_bit_checkpoints_build_with_int4_weights(
+    zoo: Zoo, tmp_path: Path, name: str, weights: str
+) -> None:
     model = write(zoo["llama-heads-16"], tmp_path / "checkpoint", FORMATS[name], dtype="float16")
     (sidecar,) = build_engine(model.folder, tmp_path / "engine", BuildOptions(**SIZES, weights=weights))
     assert sidecar.settings.weight_dtype == "int4"

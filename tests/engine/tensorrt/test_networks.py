@@ -183,7 +183,7 @@ def _slots_of_others(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         _slots_of_others,
     ],
 )
-def test_mistakes_are_noticed(
+def test_wrong_inputs_change_the_logits(
     zoo: Zoo, tmp_path: Path, mistake: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> None:
     model, texts = zoo["gpt2"], texts_of(zoo["gpt2"])
@@ -358,7 +358,7 @@ def test_ranks_in_step_give_what_one_does(zoo: Zoo, tmp_path: Path, case: str) -
 
 
 def _in_step(num_ranks: int, work: Callable[[int, Meeting], list[Text]]) -> list[list[Text]]:
-    """What each rank's work returns."""
+    """Run the ranks in step and return the result of each."""
     meeting = Meeting(num_ranks)
     with ThreadPoolExecutor(num_ranks) as pool:
         return [each.result() for each in [pool.submit(work, rank, meeting) for rank in range(num_ranks)]]

@@ -1,4 +1,4 @@
-"""What requests may ask for beside tokens, over plans: adapters, tables, logits, hidden states; recordings."""
+"""Optional features of requests over plans: adapters, tables, logits, hidden states; and recorded batches."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Replays:
 
 @pytest.mark.parametrize(("case", "max_chunks"), [("llama-gqa", 8), ("mistral-window", 1)])
 def test_recorded_batches_give_the_same_tokens(zoo: Zoo, plans: Plans, case: str, max_chunks: int) -> None:
-    """What fills a batch up is written behind its sequences, and reaches nobody."""
+    """Rows that pad a batch are written behind its sequences, and no sequence sees them."""
     model, replays = zoo[case], Replays()
     engine = load(plans(model, max_batch_size=12, max_context_chunks=max_chunks), 200, max_num_sequences=11)
     record(engine, replays)

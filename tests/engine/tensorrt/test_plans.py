@@ -221,7 +221,7 @@ def test_which_processors_run_a_plan() -> None:
 
 
 def test_an_engine_that_is_built_anew_is_away_until_it_is_there(zoo: Zoo, tmp_path: Path) -> None:
-    """What an earlier build has written is removed, and nothing else."""
+    """Files of an earlier build are removed, and nothing else."""
     folder, checkpoint = tmp_path / "engine", tmp_path / "checkpoint"
     shutil.copytree(zoo["llama-gqa"].folder, checkpoint)
     (checkpoint / "chat_template.jinja").write_text("of the first checkpoint")
@@ -276,7 +276,7 @@ def test_the_smallest_engine_builds(zoo: Zoo, tmp_path: Path) -> None:
 
 
 def test_the_checkpoints_own_folder_is_refused(zoo: Zoo) -> None:
-    """What is built of it would be part of the checkpoint that it is compared with."""
+    """A plan built there would be part of the checkpoint that it is compared with."""
     folder = zoo["llama-gqa"].folder
     with pytest.raises(ConfigError, match=r"output is .*, the folder of the checkpoint: expected another"):
         build_engine(folder, folder.parent / "." / folder.name, BuildOptions(**SIZES), serialize=dump)

@@ -70,7 +70,7 @@ def rows_never_loaded(patch: Patch) -> None:
 
 
 def stale_rows(patch: Patch) -> None:
-    """What a row holds is taken for what its blocks hold."""
+    """Plant a fault: the first load of blocks into a row is left out."""
     prepare = RowResidency._prepare
 
     def believes(self: RowResidency, slot: int, num_tokens: int) -> Any:
@@ -162,7 +162,7 @@ def test_a_fault_is_noticed(zoo: Zoo, plans: Plans, name: str, monkeypatch: pyte
 
 
 def fillers_in_resting_slots(patch: Patch) -> None:
-    """They are written over the sequences that are not in the batch."""
+    """Plant a fault: padding rows are written over sequences that are not in the batch."""
     fill_up = decoder_module.fill_up
 
     def idle(slots: torch.Tensor, positions: torch.Tensor, *others: Any) -> PlacedRows:
@@ -181,7 +181,7 @@ def fillers_in_resting_slots(patch: Patch) -> None:
 
 
 def fillers_that_generate(patch: Patch) -> None:
-    """They count as generation rows of the slots that they are written to."""
+    """Plant a fault: padding rows count as generation rows of the slots that they are written to."""
     fill_up = decoder_module.fill_up
 
     def generate(slots: torch.Tensor, positions: torch.Tensor, fixed: FixedRows, *others: Any) -> PlacedRows:

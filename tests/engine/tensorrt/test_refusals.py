@@ -1,4 +1,4 @@
-"""What is said of plans that cannot be served as they are asked for: one sentence each."""
+"""Errors for plans that cannot be served with the given parameters: one sentence each."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def test_more_than_was_built(model: ZooModel, plans: Plans, changes: dict[str, A
         (Mapping(tp_size=2, moe_ep_size=2), "moe_expert_parallel_size is 2, expected 1"),
     ],
 )
-def test_other_ranks(model: ZooModel, plans: Plans, mapping: Mapping, message: str) -> None:
+def test_plans_of_another_number_of_ranks_are_refused(
+    model: ZooModel, plans: Plans, mapping: Mapping, message: str
+) -> None:
     config = EngineConfig(str(plans(model)), device="cpu", max_num_sequences=4, implementation="tensorrt")
     with standing_in(), pytest.raises(ConfigError, match=message):
         load_runner(LoadOptions(config, mapping))
@@ -199,7 +201,9 @@ def test_the_other_rotary_factors_than_were_built(zoo: Zoo, model: ZooModel, pla
         longest_of_plans(replace(config, max_sequence_length=64), sidecar, decoder)
 
 
-def test_without_tensorrt(model: ZooModel, plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_without_tensorrt_is_refused(
+    model: ZooModel, plans: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
         monkeypatch.setitem(sys.modules, name, None)
     config = EngineConfig(str(plans(model)), device="cpu", max_num_sequences=4, implementation="tensorrt")

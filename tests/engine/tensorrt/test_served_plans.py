@@ -83,7 +83,7 @@ def test_without_blocks_fewer_tokens_are_kept_if_that_is_asked_for(zoo: Zoo, pla
 
 
 def test_a_conversation_that_goes_on_finds_its_row(zoo: Zoo, plans: Plans) -> None:
-    """What is read from blocks is what the row does not have: nothing where a slot goes on by itself."""
+    """Only tokens that the row lacks are read from blocks: none where a slot continues its own conversation."""
     model = zoo["llama-gqa"]
     engine = load(plans(model), num_blocks=60, max_num_sequences=1)
     cache, loads = engine.runner.cache, []

@@ -1,4 +1,4 @@
-"""What a person does on the page, and what the server would say, as tests write it."""
+"""Steps of a person on the page, and answers of a server, for tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wait_for_end(page: Page) -> None:
 
 
 def texts(page: Page) -> list[str]:
-    """What the answers of the last turn say, without their prompts."""
+    """Return the texts of the last turn's answers, without their prompts."""
     return page.locator(".log:visible .turn").last.locator(".flow .text").all_text_contents()
 
 

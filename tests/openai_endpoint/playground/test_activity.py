@@ -1,4 +1,4 @@
-"""What the page is told of the engine, with an engine and a clock of the test's own."""
+"""The engine's activity as the page gets it, with an engine and a clock of the test's own."""
 
 from __future__ import annotations
 

@@ -47,6 +47,6 @@ def joined(parser: str, parts: Sequence[str], forced: bool = False) -> tuple[str
 
 
 def read(parser: str, parts: Sequence[str], forced: bool = False) -> Answer:
-    """As `joined`, with arguments parsed."""
+    """Read an answer as `joined` does, with arguments parsed."""
     content, calls = joined(parser, parts, forced)
     return Answer(content, tuple((call["name"], json.loads(call["arguments"])) for call in calls))

@@ -52,7 +52,9 @@ FRAGMENTS = ["<think>", "</think>", "<", "</", "think>", " ", "\n", "a", "b c"]
 
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join), st.booleans(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_pieces_do_not_matter(text: str, starts_inside: bool, data: st.DataObject) -> None:
+def test_reasoning_is_the_same_however_the_text_is_cut(
+    text: str, starts_inside: bool, data: st.DataObject
+) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     parts = [text[start:end] for start, end in zip([0, *places], [*places, len(text)])]
     assert split(parts, starts_inside) == split([text], starts_inside) == split(list(text), starts_inside)

@@ -44,7 +44,7 @@ def transformers_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrain
 
 
 def expected(tokenizer: Any, name: str, messages: Messages, **options: Any) -> str | None:
-    """What transformers renders; None where the template refuses."""
+    """Return the rendering by transformers; None where the template refuses."""
     chat = as_sent(messages) if name == "deepseek_r1" else messages  # which wants arguments as text
     if name == "parts_only":
         chat = in_parts(chat)
@@ -198,7 +198,7 @@ def test_messages_of_another_form_are_refused(messages: Any, message: str) -> No
         template("qwen3").render(messages)
 
 
-def test_what_a_template_refuses_is_told() -> None:
+def test_the_message_of_a_template_that_refuses_is_reported() -> None:
     with pytest.raises(InvalidArgument, match="rendered by the chat template: A system role is not known"):
         template("gemma2").render([SYSTEM, USER])
 
@@ -385,7 +385,7 @@ TWO = [{"name": "default", "template": TEXT}, {"name": "tool_use", "template": T
         {"additional_chat_templates__tool_use_DOT_jinja": TOOL},
     ],
 )
-def test_where_templates_are_found(tmp_path: Path, files: dict[str, Any]) -> None:
+def test_templates_are_found_where_transformers_finds_them(tmp_path: Path, files: dict[str, Any]) -> None:
     folder = make_folder(tmp_path, **files)
     theirs: Any = reference(folder)
     chat = load_chat_template(str(folder))

@@ -59,7 +59,7 @@ def test_a_text_without_calls_is_content_as_it_is() -> None:
         # A missing end, and one that is cut.
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool', "", ["f"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}} and on', "and on", ["f"]),
-        # What is no call.
+        # Texts that are no calls.
         ("hermes", "<tool_call>\nsearch()\n</tool_call>", "<tool_call>\nsearch()\n</tool_call>", []),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
         ("hermes", '<tool_call> <tool_call>{"name": "f"}</tool_call>', "<tool_call>", ["f"]),
@@ -186,7 +186,9 @@ FRAGMENTS = [
     st.data(),
 )
 @settings(max_examples=250, deadline=None)
-def test_pieces_do_not_matter(parser: str, text: str, forced: bool, data: st.DataObject) -> None:
+def test_calls_are_the_same_however_the_text_is_cut(
+    parser: str, text: str, forced: bool, data: st.DataObject
+) -> None:
     whole = joined(parser, [text], forced)
     assert without_ids(joined(parser, cut(text, data), forced)) == without_ids(whole)
     assert without_ids(joined(parser, list(text), forced)) == without_ids(whole)

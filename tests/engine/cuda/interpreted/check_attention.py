@@ -97,7 +97,7 @@ def test_results_are_those_of_plain_products(
 @pytest.mark.parametrize(("group", "dtype"), [(1, torch.float16), (4, torch.float32)])
 @pytest.mark.parametrize("blocks", [31, 32, 33])
 def test_edges_of_tiles_and_of_blocks(zoo: Zoo, blocks: int, group: int, dtype: torch.dtype) -> None:
-    """What tests/engine/cuda/test_gpu.py tries with all sizes: tiles and parts are as large as on a GPU."""
+    """Check the cases that test_gpu.py tries at all sizes; tiles and parts are as large as on a GPU."""
     shape = {"num_heads": group, "num_kv_heads": 1, "head_dim": 16}
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, **shape)
     rows = Rows(decoder, 8, 34 * 8 + 65, dtype, blocks)
@@ -211,7 +211,7 @@ def test_recorded_batches_have_the_tokens_of_others(zoo: Zoo) -> None:
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize("windows", [(None,), (None, AttentionWindow(20, 3))])
 def test_chunks_by_another_and_as_they_are_recorded(zoo: Zoo, windows: Any) -> None:
-    """What a load tries: batches with chunks by both, and the same with room for more in what they read."""
+    """Check the batches that loading tries: chunks by both kernels, and the same with room for more to read."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     for_chunks = PagedAttention(ReferenceVarlen(), True) if windows == (None,) else None
     with pytest.MonkeyPatch.context() as patch:

@@ -90,7 +90,7 @@ def test_the_check_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not(linear, CPU) == "out of resource: shared memory"
 
 
-def test_one_that_is_off_is_left_out_with_one_line(
+def test_a_wrong_grouped_kernel_is_left_out_with_one_log_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from inflight.engine.layers import grouped_linear

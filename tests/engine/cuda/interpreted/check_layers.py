@@ -155,10 +155,10 @@ def test_what_a_kernel_stores_in_the_cache_is_looked_at(zoo: Zoo, monkeypatch: p
             check_operations(*given)
 
 
-def test_one_that_is_off_is_left_out_alone_and_the_log_says_why(
+def test_a_wrong_kernel_alone_is_left_out_and_logged(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is found for a GPU, which the CPU stands in for."""
+    """The CPU stands in for a GPU that kernels are chosen for."""
     decoder, gpu = decoder_of(zoo), torch.device("cuda")
     monkeypatch.setattr(layer_check, "_ROWS", (3,))
     for module, name in ((layer_check, "check_operations"), (row_kernels, "check_peaks_of")):
@@ -241,7 +241,7 @@ class Launches(TorchDispatchMode):
 def test_a_layer_of_generation_rows_is_so_many_launches(
     zoo: Zoo, with_kernels: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What docs/performance.md counts with, by what a layer makes of difference.
+    """Count the launches that docs/performance.md states, by the difference that one layer makes.
 
     It is float32 here: in half precision torch's rotation is two more, which convert.
     """
@@ -334,7 +334,7 @@ def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dt
 
 
 def test_how_often_an_int8_product_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are few outputs and rows, several programs share a sum, and another launch adds up."""
+    """With few outputs and rows, several programs share a sum, and another launch adds up."""
     for num_rows, outputs, added in ((3, 40, ["_add_parts"]), (33, 40, []), (3, 8200, [])):
         x, (levels, scales) = torch.randn(num_rows, 64), quantize_int8(torch.randn(outputs, 64))
         with Launches(monkeypatch) as launches:
