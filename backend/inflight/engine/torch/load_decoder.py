@@ -30,7 +30,7 @@ from inflight.engine.torch.kv_rounding import find_rounding
 from inflight.engine.torch.layer_check import find_operations, find_row_kernels
 from inflight.engine.torch.native import packing
 from inflight.engine.torch.native.decoder import NativeDecoder
-from inflight.engine.torch.native.library import CannotBuild, load_library
+from inflight.engine.torch.native.library import CannotBuild, describe_target, load_library
 from inflight.engine.torch.native.packing import PackedLayer, PackedLinear, Packer
 from inflight.engine.torch.quantized_linear import Quantizing
 from inflight.engine.torch.transformers_decoder import TransformersDecoder, TransformersModel
@@ -354,8 +354,10 @@ def _find_library(
 ) -> ctypes.CDLL:
     """The compiled code; CannotBuild where torch's operators are asked for or have to do."""
     check_native(config, decoder, dtype, device, shard)
-    is_rounded = find_rounding(config.kv_cache_dtype) is not None
-    return load_library(str(dtype).removeprefix("torch."), int8, is_rounded)
+    is_rounded, name = find_rounding(config.kv_cache_dtype) is not None, str(dtype).removeprefix("torch.")
+    library = load_library(name, int8, is_rounded)
+    _log.info("the layers run on compiled code for %s", describe_target(name, int8))
+    return library
 
 
 def check_native(
