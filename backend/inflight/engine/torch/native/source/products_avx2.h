@@ -98,7 +98,9 @@ struct Int8 {
   }
   static Register broadcast(const void* word) { return _mm256_castps_si256(FloatRegisters::broadcast(word)); }
   static Register multiply_add(Register total, Register a, Register b) {
-    return _mm256_add_epi32(total, _mm256_madd_epi16(a, b));
+    const __m256i products = _mm256_madd_epi16(a, b);
+    asm("vpaddd %1, %0, %0" : "+x"(total) : "x"(products));  // GCC adds products up first, and keeps them in memory
+    return total;
   }
 };
 
