@@ -1,8 +1,7 @@
 """Compile the layers once for many machines: `python -m inflight.engine.torch.native.prebuild [DTYPE]...`.
 
-For images whose containers have no compiler. The results lie in the package, one for processors with AVX-512 and one
-for those with AVX2, and run on every processor that has the instructions that the dtype needs, whatever the machine
-that built them. One thread.
+For images whose containers have no compiler. The results lie in the package, for AVX-512 and for AVX2, and run on
+every processor that has the instructions that the dtype needs, whatever the machine that built them. One thread.
 """
 
 from __future__ import annotations
