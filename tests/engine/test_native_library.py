@@ -201,7 +201,7 @@ def test_what_is_loaded_from_memory_is_not_mixed_up(
 @needs_native
 def test_what_was_prebuilt_needs_no_compiler(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.working_compiler()
-    path = library.prebuild("float32")
+    path = library.prebuild(library.find_target("float32"), "float32")
     assert machine.num_builds == 1
     monkeypatch.setenv("PATH", str(machine.root / "nothing"))
     assert load_library("float32")._name == str(path)
@@ -214,7 +214,7 @@ def test_what_was_prebuilt_from_other_sources_is_not_used(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.working_compiler()
-    library.prebuild("float32")
+    library.prebuild(library.find_target("float32"), "float32")
     sources = machine.root / "source"
     shutil.copytree(library._SOURCES, sources)
     (sources / "team.h").write_text("// changed")

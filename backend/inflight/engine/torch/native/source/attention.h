@@ -90,9 +90,9 @@ void store_levels(const AttentionShape& shape, const LevelsOfLayer& layer, int64
 // One key head's tile while it is worked on; a thread has one.
 template <class E>
 struct TileState {
-  alignas(64) typename E::Stored queries[kTile][kMaxHeadDim];
+  alignas(64) typename E::Operand queries[kTile][kMaxHeadDim];
   alignas(64) float scores[kTile][kGroupsAtOnce * kLanes];
-  alignas(64) typename E::Stored weights[kTile][kGroupsAtOnce * kLanes];
+  alignas(64) typename E::Operand weights[kTile][kGroupsAtOnce * kLanes];
   alignas(64) float sums[kTile][kMaxHeadDim];
   float largest[kTile], total[kTile];
   int64_t position[kTile];
@@ -169,8 +169,19 @@ class CacheReader {
   int64_t block_ = 0, offset_ = 0;
 };
 
-// scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. Meanwhile memory
-// brings the same tokens' values.
+// Some of them, which stay in a core's first-level cache while all rows of a tile are worked on.
+struct GroupRange {
+  int begin, end;
+};
+
+// f(range) for all ranges of `count` groups.
+template <class F>
+inline void in_ranges(int count, const F& f) {
+  for (int begin = 0; begin < count; begin += kGroupsInCache) f(GroupRange{begin, std::min(begin + kGroupsInCache, count)});
+}
+
+// scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. Meanwhile, with
+// kFetchesValues, memory brings the same tokens' values.
 template <class E, class C, int kRows, int kGroups>
 inline void score(const TileState<E>& state, float (*scores)[kGroupsAtOnce * kLanes], int first_row, int first_group,
                   const KeyGroups<C>& groups, int head_dim, int64_t pair_stride, float scale) {
@@ -185,12 +196,12 @@ inline void score(const TileState<E>& state, float (*scores)[kGroupsAtOnce * kLa
 #pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g) {
       k[g] = C::load_pairs(groups.keys[first_group + g] + p * pair_stride);
-      if (p % kPairsOfLine == 0)
+      if (kFetchesValues && p % kPairsOfLine == 0)
         prefetch(reinterpret_cast<const char*>(groups.values[first_group + g]) + p / kPairsOfLine * kLine);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
-      const typename E::Pairs q = E::broadcast_pair(&state.queries[first_row + m][d]);
+      const typename E::Pairs q = E::broadcast_operand(&state.queries[first_row + m][d]);
 #pragma GCC unroll 16
       for (int g = 0; g < kGroups; ++g) sums[m][g] = E::multiply_add(sums[m][g], q, k[g]);
     }
@@ -212,13 +223,13 @@ inline void score(const TileState<E>& state, float (*scores)[kGroupsAtOnce * kLa
 }
 
 template <class E, class C, int kRows>
-inline void score_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups, int head_dim,
+inline void score_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups, const GroupRange& range, int head_dim,
                        int64_t pair_stride, float scale) {
   constexpr int kAtOnce = scored_groups(kRows);
-  int g = 0;
-  for (; g + kAtOnce <= groups.count; g += kAtOnce)
+  int g = range.begin;
+  for (; g + kAtOnce <= range.end; g += kAtOnce)
     score<E, C, kRows, kAtOnce>(state, state.scores, first_row, g, groups, head_dim, pair_stride, scale);
-  for (; g < groups.count; ++g)
+  for (; g < range.end; ++g)
     score<E, C, kRows, 1>(state, state.scores, first_row, g, groups, head_dim, pair_stride, scale);
 }
 
@@ -233,16 +244,19 @@ inline void fetch_lines(const Stored* first, int num_lines, int64_t stride) {
 // same d of the keys that come next.
 template <class E, class C, int kRows, int kParts>
 inline void add_values(TileState<E>& state, int first_row, int first_d, const KeyGroups<C>& groups,
-                       const KeyGroups<C>& ahead, int head_dim, int64_t pair_stride, Mask last_mask) {
+                       const GroupRange& range, const KeyGroups<C>& ahead, int head_dim, int64_t pair_stride,
+                       Mask last_mask) {
   Floats sums[kRows][kParts];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
     for (int i = 0; i < kParts; ++i) sums[m][i] = load_aligned(&state.sums[first_row + m][first_d + i * kLanes]);
-  for (int g = 0; g < groups.count; ++g) {
-    for (int i = ahead.count * g / groups.count; i < ahead.count * (g + 1) / groups.count; ++i)
-      if (!C::kHasScales || reinterpret_cast<uintptr_t>(ahead.keys[i]) % kLine == 0)  // of levels two groups share a line
-        fetch_lines(ahead.keys[i] + first_d / E::kPair * pair_stride, kParts * kLanes / E::kPair, pair_stride);
+  int fetched = ahead.count * range.begin / groups.count;  // of the groups ahead
+  for (int g = range.begin; g < range.end; ++g) {
+    for (; ahead.count && fetched < ahead.count * (g + 1) / groups.count; ++fetched)
+      // Of levels two groups share a line.
+      if (!C::kHasScales || reinterpret_cast<uintptr_t>(ahead.keys[fetched]) % kLine == 0)
+        fetch_lines(ahead.keys[fetched] + first_d / E::kPair * pair_stride, kParts * kLanes / E::kPair, pair_stride);
     const typename C::Stored* v = groups.values[g] + static_cast<int64_t>(first_d) * E::kPair;
     for (int pair = 0; pair < groups.num_pairs[g]; ++pair, v += static_cast<int64_t>(head_dim) * E::kPair) {
       typename E::Pairs part[kParts];
@@ -252,7 +266,7 @@ inline void add_values(TileState<E>& state, int first_row, int first_d, const Ke
                                  : C::load_pairs(v + i * kLanes * E::kPair, last_mask);
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) {
-        const typename E::Pairs w = E::broadcast_pair(&state.weights[first_row + m][g * kLanes + pair * E::kPair]);
+        const typename E::Pairs w = E::broadcast_operand(&state.weights[first_row + m][g * kLanes + pair * E::kPair]);
 #pragma GCC unroll 16
         for (int i = 0; i < kParts; ++i) sums[m][i] = E::multiply_add(sums[m][i], w, part[i]);
       }
@@ -265,21 +279,21 @@ inline void add_values(TileState<E>& state, int first_row, int first_d, const Ke
 }
 
 template <class E, class C, int kRows>
-inline void add_values_of_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups,
+inline void add_values_of_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups, const GroupRange& range,
                                const KeyGroups<C>& ahead, int head_dim, int64_t stride) {
   for (int d = 0; d < head_dim; d += kSummedParts * kLanes) {
     const int left = head_dim - d;
     const int parts = std::min(kSummedParts, (left + kLanes - 1) / kLanes);
     const Mask last = first_lanes(left - (parts - 1) * kLanes);
-    const auto add_parts = [&](auto count) {
-      if constexpr (count() <= kSummedParts)
-        add_values<E, C, kRows, count()>(state, first_row, d, groups, ahead, head_dim, stride, last);
-    };
-    switch (parts) {
-      case 4: add_parts(std::integral_constant<int, 4>{}); break;
-      case 3: add_parts(std::integral_constant<int, 3>{}); break;
-      case 2: add_parts(std::integral_constant<int, 2>{}); break;
-      default: add_parts(std::integral_constant<int, 1>{}); break;
+    if constexpr (kSummedParts == 1) {
+      add_values<E, C, kRows, 1>(state, first_row, d, groups, range, ahead, head_dim, stride, last);
+    } else {
+      switch (parts) {
+        case 4: add_values<E, C, kRows, 4>(state, first_row, d, groups, range, ahead, head_dim, stride, last); break;
+        case 3: add_values<E, C, kRows, 3>(state, first_row, d, groups, range, ahead, head_dim, stride, last); break;
+        case 2: add_values<E, C, kRows, 2>(state, first_row, d, groups, range, ahead, head_dim, stride, last); break;
+        default: add_values<E, C, kRows, 1>(state, first_row, d, groups, range, ahead, head_dim, stride, last); break;
+      }
     }
   }
 }
@@ -291,22 +305,29 @@ inline void in_blocks(int count, const F& f) {
   int row = 0;
   for (int block = 0; block < num_blocks; ++block) {
     const int stop = count * (block + 1) / num_blocks;
-    const auto call = [&](auto rows) {
-      if constexpr (rows() <= kMost) f(rows, row);
-    };
     switch (stop - row) {
-      case 1: call(std::integral_constant<int, 1>{}); break;
-      case 2: call(std::integral_constant<int, 2>{}); break;
-      case 3: call(std::integral_constant<int, 3>{}); break;
-      case 4: call(std::integral_constant<int, 4>{}); break;
-      case 5: call(std::integral_constant<int, 5>{}); break;
-      case 6: call(std::integral_constant<int, 6>{}); break;
-      case 7: call(std::integral_constant<int, 7>{}); break;
-      case 8: call(std::integral_constant<int, 8>{}); break;
-      case 9: call(std::integral_constant<int, 9>{}); break;
-      case 10: call(std::integral_constant<int, 10>{}); break;
-      case 11: call(std::integral_constant<int, 11>{}); break;
-      default: call(std::integral_constant<int, 12>{}); break;
+      case 1: f(std::integral_constant<int, 1>{}, row); break;
+      case 2: f(std::integral_constant<int, 2>{}, row); break;
+      case 3: f(std::integral_constant<int, 3>{}, row); break;
+      case 4: f(std::integral_constant<int, 4>{}, row); break;
+      default:
+        if constexpr (kMost > 4) {
+          switch (stop - row) {
+            case 5: f(std::integral_constant<int, 5>{}, row); break;
+            case 6: f(std::integral_constant<int, 6>{}, row); break;
+            default:
+              if constexpr (kMost > 6) {
+                switch (stop - row) {
+                  case 7: f(std::integral_constant<int, 7>{}, row); break;
+                  case 8: f(std::integral_constant<int, 8>{}, row); break;
+                  case 9: f(std::integral_constant<int, 9>{}, row); break;
+                  case 10: f(std::integral_constant<int, 10>{}, row); break;
+                  case 11: f(std::integral_constant<int, 11>{}, row); break;
+                  default: f(std::integral_constant<int, 12>{}, row); break;
+                }
+              }
+          }
+        }
     }
     row = stop;
   }
@@ -344,10 +365,10 @@ inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<C>& gro
       total = add(total, weight);
       if constexpr (C::kHasScales) {  // what is not seen may have a scale that is no number
         const Mask counts = differ(weight, floats(0.0f));
-        E::store(&state.weights[m][g * kLanes],
-                 mul(counts, weight, load(groups.value_scales[g], counts)));
+        E::store_operand(&state.weights[m][g * kLanes],
+                         mul(counts, weight, load(groups.value_scales[g], counts)));
       } else {
-        E::store(&state.weights[m][g * kLanes], weight);
+        E::store_operand(&state.weights[m][g * kLanes], weight);
       }
     }
     const float fade = before == now || !sees_any ? 1.0f : std::exp(before - now);
@@ -375,8 +396,7 @@ void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& t
   for (int m = 0; m < num_vectors; ++m) {
     const int64_t row = tile.begin + m / group;
     const int head = tile.kv_head * group + m % group;
-    std::memcpy(state.queries[m], queries + row * query_stride + static_cast<int64_t>(head) * head_dim,
-                head_dim * sizeof(Stored));
+    E::load_operand(state.queries[m], queries + row * query_stride + static_cast<int64_t>(head) * head_dim, head_dim);
     state.position[m] = tile.span.start + (row - tile.span.begin);
     state.largest[m] = shape.learned_sinks ? shape.learned_sinks[head] : -std::numeric_limits<float>::infinity();
     state.total[m] = shape.learned_sinks ? 1.0f : 0.0f;
@@ -388,12 +408,16 @@ void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& t
   for (bool is_more = reader.next(*groups); is_more; std::swap(groups, ahead)) {
     is_more = reader.next(*ahead);
     if (!is_more && next) next->next(*ahead);
-    in_blocks<kScoredRows>(num_vectors, [&](auto rows, int row) {
-      score_rows<E, C, decltype(rows)::value>(state, row, *groups, head_dim, pair_stride, shape.scale);
+    in_ranges(groups->count, [&](const GroupRange& range) {
+      in_blocks<kScoredRows>(num_vectors, [&](auto rows, int row) {
+        score_rows<E, C, decltype(rows)::value>(state, row, *groups, range, head_dim, pair_stride, shape.scale);
+      });
     });
     soften(state, num_vectors, *groups, shape);
-    in_blocks<kSummedRows>(num_vectors, [&](auto rows, int row) {
-      add_values_of_rows<E, C, decltype(rows)::value>(state, row, *groups, *ahead, head_dim, pair_stride);
+    in_ranges(groups->count, [&](const GroupRange& range) {
+      in_blocks<kSummedRows>(num_vectors, [&](auto rows, int row) {
+        add_values_of_rows<E, C, decltype(rows)::value>(state, row, *groups, range, *ahead, head_dim, pair_stride);
+      });
     });
   }
   for (int m = 0; m < num_vectors; ++m) {

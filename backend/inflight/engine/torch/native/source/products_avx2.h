@@ -20,6 +20,8 @@ constexpr int64_t kCache = 256 << 10;  // of a core's second-level cache, what t
 constexpr int kScoredRows = 4;
 constexpr int scored_groups(int) { return 1; }
 constexpr int kSummedRows = 4, kSummedParts = 1;
+constexpr int kGroupsInCache = 4;        // of keys, while all rows of a tile are worked on
+constexpr bool kFetchesValues = false;  // while keys are scored: the registers do not suffice, and one after the other
 
 constexpr int kRowsAtOnce = 1;  // of one LoRA adapter
 
@@ -56,6 +58,15 @@ struct BfloatPairs : FloatRegisters {
     std::memcpy(&pair, source, sizeof pair);
     return widened(ints(pair));
   }
+  // The rows of attention: queries, and the weights of values, which are not rounded here.
+  static void load_operand(Operand* target, const Stored* source, int count) {
+    for (int i = 0; i < count; ++i) {
+      const uint32_t wide = static_cast<uint32_t>(source[i]) << 16;
+      std::memcpy(target + i, &wide, sizeof wide);
+    }
+  }
+  static void store_operand(Operand* target, Floats values) { store(target, values); }
+  static Pairs broadcast_operand(const Operand* source) { return {floats(source[0]), floats(source[1])}; }
   static Sums multiply_add(Sums total, Pairs a, Pairs b) {
     return fmadd(a.second, b.second, fmadd(a.first, b.first, total));
   }
@@ -79,6 +90,11 @@ struct FloatPairs : FloatRegisters {
   static Pairs load_pairs(const Stored* source) { return load(source); }
   static Pairs load_pairs(const Stored* source, Mask mask) { return load(source, mask); }
   static Pairs broadcast_pair(const Stored* source) { return floats(*source); }
+  static void load_operand(Operand* target, const Stored* source, int count) {
+    std::memcpy(target, source, count * sizeof *target);
+  }
+  static void store_operand(Operand* target, Floats values) { store(target, values); }
+  static Pairs broadcast_operand(const Operand* source) { return broadcast_pair(source); }
   static Sums multiply_add(Sums total, Pairs a, Pairs b) { return fmadd(a, b, total); }
   using FloatRegisters::multiply_add;
   static Register load_word(const void* source, int) { return _mm256_loadu_ps(static_cast<const float*>(source)); }

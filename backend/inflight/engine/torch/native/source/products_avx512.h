@@ -16,6 +16,8 @@ constexpr int64_t kCache = 640 << 10;  // of a core's second-level cache, what t
 constexpr int kScoredRows = 12;
 constexpr int scored_groups(int rows) { return rows <= 4 ? 4 : 2; }
 constexpr int kSummedRows = 6, kSummedParts = 4;
+constexpr int kGroupsInCache = 16;        // of keys, while all rows of a tile are worked on
+constexpr bool kFetchesValues = true;  // while keys are scored
 
 constexpr int kRowsAtOnce = 4;  // of one LoRA adapter
 
@@ -36,6 +38,12 @@ struct BfloatPairs {
     std::memcpy(&pair, source, sizeof pair);
     return _mm512_castsi512_ps(_mm512_set1_epi32(pair));
   }
+  // The rows of attention: queries, and the weights of values.
+  static void load_operand(Operand* target, const Stored* source, int count) {
+    std::memcpy(target, source, count * sizeof *target);
+  }
+  static void store_operand(Operand* target, Floats values) { store_bfloat16(target, values); }
+  static Pairs broadcast_operand(const Operand* source) { return broadcast_pair(source); }
   static Sums multiply_add(Sums total, Pairs a, Pairs b) {
     return _mm512_dpbf16_ps(total, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
@@ -52,6 +60,11 @@ struct FloatPairs {
   static Pairs load_pairs(const Stored* source) { return load(source); }
   static Pairs load_pairs(const Stored* source, Mask mask) { return load(source, mask); }
   static Pairs broadcast_pair(const Stored* source) { return floats(*source); }
+  static void load_operand(Operand* target, const Stored* source, int count) {
+    std::memcpy(target, source, count * sizeof *target);
+  }
+  static void store_operand(Operand* target, Floats values) { store(target, values); }
+  static Pairs broadcast_operand(const Operand* source) { return broadcast_pair(source); }
   static Sums multiply_add(Sums total, Pairs a, Pairs b) { return fmadd(a, b, total); }
 };
 
