@@ -16,7 +16,6 @@
 
 namespace inflight {
 
-constexpr int kMostRowsOfTask = 240;  // so many stay in a core's cache from panel to panel
 constexpr int kBlocksAtOnce = kMostRowsOfTask / kMaxRows;
 constexpr int kPrefetch = 8192;        // bytes ahead
 

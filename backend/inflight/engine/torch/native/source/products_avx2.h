@@ -13,6 +13,7 @@ namespace inflight {
 
 constexpr int kMaxRows = 6;
 constexpr int kFewRows = 6;            // that one micro-kernel takes while it waits for memory
+constexpr int kMostRowsOfTask = 72;    // so many stay in a core's second-level cache from panel to panel
 constexpr int64_t kCache = 256 << 10;  // of a core's second-level cache, what two parts of panels may take
 
 // Of attention: query vectors that are scored together, groups of keys they are scored with, and vectors and registers
@@ -128,14 +129,18 @@ uint32_t word_of(uint32_t pair, int index) {
   return pair >> 8 * index & 0x00ff00ff;
 }
 
-// sums[row][i] += a block's row * kCount registers of 8 of a panel's columns.
+// sums[row][i] += a block's row * kCount registers of 8 of a panel's columns. Half of them ask for the line at
+// `ahead.first` alone.
 template <class E, int kRows, int kCount>
 inline __attribute__((always_inline)) void multiply_columns(const char* a, const char* columns, int num_pairs,
-                                                            const char* ahead, int step,
-                                                            typename E::Register (&sums)[kRows][kCount]) {
+                                                            Ahead ahead, typename E::Register (&sums)[kRows][kCount]) {
   for (int pair = 0; pair < num_pairs; ++pair, columns += 4 * kPanel) {
-    prefetch(ahead);
-    ahead += step;
+    prefetch(ahead.first);
+    ahead.first += ahead.step;
+    if constexpr (kCount == 4) {
+      prefetch(ahead.second);
+      ahead.second += ahead.step;
+    }
 #pragma GCC unroll 2
     for (int word = 0; word < E::kWords; ++word, a += 4 * kRows) {
       typename E::Register b[kCount];
@@ -169,7 +174,7 @@ inline __attribute__((always_inline)) void multiply_panel(const typename E::Oper
       own[row][0] = sums[row][0].low, own[row][1] = sums[row][0].high;
       own[row][2] = sums[row][1].low, own[row][3] = sums[row][1].high;
     }
-    multiply_columns<E, kRows, 4>(operand, columns, num_pairs, ahead.first, 2 * ahead.step, own);
+    multiply_columns<E, kRows, 4>(operand, columns, num_pairs, ahead, own);
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       sums[row][0] = {own[row][0], own[row][1]};
@@ -182,7 +187,7 @@ inline __attribute__((always_inline)) void multiply_panel(const typename E::Oper
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) own[row][0] = sums[row][half].low, own[row][1] = sums[row][half].high;
       multiply_columns<E, kRows, 2>(operand, columns + 4 * kLanes * half, num_pairs,
-                                    half == 0 ? ahead.first : ahead.second, ahead.step, own);
+                                    {half == 0 ? ahead.first : ahead.second, nullptr, ahead.step}, own);
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) sums[row][half] = {own[row][0], own[row][1]};
     }

@@ -9,6 +9,7 @@ namespace inflight {
 
 constexpr int kMaxRows = 12;  // of one micro-kernel: 24 accumulators of the 32 registers
 constexpr int kFewRows = 6;   // that one micro-kernel takes while it waits for memory
+constexpr int kMostRowsOfTask = 240;   // so many stay in a core's second-level cache from panel to panel
 constexpr int64_t kCache = 640 << 10;  // of a core's second-level cache, what two parts of panels may take
 
 // Of attention: query vectors that are scored together, groups of keys they are scored with, and vectors and registers
