@@ -31,7 +31,7 @@ from inflight.core.ports import Engine
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
-from inflight.engine.cpu.library import instruction_sets
+from inflight.engine.cpu.library import find_target
 from inflight.engine.engine import ModelEngine
 from inflight.engine.load_decoder import kept_by_compiled_layers, kept_kinds
 from inflight.errors import InflightError
@@ -172,8 +172,9 @@ def _kernels(parameters: Parameters, engine: Engine) -> Kernels:
         is_int8 = bool(kept_by_compiled_layers(config, model, torch.device("cpu")))
     if engine.kernels == "torch":
         return Kernels(asked, "torch", int8_products=engine.dtype if is_int8 else None)
-    sets = tuple(sorted(instruction_sets(engine.dtype, is_int8)))
-    return Kernels(asked, "native", sets, "vnni" if is_int8 else None)
+    target = find_target(engine.dtype, is_int8)
+    sets = tuple(sorted(target.instruction_sets(engine.dtype, is_int8)))
+    return Kernels(asked, "native", sets, target.int8_products if is_int8 else None)
 
 
 def main() -> None:

@@ -108,7 +108,8 @@ class Kernels:
         asked: The parameter of config.pbtxt; "default" is the engine's choice.
         ran: "native" or "torch"; None of an engine in another process, whose log says it.
         instruction_sets: That native code was compiled for.
-        int8_products: With weights of 8 or 4 bits, whether "vnni" multiplies them or they become "bfloat16".
+        int8_products: With weights of 8 or 4 bits, what multiplies them: "vnni", "avx2", or
+            "bfloat16", which they become.
     """
 
     asked: str

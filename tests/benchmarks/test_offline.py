@@ -12,6 +12,7 @@ from benchmarks.measuring.workload import BenchRequest
 from benchmarks.offline import ClosedLoop, InProcess, _with_kept_weights
 from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import FinishReason
+from inflight.engine.cpu.library import find_target
 from inflight.errors import InvalidArgument, StepFailed
 from inflight.models import read_model_description
 from inflight.testing.fake_server import load_fake
@@ -103,8 +104,9 @@ def test_the_kernels_are_those_that_run(tmp_path, dtype, products):
         ran = engine.kernels
     assert ran.asked == "default"
     if ran.ran == "native":  # what this machine can have
-        assert "avx512f" in ran.instruction_sets
-        assert ("avx512_vnni" in ran.instruction_sets) == (ran.int8_products == "vnni") == (dtype == "int8")
+        target = find_target("bfloat16", dtype == "int8")
+        assert set(ran.instruction_sets) == target.instruction_sets("bfloat16", dtype == "int8")
+        assert ran.int8_products == (target.int8_products if dtype == "int8" else None)
 
 
 def test_requests_one_by_one_never_overlap():
@@ -128,6 +130,9 @@ def test_quantized_weights_that_stay_so_are_described(tmp_path):
     with InProcess(settings) as engine:
         plain = Setup.of(options, model.decoder, [REQUESTS[0]], engine.kernels)
         setup = _with_kept_weights(plain, settings, model)
-    assert (engine.kernels.int8_products, setup.dtype) == ("vnni", "4 bits")
+    assert (engine.kernels.int8_products, setup.dtype) == (
+        find_target("bfloat16", True).int8_products,
+        "4 bits",
+    )
     assert setup.weight_bytes < plain.weight_bytes
     assert _with_kept_weights(plain, settings | {"dtype": "bfloat16"}, model) == plain

@@ -121,16 +121,18 @@ def test_layers_that_will_be_compiled(compiler: Path):
     found = list(machine.check_layers(has_gpu=False))
     assert [each.level for each in found] == [GREEN, GREEN, GREEN]
     assert f"{compiler} compiles them at the first start" in found[0].says
-    assert "avx512_bf16" in found[0].says and "avx512_bf16" not in found[1].says
+    assert all("(avx512)" in each.says for each in found)
 
 
 def test_compiled_layers_that_are_kept_or_prebuilt_are_found(compiler: Path, tmp_path: Path):
     content = b"code"
     kept = tmp_path / "cache/inflight"
-    key = library._key(library._compiler_command("float32", False), AVX512)
+    key = library._key(
+        library._compiler_command(library.find_target("float32").here, "float32", False), AVX512
+    )
     kept.mkdir(parents=True, mode=0o700)
     (kept / f"decoder-{key}.so").write_bytes(content + library._digest(content))
-    prebuilt = library._prebuilt_path("bfloat16", False)
+    prebuilt = library._prebuilt_path(library.find_target("bfloat16"), "bfloat16", False)
     prebuilt.parent.mkdir()
     prebuilt.write_bytes(content + library._digest(content))
     bfloat16, float32, _ = machine.check_layers(has_gpu=False)
@@ -146,11 +148,21 @@ def test_layers_without_a_compiler(compiler: Path):
     assert "no C++ compiler" in found[0].says
 
 
-def test_layers_on_a_processor_that_lacks_instructions(compiler: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(library, "_processor_flags", lambda: AVX512 - {"avx512_bf16"})
+def test_layers_on_a_processor_that_lacks_a_part_of_avx512(compiler: Path, monkeypatch: pytest.MonkeyPatch):
+    flags = AVX512 - {"avx512_bf16"} | {"avx2", "fma", "f16c"}
+    monkeypatch.setattr(library, "_processor_flags", lambda: flags)
     bfloat16, float32, int8 = machine.check_layers(has_gpu=False)
-    assert (bfloat16.level, float32.level, int8.level) == (YELLOW, GREEN, YELLOW)
-    assert "the processor lacks avx512_bf16" in bfloat16.says and "AVX-512" in bfloat16.mend
+    assert (bfloat16.level, float32.level, int8.level) == (GREEN, GREEN, GREEN)
+    assert "(avx512)" in float32.says
+    for each in (bfloat16, int8):
+        assert "(avx2: the processor lacks avx512_bf16)" in each.says
+
+
+def test_layers_on_a_processor_that_lacks_instructions(compiler: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"avx2", "fma"}))
+    found = list(machine.check_layers(has_gpu=False))
+    assert {each.level for each in found} == {YELLOW}
+    assert all("the processor lacks f16c" in each.says and "AVX2" in each.mend for each in found)
 
 
 def test_layers_are_not_for_gpus():

@@ -97,7 +97,7 @@ def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
 
 def check_layers(has_gpu: bool) -> Iterator[Finding]:
     """Report the source of the compiled layers for each kind of weights, or why torch's operators are used."""
-    from inflight.engine.cpu.library import CannotBuild, foresee
+    from inflight.engine.cpu.library import CannotBuild, describe_target, foresee
 
     if has_gpu:
         yield green("CPU layers", "not used: there is a GPU")
@@ -105,24 +105,16 @@ def check_layers(has_gpu: bool) -> Iterator[Finding]:
     for dtype, int8 in _KINDS:
         name = f"CPU layers, {'int8' if int8 else dtype}"
         try:
-            yield green(name, f"compiled layers ({_instruction_sets(dtype, int8)}), {foresee(dtype, int8)}")
+            yield green(name, f"compiled layers ({describe_target(dtype, int8)}), {foresee(dtype, int8)}")
         except CannotBuild as reason:
             yield yellow(name, f"torch's operators, which are slower: {reason}", _mend_layers(str(reason)))
-
-
-def _instruction_sets(dtype: str, int8: bool) -> str:
-    from inflight.engine.cpu.library import instruction_sets
-
-    return ", ".join(sorted(instruction_sets(dtype, int8)))
 
 
 def _mend_layers(reason: str) -> str:
     if "compiler" in reason:
         return "apt-get install g++"
     if "processor lacks" in reason:
-        return (
-            "a processor with AVX-512 (for bfloat16 and int8: Cooper Lake, Sapphire Rapids, Zen 4 or later)"
-        )
+        return "a processor with AVX2, FMA and F16C (Haswell, Zen or later)"
     return "c++ --version (does the compiler work?)"
 
 

@@ -21,7 +21,7 @@ from inflight.engine.attention.find import find_attention
 from inflight.engine.collectives import Collectives
 from inflight.engine.cpu import packing
 from inflight.engine.cpu.decoder import NativeDecoder
-from inflight.engine.cpu.library import CannotBuild, load_library
+from inflight.engine.cpu.library import CannotBuild, describe_target, load_library
 from inflight.engine.cpu.packing import PackedLayer, PackedLinear, Packer
 from inflight.engine.cuda.row_kernels import find_row_kernels
 from inflight.engine.host_memory import zeros
@@ -286,8 +286,10 @@ def _find_library(
 ) -> ctypes.CDLL:
     """The compiled code; CannotBuild where torch's operators are asked for or have to do."""
     check_native(config, decoder, dtype, device, shard)
-    is_rounded = find_rounding(config.kv_cache_dtype) is not None
-    return load_library(str(dtype).removeprefix("torch."), int8, is_rounded)
+    is_rounded, name = find_rounding(config.kv_cache_dtype) is not None, str(dtype).removeprefix("torch.")
+    library = load_library(name, int8, is_rounded)
+    _log.info("the layers run on compiled code for %s", describe_target(name, int8))
+    return library
 
 
 def check_native(

@@ -77,7 +77,7 @@ class Machine:
     @property
     def path(self) -> Path:
         """Where the library is kept."""
-        command = library._compiler_command("float32", int8=False)
+        command = library._compiler_command(library.find_target("float32").here, "float32", int8=False)
         key = library._key(command, library._processor_flags())
         return self.cache / f"decoder-{key}.so"
 
@@ -171,7 +171,8 @@ NOEXEC_PROGRAM = """
 import ctypes
 from inflight.engine.cpu import library
 for load in range(2):
-    found = library._load.__wrapped__(library._processor_flags(), "float32", False)
+    target = library.find_target("float32")
+    found = library._load.__wrapped__(target, library._processor_flags(), "float32", False)
     assert found.create.restype is ctypes.c_void_p
     if load == 0:
         kept = next(library._cache_folder().glob("*.so"))
@@ -200,7 +201,7 @@ def test_what_is_loaded_from_memory_is_not_mixed_up(
 @needs_native
 def test_what_was_prebuilt_needs_no_compiler(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.working_compiler()
-    path = library.prebuild("float32")
+    path = library.prebuild(library.find_target("float32"), "float32")
     assert machine.num_builds == 1
     monkeypatch.setenv("PATH", str(machine.root / "nothing"))
     assert load_library("float32")._name == str(path)
@@ -213,7 +214,7 @@ def test_what_was_prebuilt_from_other_sources_is_not_used(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.working_compiler()
-    library.prebuild("float32")
+    library.prebuild(library.find_target("float32"), "float32")
     sources = machine.root / "source"
     shutil.copytree(library._SOURCES, sources)
     (sources / "team.h").write_text("// changed")
@@ -229,15 +230,14 @@ def test_a_build_for_many_processors_names_the_instructions_that_are_needed(
     monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(library, "_find_compiler", lambda: "c++")
     monkeypatch.setattr(library, "_build", lambda command, path: commands.append(command))
-    paths = {
-        library.prebuild("float32"),
-        library.prebuild("bfloat16"),
-        library.prebuild("bfloat16", int8=True),
-    }
-    assert len(paths) == 3
-    assert all("-march=x86-64-v4" in command and "-march=native" not in command for command in commands)
-    assert ["-mavx512bf16" in command for command in commands] == [False, True, True]
-    assert ["-mavx512vnni" in command for command in commands] == [False, False, True]
+    kinds = [("float32", False), ("bfloat16", False), ("bfloat16", True)]
+    paths = {library.prebuild(target, *kind) for target in library.TARGETS for kind in kinds}
+    assert len(paths) == 6
+    assert not any("native" in flag for command in commands for flag in command)
+    assert ["-march=x86-64-v4" in command for command in commands] == [True, True, True, False, False, False]
+    assert ["-mavx2" in command for command in commands] == [False, False, False, True, True, True]
+    assert ["-mavx512bf16" in command for command in commands] == [False, True, True, False, False, False]
+    assert ["-mavx512vnni" in command for command in commands] == [False, False, True, False, False, False]
 
 
 @needs_native

@@ -14,6 +14,9 @@ from inflight.errors import ConfigError
 from tests.engine.driver import alone, load_engine
 from tests.models.zoo import Zoo
 
+AVX2 = frozenset({"avx2", "fma", "f16c"})
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"})
+
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -28,14 +31,26 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     return "there is no C++ compiler"
 
 
-def no_avx512(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
+def no_fma(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"fpu", "avx2"}))
-    return "the processor lacks avx512"
+    return "the processor lacks f16c, fma"
 
 
 def no_flags(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setattr(library, "_processor_flags", frozenset)
+    return "the processor lacks avx2, f16c, fma"
+
+
+def another_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
+    """The one that is asked for needs what the processor lacks, whatever others need."""
+    monkeypatch.setattr(library, "_processor_flags", lambda: AVX2)
+    monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx512")
     return "the processor lacks avx512"
+
+
+def an_unknown_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
+    monkeypatch.setenv("INFLIGHT_CPU_TARGET", "neon")
+    return "INFLIGHT_CPU_TARGET is 'neon', expected avx512 or avx2"
 
 
 def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
@@ -45,11 +60,7 @@ def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.delenv("CXX", raising=False)
     # A processor that would do, whatever this one is.
-    monkeypatch.setattr(
-        library,
-        "_processor_flags",
-        lambda: library._NEEDED | library._INT8 | library._OF_DTYPE["bfloat16"],
-    )
+    monkeypatch.setattr(library, "_processor_flags", lambda: AVX2)
     return "an error of its own"
 
 
@@ -71,7 +82,15 @@ def nothing_that_can_be_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) ->
     return "cannot be kept or loaded: "
 
 
-LACKS = [nothing_that_can_be_loaded, no_compiler, no_avx512, no_flags, a_compiler_that_fails]
+LACKS = [
+    nothing_that_can_be_loaded,
+    no_compiler,
+    no_fma,
+    no_flags,
+    another_target,
+    an_unknown_target,
+    a_compiler_that_fails,
+]
 
 
 @pytest.mark.usefixtures("fresh")
@@ -86,7 +105,7 @@ def test_a_machine_without_it_serves_and_says_why_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = zoo["llama"]
-    if lack is no_compiler and library._NEEDED - library._processor_flags():
+    if lack is no_compiler and library.TARGETS[-1].needed - library._processor_flags():
         pytest.skip("the processor comes first")
     reason = lack(monkeypatch, tmp_path)  # type: ignore[operator]
     with caplog.at_level(logging.WARNING):
@@ -120,9 +139,8 @@ def test_who_asks_for_torch_and_int8_is_warned(zoo: Zoo, caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("dtype", "lacking", "reason"),
     [
-        ("bfloat16", "avx512_bf16", "slower than compiled code: the processor lacks avx512_bf16"),
-        ("int8", "avx512_bf16", "slower than int8 by compiled code: the processor lacks avx512_bf16"),
-        ("int8", "avx512_vnni", "slower than int8 by compiled code: the processor lacks avx512_vnni"),
+        ("bfloat16", "f16c", "slower than compiled code: the processor lacks f16c"),
+        ("int8", "fma", "slower than int8 by compiled code: the processor lacks fma"),
     ],
 )
 def test_a_processor_that_lacks_one_thing_is_said_once(
@@ -133,8 +151,7 @@ def test_a_processor_that_lacks_one_thing_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sets = library.instruction_sets("bfloat16", int8=True)
-    monkeypatch.setattr(library, "_processor_flags", lambda: sets - {lacking})
+    monkeypatch.setattr(library, "_processor_flags", lambda: AVX2 - {lacking})
     with caplog.at_level(logging.WARNING):
         load_engine(zoo["llama"].folder, dtype=dtype)
     assert [record.getMessage().endswith(reason) for record in caplog.records] == [True]
@@ -150,8 +167,35 @@ def test_a_dtype_that_it_does_not_have_is_computed_by_torch(
 
 
 def test_a_processor_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_processor_flags", lambda: library._NEEDED)
-    with pytest.raises(CannotBuild, match="the processor lacks avx512_bf16"):
+    monkeypatch.setattr(library, "_processor_flags", lambda: AVX2 - {"f16c"})
+    with pytest.raises(CannotBuild, match="the processor lacks f16c"):
         load_library("bfloat16")
     with pytest.raises(CannotBuild, match="not in float16"):
         load_library("float16")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "dtype", "int8", "target", "words"),
+    [
+        ((), "bfloat16", True, "avx512", "avx512"),
+        (("avx512_bf16",), "bfloat16", False, "avx2", "avx2: the processor lacks avx512_bf16"),
+        (("avx512_bf16",), "float32", False, "avx512", "avx512"),
+        (("avx512_vnni",), "bfloat16", True, "avx2", "avx2: the processor lacks avx512_vnni"),
+        (("avx512_vnni",), "bfloat16", False, "avx512", "avx512"),
+        (("avx512vl", "avx512dq"), "float32", False, "avx2", "avx2: the processor lacks avx512dq, avx512vl"),
+    ],
+)
+def test_the_fastest_code_is_chosen_that_the_processor_has_all_instructions_of(
+    monkeypatch: pytest.MonkeyPatch,
+    lacking: tuple[str, ...],
+    dtype: str,
+    int8: bool,
+    target: str,
+    words: str,
+) -> None:
+    monkeypatch.delenv("INFLIGHT_CPU_TARGET", raising=False)
+    monkeypatch.setattr(library, "_processor_flags", lambda: (AVX512 | AVX2) - set(lacking))
+    assert library.find_target(dtype, int8).name == target
+    assert library.describe_target(dtype, int8) == words
+    monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx2")
+    assert library.find_target(dtype, int8).name == library.describe_target(dtype, int8) == "avx2"

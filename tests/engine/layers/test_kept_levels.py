@@ -212,7 +212,7 @@ def test_a_row_depends_on_no_other_and_neither_on_chunks_nor_reuse(zoo: Zoo, tmp
 def test_older_processors_unpack_them(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"fpu", "avx2"}))
+    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"fpu"}))
     model = write(zoo["llama-gqa"], tmp_path, FORMATS["gptq-act-order"], dtype="float16")
     with caplog.at_level(logging.INFO):
         engine = load_engine(tmp_path)

@@ -27,7 +27,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -39,12 +40,8 @@ _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "source"
 _PREBUILT = Path(__file__).parent / "prebuilt"
 _FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-shared")
-_THIS_PROCESSOR = ("-march=native",)
-_NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
-_OF_DTYPE = {"float32": frozenset(), "bfloat16": frozenset({"avx512_bf16"})}
 _ELEMENTS = {"float32": "F32", "bfloat16": "Bf16"}
-_INT8 = frozenset({"avx512_vnni"})
-_COMPILER_FLAGS = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
+_TARGET_VARIABLE = "INFLIGHT_CPU_TARGET"
 _BUILD_TIMEOUT_S = 600.0  # fifty times what it takes on a machine that does nothing else
 _VERSION_TIMEOUT_S = 10.0
 _TICK_S = 1.0
@@ -59,6 +56,66 @@ class CannotBuild(Exception):
     """Why there is no compiled code on this machine."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A kind of processor that the sources have registers and products for (source/lanes.h, products.h).
+
+    Attributes:
+        name: As the environment variable has it that asks for this one.
+        int8_products: The instruction that multiplies weights of 8 and 4 bits.
+        here: Compiler flags for the processor of this machine.
+        anywhere: Compiler flags for all that have the instruction sets.
+        needed: Instruction sets that all of its code needs; names as in /proc/cpuinfo.
+        for_bfloat16: What code for bfloat16 needs beyond, with the compiler's flags.
+        for_int8: What code for weights of 8 and 4 bits needs beyond, likewise.
+    """
+
+    name: str
+    int8_products: str
+    here: tuple[str, ...]
+    anywhere: tuple[str, ...]
+    needed: frozenset[str]
+    for_bfloat16: Mapping[str, str]
+    for_int8: Mapping[str, str]
+
+    def instruction_sets(self, dtype: str, int8: bool = False) -> frozenset[str]:
+        """What code for models of this dtype needs."""
+        return self.needed | self._beyond(dtype, int8).keys()
+
+    def flags_anywhere(self, dtype: str, int8: bool = False) -> tuple[str, ...]:
+        """Compiler flags of code for every processor that has the instruction sets."""
+        return (*self.anywhere, *self._beyond(dtype, int8).values())
+
+    def _beyond(self, dtype: str, int8: bool) -> dict[str, str]:
+        for_bfloat16 = self.for_bfloat16 if dtype == "bfloat16" else {}
+        return {**for_bfloat16, **(self.for_int8 if int8 else {})}
+
+
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+TARGETS = (
+    Target(
+        "avx512",
+        "vnni",
+        ("-march=native",),
+        ("-march=x86-64-v4",),
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+        {"avx512_bf16": "-mavx512bf16"},
+        {"avx512_vnni": "-mavx512vnni"},
+    ),
+    # Not -march=native: a processor with AVX-512 that lacks a part of it runs this code, too.
+    Target(
+        "avx2",
+        "avx2",
+        (*_AVX2_FLAGS, "-mtune=native"),
+        _AVX2_FLAGS,
+        frozenset({"avx2", "fma", "f16c"}),
+        {},
+        {},
+    ),
+)
+"""The fastest first."""
+
+
 def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) -> ctypes.CDLL:
     """The code for models of this dtype; CannotBuild, with the reason, where this machine has none.
 
@@ -67,7 +124,7 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
         int8: Whether weights are.
         rounded_cache: Whether the KV cache may be one of 8 bits.
     """
-    return _load(_check_processor(dtype, int8), dtype, int8, rounded_cache)
+    return _load(find_target(dtype, int8), _processor_flags(), dtype, int8, rounded_cache)
 
 
 def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
@@ -75,10 +132,10 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
 
     Raises CannotBuild, with the reason, where it is known already that there will be none.
     """
-    flags = _check_processor(dtype, int8)
-    if _is_whole(_prebuilt_path(dtype, int8)):
+    target, flags = find_target(dtype, int8), _processor_flags()
+    if _is_whole(_prebuilt_path(target, dtype, int8)):
         return "which came with the package"
-    compiler = _compiler_command(dtype, int8, rounded_cache=rounded_cache)
+    compiler = _compiler_command(target.here, dtype, int8, rounded_cache)
     folder = _cache_folder()
     if folder is None:
         return f"{compiler[0]} compiles them at every start, as there is no folder to keep them in"
@@ -87,20 +144,40 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
     return f"{compiler[0]} compiles them at the first start"
 
 
-def _check_processor(dtype: str, int8: bool) -> frozenset[str]:
-    """What the processor can do; CannotBuild where that is too little for code for this dtype."""
-    if dtype not in _OF_DTYPE:
-        raise CannotBuild(f"it computes in {' and '.join(_OF_DTYPE)}, not in {dtype}")
-    flags = _processor_flags()
-    lacking = instruction_sets(dtype, int8) - flags
-    if lacking:
-        raise CannotBuild(f"the processor lacks {', '.join(sorted(lacking))}")
-    return flags
+def find_target(dtype: str, int8: bool = False) -> Target:
+    """The fastest target that the processor has all instructions of; CannotBuild where there is none.
+
+    The environment variable INFLIGHT_CPU_TARGET leaves only the target of that name to choose from.
+    """
+    if dtype not in _ELEMENTS:
+        raise CannotBuild(f"it computes in {' and '.join(_ELEMENTS)}, not in {dtype}")
+    allowed = _allowed_targets()
+    for target in allowed:
+        if target.instruction_sets(dtype, int8) <= _processor_flags():
+            return target
+    raise CannotBuild(_lack_of(allowed[-1], dtype, int8))
 
 
-def instruction_sets(dtype: str, int8: bool = False) -> frozenset[str]:
-    """The instruction sets that code for models of this dtype needs; names as in /proc/cpuinfo."""
-    return _NEEDED | _OF_DTYPE[dtype] | (_INT8 if int8 else frozenset())
+def describe_target(dtype: str, int8: bool = False) -> str:
+    """The target of `find_target` in words, and why it is none of the faster ones."""
+    target = find_target(dtype, int8)
+    passed = [_lack_of(each, dtype, int8) for each in _allowed_targets()[: _allowed_targets().index(target)]]
+    return f"{target.name}: {passed[0]}" if passed else target.name
+
+
+def _allowed_targets() -> tuple[Target, ...]:
+    wanted = os.environ.get(_TARGET_VARIABLE, "")
+    if not wanted:
+        return TARGETS
+    if named := tuple(target for target in TARGETS if target.name == wanted):
+        return named
+    names = " or ".join(target.name for target in TARGETS)
+    raise CannotBuild(f"{_TARGET_VARIABLE} is {wanted!r}, expected {names}")
+
+
+def _lack_of(target: Target, dtype: str, int8: bool) -> str:
+    lacking = target.instruction_sets(dtype, int8) - _processor_flags()
+    return f"the processor lacks {', '.join(sorted(lacking))}"
 
 
 def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -> None:
@@ -114,28 +191,28 @@ def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -
         threading.Thread(target=load, name="inflight-compile", daemon=True).start()
 
 
-def prebuild(dtype: str, int8: bool = False) -> Path:
-    """Compile into the package, for every processor that has the instructions and for KV caches of every kind;
-    CannotBuild if that fails.
+def prebuild(target: Target, dtype: str, int8: bool = False) -> Path:
+    """Compile into the package, for every processor that has a target's instructions and for KV caches of every
+    kind; CannotBuild if that fails.
     """
-    path = _prebuilt_path(dtype, int8)
-    sets = sorted(instruction_sets(dtype, int8) & _COMPILER_FLAGS.keys())
-    target = ("-march=x86-64-v4", *(_COMPILER_FLAGS[each] for each in sets))
+    path = _prebuilt_path(target, dtype, int8)
     try:
         path.parent.mkdir(exist_ok=True)
-        _build(_compiler_command(dtype, int8, target, rounded_cache=True), path)
+        _build(_compiler_command(target.flags_anywhere(dtype, int8), dtype, int8, rounded_cache=True), path)
     except OSError as error:
         raise CannotBuild(f"{path} cannot be written: {error}") from error
     return path
 
 
 @functools.cache
-def _load(flags: frozenset[str], dtype: str, int8: bool, rounded_cache: bool = False) -> ctypes.CDLL:
-    prebuilt = _prebuilt_path(dtype, int8)
+def _load(
+    target: Target, flags: frozenset[str], dtype: str, int8: bool, rounded_cache: bool = False
+) -> ctypes.CDLL:
+    prebuilt = _prebuilt_path(target, dtype, int8)
     if _is_whole(prebuilt):
         with contextlib.suppress(OSError):
             return _load_file(prebuilt)
-    compiler = _compiler_command(dtype, int8, _THIS_PROCESSOR, rounded_cache)
+    compiler = _compiler_command(target.here, dtype, int8, rounded_cache)
     name = f"decoder-{_key(compiler, flags)}.so"
     folder = _cache_folder()
     try:
@@ -277,10 +354,10 @@ def _digest(content: bytes) -> bytes:
 
 
 def _compiler_command(
-    dtype: str, int8: bool, target: tuple[str, ...] = _THIS_PROCESSOR, rounded_cache: bool = False
+    of_target: tuple[str, ...], dtype: str, int8: bool, rounded_cache: bool = False
 ) -> list[str]:
-    """For a processor; without source and result."""
-    command = [_find_compiler(), *_FLAGS, *target, f"-DINFLIGHT_ELEMENT={_ELEMENTS[dtype]}"]
+    """With a target's flags; without source and result."""
+    command = [_find_compiler(), *_FLAGS, *of_target, f"-DINFLIGHT_ELEMENT={_ELEMENTS[dtype]}"]
     wanted = {"-DINFLIGHT_INT8": int8, "-DINFLIGHT_ROUNDED_CACHE": rounded_cache}
     return [*command, *(flag for flag, is_wanted in wanted.items() if is_wanted)]
 
@@ -301,9 +378,9 @@ def _key(compiler: list[str], flags: frozenset[str]) -> str:
     return _digest_of_sources(version, libc, *(flag.encode() for flag in (*compiler[1:], *sorted(flags))))
 
 
-def _prebuilt_path(dtype: str, int8: bool) -> Path:
+def _prebuilt_path(target: Target, dtype: str, int8: bool) -> Path:
     kind = "int8" if int8 else dtype
-    return _PREBUILT / f"decoder-{kind}-{_digest_of_sources(dtype.encode())}.so"
+    return _PREBUILT / f"decoder-{kind}-{target.name}-{_digest_of_sources(dtype.encode())}.so"
 
 
 def _digest_of_sources(*more: bytes) -> str:

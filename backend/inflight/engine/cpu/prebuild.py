@@ -1,15 +1,16 @@
 """Compile the layers once for many machines: `python -m inflight.engine.cpu.prebuild [DTYPE]...`.
 
-For images whose containers have no compiler. The result lies in the package and runs on every processor that has
-the instructions that the dtype needs, whatever the machine that built it. One thread.
+For images whose containers have no compiler. The results lie in the package, for AVX-512 and for AVX2, and run on
+every processor that has the instructions that the dtype needs, whatever the machine that built them. One thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 
-from inflight.engine.cpu.library import CannotBuild, prebuild
+from inflight.engine.cpu.library import TARGETS, CannotBuild, prebuild
 
 _KINDS = ("bfloat16", "int8", "float32")
 
@@ -24,9 +25,9 @@ def main() -> int:
     if unknown := sorted(set(dtypes) - set(_KINDS)):
         parser.error(f"no compiled code for {', '.join(unknown)}, only for {', '.join(_KINDS)}")
     try:
-        for dtype in dtypes:
+        for target, dtype in itertools.product(TARGETS, dtypes):
             is_int8 = dtype == "int8"
-            sys.stdout.write(f"{prebuild('bfloat16' if is_int8 else dtype, is_int8)}\n")
+            sys.stdout.write(f"{prebuild(target, 'bfloat16' if is_int8 else dtype, is_int8)}\n")
     except CannotBuild as error:
         sys.stderr.write(f"prebuild: {error}\n")
         return 1

@@ -20,6 +20,8 @@
 
 #include "element.h"
 #include "kv_levels.h"
+#include "lanes.h"
+#include "products.h"
 #include "vector_math.h"
 
 namespace inflight {
@@ -88,9 +90,9 @@ void store_levels(const AttentionShape& shape, const LevelsOfLayer& layer, int64
 // One key head's tile while it is worked on; a thread has one.
 template <class E>
 struct TileState {
-  alignas(64) typename E::Stored queries[kTile][kMaxHeadDim];
+  alignas(64) typename E::Operand queries[kTile][kMaxHeadDim];
   alignas(64) float scores[kTile][kGroupsAtOnce * kLanes];
-  alignas(64) typename E::Stored weights[kTile][kGroupsAtOnce * kLanes];
+  alignas(64) typename E::Operand weights[kTile][kGroupsAtOnce * kLanes];
   alignas(64) float sums[kTile][kMaxHeadDim];
   float largest[kTile], total[kTile];
   int64_t position[kTile];
@@ -167,57 +169,67 @@ class CacheReader {
   int64_t block_ = 0, offset_ = 0;
 };
 
-// scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. Meanwhile memory
-// brings the same tokens' values.
+// Some of them, which stay in a core's first-level cache while all rows of a tile are worked on.
+struct GroupRange {
+  int begin, end;
+};
+
+// f(range) for all ranges of `count` groups.
+template <class F>
+inline void in_ranges(int count, const F& f) {
+  for (int begin = 0; begin < count; begin += kGroupsInCache) f(GroupRange{begin, std::min(begin + kGroupsInCache, count)});
+}
+
+// scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. Meanwhile, with
+// kFetchesValues, memory brings the same tokens' values.
 template <class E, class C, int kRows, int kGroups>
 inline void score(const TileState<E>& state, float (*scores)[kGroupsAtOnce * kLanes], int first_row, int first_group,
                   const KeyGroups<C>& groups, int head_dim, int64_t pair_stride, float scale) {
   constexpr int kPairsOfLine = kLine / (kLanes * C::kPair * sizeof(typename C::Stored));  // of a group's values
-  __m512 sums[kRows][kGroups];
+  Floats sums[kRows][kGroups];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
-    for (int g = 0; g < kGroups; ++g) sums[m][g] = _mm512_setzero_ps();
+    for (int g = 0; g < kGroups; ++g) sums[m][g] = floats(0.0f);
   for (int d = 0, p = 0; d < head_dim; d += E::kPair, ++p) {
-    __m512 k[kGroups];
+    typename E::Pairs k[kGroups];
 #pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g) {
       k[g] = C::load_pairs(groups.keys[first_group + g] + p * pair_stride);
-      if (p % kPairsOfLine == 0)
-        _mm_prefetch(reinterpret_cast<const char*>(groups.values[first_group + g]) + p / kPairsOfLine * kLine,
-                     _MM_HINT_T1);
+      if (kFetchesValues && p % kPairsOfLine == 0)
+        prefetch(reinterpret_cast<const char*>(groups.values[first_group + g]) + p / kPairsOfLine * kLine);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
-      const __m512 q = E::broadcast_pair(&state.queries[first_row + m][d]);
+      const typename E::Pairs q = E::broadcast_operand(&state.queries[first_row + m][d]);
 #pragma GCC unroll 16
       for (int g = 0; g < kGroups; ++g) sums[m][g] = E::multiply_add(sums[m][g], q, k[g]);
     }
   }
-  __m512 factors[kGroups];
+  Floats factors[kGroups];
 #pragma GCC unroll 16
   for (int g = 0; g < kGroups; ++g) {
-    factors[g] = _mm512_set1_ps(scale);
+    factors[g] = floats(scale);
     if constexpr (C::kHasScales) {
-      const __mmask16 is_key = first_lanes(groups.num_keys[first_group + g]);
-      factors[g] = _mm512_mul_ps(factors[g], _mm512_maskz_loadu_ps(is_key, groups.key_scales[first_group + g]));
+      const Mask is_key = first_lanes(groups.num_keys[first_group + g]);
+      factors[g] = mul(factors[g], load(groups.key_scales[first_group + g], is_key));
     }
   }
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g)
-      _mm512_store_ps(&scores[first_row + m][(first_group + g) * kLanes], _mm512_mul_ps(sums[m][g], factors[g]));
+      store_aligned(&scores[first_row + m][(first_group + g) * kLanes], mul(sums[m][g], factors[g]));
 }
 
 template <class E, class C, int kRows>
-inline void score_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups, int head_dim,
+inline void score_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups, const GroupRange& range, int head_dim,
                        int64_t pair_stride, float scale) {
-  constexpr int kAtOnce = kRows <= 4 ? 4 : 2;
-  int g = 0;
-  for (; g + kAtOnce <= groups.count; g += kAtOnce)
+  constexpr int kAtOnce = scored_groups(kRows);
+  int g = range.begin;
+  for (; g + kAtOnce <= range.end; g += kAtOnce)
     score<E, C, kRows, kAtOnce>(state, state.scores, first_row, g, groups, head_dim, pair_stride, scale);
-  for (; g < groups.count; ++g)
+  for (; g < range.end; ++g)
     score<E, C, kRows, 1>(state, state.scores, first_row, g, groups, head_dim, pair_stride, scale);
 }
 
@@ -225,33 +237,36 @@ inline void score_rows(TileState<E>& state, int first_row, const KeyGroups<C>& g
 template <class Stored>
 inline void fetch_lines(const Stored* first, int num_lines, int64_t stride) {
   for (int i = 0; i < num_lines; ++i, first += stride)
-    _mm_prefetch(reinterpret_cast<const char*>(first), _MM_HINT_T1);
+    prefetch(first);
 }
 
-// sums[m][d] += weights[m][key] * values[key][d] for 64 (or fewer) d from `first_d` on. Meanwhile memory brings the
+// sums[m][d] += weights[m][key] * values[key][d] for kParts registers of d (or fewer) from `first_d` on. Meanwhile memory brings the
 // same d of the keys that come next.
 template <class E, class C, int kRows, int kParts>
 inline void add_values(TileState<E>& state, int first_row, int first_d, const KeyGroups<C>& groups,
-                       const KeyGroups<C>& ahead, int head_dim, int64_t pair_stride, __mmask16 last_mask) {
-  __m512 sums[kRows][kParts];
+                       const GroupRange& range, const KeyGroups<C>& ahead, int head_dim, int64_t pair_stride,
+                       Mask last_mask) {
+  Floats sums[kRows][kParts];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
-    for (int i = 0; i < kParts; ++i) sums[m][i] = _mm512_load_ps(&state.sums[first_row + m][first_d + i * kLanes]);
-  for (int g = 0; g < groups.count; ++g) {
-    for (int i = ahead.count * g / groups.count; i < ahead.count * (g + 1) / groups.count; ++i)
-      if (!C::kHasScales || reinterpret_cast<uintptr_t>(ahead.keys[i]) % kLine == 0)  // of levels two groups share a line
-        fetch_lines(ahead.keys[i] + first_d / E::kPair * pair_stride, kParts * kLanes / E::kPair, pair_stride);
+    for (int i = 0; i < kParts; ++i) sums[m][i] = load_aligned(&state.sums[first_row + m][first_d + i * kLanes]);
+  int fetched = ahead.count * range.begin / groups.count;  // of the groups ahead
+  for (int g = range.begin; g < range.end; ++g) {
+    for (; ahead.count && fetched < ahead.count * (g + 1) / groups.count; ++fetched)
+      // Of levels two groups share a line.
+      if (!C::kHasScales || reinterpret_cast<uintptr_t>(ahead.keys[fetched]) % kLine == 0)
+        fetch_lines(ahead.keys[fetched] + first_d / E::kPair * pair_stride, kParts * kLanes / E::kPair, pair_stride);
     const typename C::Stored* v = groups.values[g] + static_cast<int64_t>(first_d) * E::kPair;
     for (int pair = 0; pair < groups.num_pairs[g]; ++pair, v += static_cast<int64_t>(head_dim) * E::kPair) {
-      __m512 part[kParts];
+      typename E::Pairs part[kParts];
 #pragma GCC unroll 16
       for (int i = 0; i < kParts; ++i)
         part[i] = i + 1 < kParts ? C::load_pairs(v + i * kLanes * E::kPair)
                                  : C::load_pairs(v + i * kLanes * E::kPair, last_mask);
 #pragma GCC unroll 16
       for (int m = 0; m < kRows; ++m) {
-        const __m512 w = E::broadcast_pair(&state.weights[first_row + m][g * kLanes + pair * E::kPair]);
+        const typename E::Pairs w = E::broadcast_operand(&state.weights[first_row + m][g * kLanes + pair * E::kPair]);
 #pragma GCC unroll 16
         for (int i = 0; i < kParts; ++i) sums[m][i] = E::multiply_add(sums[m][i], w, part[i]);
       }
@@ -260,21 +275,25 @@ inline void add_values(TileState<E>& state, int first_row, int first_d, const Ke
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
-    for (int i = 0; i < kParts; ++i) _mm512_store_ps(&state.sums[first_row + m][first_d + i * kLanes], sums[m][i]);
+    for (int i = 0; i < kParts; ++i) store_aligned(&state.sums[first_row + m][first_d + i * kLanes], sums[m][i]);
 }
 
 template <class E, class C, int kRows>
-inline void add_values_of_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups,
+inline void add_values_of_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups, const GroupRange& range,
                                const KeyGroups<C>& ahead, int head_dim, int64_t stride) {
-  for (int d = 0; d < head_dim; d += 4 * kLanes) {
+  for (int d = 0; d < head_dim; d += kSummedParts * kLanes) {
     const int left = head_dim - d;
-    const int parts = std::min(4, (left + kLanes - 1) / kLanes);
-    const __mmask16 last = first_lanes(left - (parts - 1) * kLanes);
-    switch (parts) {
-      case 4: add_values<E, C, kRows, 4>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
-      case 3: add_values<E, C, kRows, 3>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
-      case 2: add_values<E, C, kRows, 2>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
-      default: add_values<E, C, kRows, 1>(state, first_row, d, groups, ahead, head_dim, stride, last); break;
+    const int parts = std::min(kSummedParts, (left + kLanes - 1) / kLanes);
+    const Mask last = first_lanes(left - (parts - 1) * kLanes);
+    if constexpr (kSummedParts == 1) {
+      add_values<E, C, kRows, 1>(state, first_row, d, groups, range, ahead, head_dim, stride, last);
+    } else {
+      switch (parts) {
+        case 4: add_values<E, C, kRows, 4>(state, first_row, d, groups, range, ahead, head_dim, stride, last); break;
+        case 3: add_values<E, C, kRows, 3>(state, first_row, d, groups, range, ahead, head_dim, stride, last); break;
+        case 2: add_values<E, C, kRows, 2>(state, first_row, d, groups, range, ahead, head_dim, stride, last); break;
+        default: add_values<E, C, kRows, 1>(state, first_row, d, groups, range, ahead, head_dim, stride, last); break;
+      }
     }
   }
 }
@@ -291,17 +310,22 @@ inline void in_blocks(int count, const F& f) {
       case 2: f(std::integral_constant<int, 2>{}, row); break;
       case 3: f(std::integral_constant<int, 3>{}, row); break;
       case 4: f(std::integral_constant<int, 4>{}, row); break;
-      case 5: f(std::integral_constant<int, 5>{}, row); break;
-      case 6: f(std::integral_constant<int, 6>{}, row); break;
       default:
-        if constexpr (kMost > 6) {
+        if constexpr (kMost > 4) {
           switch (stop - row) {
-            case 7: f(std::integral_constant<int, 7>{}, row); break;
-            case 8: f(std::integral_constant<int, 8>{}, row); break;
-            case 9: f(std::integral_constant<int, 9>{}, row); break;
-            case 10: f(std::integral_constant<int, 10>{}, row); break;
-            case 11: f(std::integral_constant<int, 11>{}, row); break;
-            default: f(std::integral_constant<int, 12>{}, row); break;
+            case 5: f(std::integral_constant<int, 5>{}, row); break;
+            case 6: f(std::integral_constant<int, 6>{}, row); break;
+            default:
+              if constexpr (kMost > 6) {
+                switch (stop - row) {
+                  case 7: f(std::integral_constant<int, 7>{}, row); break;
+                  case 8: f(std::integral_constant<int, 8>{}, row); break;
+                  case 9: f(std::integral_constant<int, 9>{}, row); break;
+                  case 10: f(std::integral_constant<int, 10>{}, row); break;
+                  case 11: f(std::integral_constant<int, 11>{}, row); break;
+                  default: f(std::integral_constant<int, 12>{}, row); break;
+                }
+              }
           }
         }
     }
@@ -313,48 +337,47 @@ inline void in_blocks(int count, const F& f) {
 template <class E, class C>
 inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<C>& groups,
                    const AttentionShape& shape) {
-  const __m512 hidden_score = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const Floats hidden_score = floats(-std::numeric_limits<float>::infinity());
+  const Ints lanes = lane_numbers();
   for (int m = 0; m < num_vectors; ++m) {
     const int position = static_cast<int>(state.position[m]);
-    __m512 largest = hidden_score;
+    Floats largest = hidden_score;
     for (int g = 0; g < groups.count; ++g) {
-      const __m512i keys = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(groups.first_keys[g])), lanes);
-      __mmask16 seen = _mm512_cmple_epi32_mask(keys, _mm512_set1_epi32(position)) & first_lanes(groups.num_keys[g]);
+      const Ints keys = add(ints(static_cast<int>(groups.first_keys[g])), lanes);
+      Mask seen = at_most(keys, ints(position)) & first_lanes(groups.num_keys[g]);
       if (shape.recent) {
-        seen &= _mm512_cmpgt_epi32_mask(keys, _mm512_set1_epi32(position - shape.recent)) |
-                _mm512_cmplt_epi32_mask(keys, _mm512_set1_epi32(shape.sinks));
+        seen &= greater(keys, ints(position - shape.recent)) | less(keys, ints(shape.sinks));
       }
       float* scores = &state.scores[m][g * kLanes];
-      __m512 score = _mm512_load_ps(scores);
+      Floats score = load_aligned(scores);
       if (shape.soft_cap > 0.0f) score = soft_cap_ps(score, shape.soft_cap);
-      const __m512 masked = _mm512_mask_mov_ps(hidden_score, seen, score);
-      _mm512_store_ps(scores, masked);
-      largest = _mm512_max_ps(largest, masked);
+      const Floats masked = select(seen, score, hidden_score);
+      store_aligned(scores, masked);
+      largest = max(largest, masked);
     }
     const float before = state.largest[m];
-    const float now = std::max(before, _mm512_reduce_max_ps(largest));
+    const float now = std::max(before, largest_of(largest));
     const bool sees_any = now > -std::numeric_limits<float>::infinity();
-    const __m512 shift = _mm512_set1_ps(sees_any ? now : 0.0f);
-    __m512 total = _mm512_setzero_ps();
+    const Floats shift = floats(sees_any ? now : 0.0f);
+    Floats total = floats(0.0f);
     for (int g = 0; g < groups.count; ++g) {
-      const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_load_ps(&state.scores[m][g * kLanes]), shift));
-      total = _mm512_add_ps(total, weight);
+      const Floats weight = exp_ps(sub(load_aligned(&state.scores[m][g * kLanes]), shift));
+      total = add(total, weight);
       if constexpr (C::kHasScales) {  // what is not seen may have a scale that is no number
-        const __mmask16 counts = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-        E::store(&state.weights[m][g * kLanes],
-                 _mm512_maskz_mul_ps(counts, weight, _mm512_maskz_loadu_ps(counts, groups.value_scales[g])));
+        const Mask counts = differ(weight, floats(0.0f));
+        E::store_operand(&state.weights[m][g * kLanes],
+                         mul(counts, weight, load(groups.value_scales[g], counts)));
       } else {
-        E::store(&state.weights[m][g * kLanes], weight);
+        E::store_operand(&state.weights[m][g * kLanes], weight);
       }
     }
     const float fade = before == now || !sees_any ? 1.0f : std::exp(before - now);
     state.largest[m] = now;
-    state.total[m] = state.total[m] * fade + _mm512_reduce_add_ps(total);
+    state.total[m] = state.total[m] * fade + sum_of(total);
     if (fade != 1.0f) {
-      const __m512 factor = _mm512_set1_ps(fade);
+      const Floats factor = floats(fade);
       for (int d = 0; d < shape.head_dim; d += kLanes)
-        _mm512_store_ps(&state.sums[m][d], _mm512_mul_ps(_mm512_load_ps(&state.sums[m][d]), factor));
+        store_aligned(&state.sums[m][d], mul(load_aligned(&state.sums[m][d]), factor));
     }
   }
 }
@@ -373,8 +396,7 @@ void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& t
   for (int m = 0; m < num_vectors; ++m) {
     const int64_t row = tile.begin + m / group;
     const int head = tile.kv_head * group + m % group;
-    std::memcpy(state.queries[m], queries + row * query_stride + static_cast<int64_t>(head) * head_dim,
-                head_dim * sizeof(Stored));
+    E::load_operand(state.queries[m], queries + row * query_stride + static_cast<int64_t>(head) * head_dim, head_dim);
     state.position[m] = tile.span.start + (row - tile.span.begin);
     state.largest[m] = shape.learned_sinks ? shape.learned_sinks[head] : -std::numeric_limits<float>::infinity();
     state.total[m] = shape.learned_sinks ? 1.0f : 0.0f;
@@ -386,21 +408,25 @@ void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& t
   for (bool is_more = reader.next(*groups); is_more; std::swap(groups, ahead)) {
     is_more = reader.next(*ahead);
     if (!is_more && next) next->next(*ahead);
-    in_blocks<kTile>(num_vectors, [&](auto rows, int row) {
-      score_rows<E, C, decltype(rows)::value>(state, row, *groups, head_dim, pair_stride, shape.scale);
+    in_ranges(groups->count, [&](const GroupRange& range) {
+      in_blocks<kScoredRows>(num_vectors, [&](auto rows, int row) {
+        score_rows<E, C, decltype(rows)::value>(state, row, *groups, range, head_dim, pair_stride, shape.scale);
+      });
     });
     soften(state, num_vectors, *groups, shape);
-    in_blocks<6>(num_vectors, [&](auto rows, int row) {
-      add_values_of_rows<E, C, decltype(rows)::value>(state, row, *groups, *ahead, head_dim, pair_stride);
+    in_ranges(groups->count, [&](const GroupRange& range) {
+      in_blocks<kSummedRows>(num_vectors, [&](auto rows, int row) {
+        add_values_of_rows<E, C, decltype(rows)::value>(state, row, *groups, range, *ahead, head_dim, pair_stride);
+      });
     });
   }
   for (int m = 0; m < num_vectors; ++m) {
     const int64_t row = tile.begin + m / group;
     const int head = tile.kv_head * group + m % group;
     Stored* target = out + row * out_stride + static_cast<int64_t>(head) * head_dim;
-    const __m512 factor = _mm512_set1_ps(1.0f / state.total[m]);
+    const Floats factor = floats(1.0f / state.total[m]);
     for (int d = 0; d < head_dim; d += kLanes)
-      E::store(target + d, _mm512_mul_ps(_mm512_load_ps(&state.sums[m][d]), factor), first_lanes(head_dim - d));
+      E::store(target + d, mul(load_aligned(&state.sums[m][d]), factor), first_lanes(head_dim - d));
   }
 }
 

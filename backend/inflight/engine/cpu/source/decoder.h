@@ -17,6 +17,7 @@
 #include "gemm.h"
 #include "int4.h"
 #include "int8.h"
+#include "lanes.h"
 #include "layer.h"
 #include "low_rank.h"
 #include "masks.h"
@@ -92,19 +93,19 @@ class Decoder {
     team_.run([&](int thread) {
       const Product product{head};
       load_normalized(product, norm, rows, thread, [&](int64_t row) { return x + indices[row] * shape_.hidden; });
-      multiply_by(product, tasks_of(product, rows), thread, [&](int row, int panel, __m512 low, __m512 high) {
+      multiply_by(product, tasks_of(product, rows), thread, [&](int row, int panel, Floats low, Floats high) {
         finish_logits(low, high);
         float* target = out + static_cast<int64_t>(row) * head.columns + panel * kPanel;
         const int left = head.columns - panel * kPanel;
         if (left >= kPanel && reinterpret_cast<uintptr_t>(target) % 64 == 0) {  // past the cache: they are many
-          _mm512_stream_ps(target, low);
-          _mm512_stream_ps(target + kLanes, high);
+          stream(target, low);
+          stream(target + kLanes, high);
         } else {
-          _mm512_mask_storeu_ps(target, first_lanes(left), low);
-          _mm512_mask_storeu_ps(target + kLanes, first_lanes(left - kLanes), high);
+          store(target, low, first_lanes(left));
+          store(target + kLanes, high, first_lanes(left - kLanes));
         }
       });
-      _mm_sfence();
+      end_streams();
     });
     return true;
   }
@@ -164,10 +165,10 @@ class Decoder {
   }
 
  private:
-  void finish_logits(__m512& low, __m512& high) const {
+  void finish_logits(Floats& low, Floats& high) const {
     if (shape_.logits_scale != 1.0f) {
-      low = _mm512_mul_ps(low, _mm512_set1_ps(shape_.logits_scale));
-      high = _mm512_mul_ps(high, _mm512_set1_ps(shape_.logits_scale));
+      low = mul(low, floats(shape_.logits_scale));
+      high = mul(high, floats(shape_.logits_scale));
     }
     if (shape_.logits_soft_cap > 0.0f) {
       low = soft_cap_ps(low, shape_.logits_soft_cap);
@@ -216,7 +217,7 @@ class Decoder {
            normalized_.reserve(rows * shape_.hidden) && mixed_.reserve(visits * shape_.hidden);
   }
   bool reserve_operand(int64_t rows) {
-    return operand_.reserve(rows * pairs_of_widest()) && row_scales_.reserve(rows) &&
+    return operand_.reserve(rows * pairs_of_widest() * E::kWords) && row_scales_.reserve(rows) &&
            scratch_.reserve(kScratchRows * pairs_of_widest() * team_.size());
   }
   bool reserve_low_rank(int64_t rows) {
@@ -245,13 +246,13 @@ class Decoder {
     const auto pack = [&](int64_t row, const Stored* source) {
       if (linear.kind == kElement) {
         if (width < linear.inner) source = pad(source, width, linear.inner, plain(0));
-        tasks.pack(source, linear.inner / E::kPair, operand_.get(), row);
+        tasks.pack<E>(source, linear.inner / E::kPair, operand_.get(), row);
       } else if (linear.has_groups()) {
         quantize_groups<E>(source, width, linear.order, linear.groups, linear.group_size, quantized, permuted);
-        tasks.pack(quantized, linear.inner / Int4::kPair, operand_.get(), row);
+        tasks.pack<Int4>(quantized, linear.inner / Int4::kPair, operand_.get(), row);
       } else {
         row_scales_.get()[row] = quantize_row<E>(source, width, linear.inner, quantized);
-        tasks.pack(quantized, linear.inner / Int8::kPair, operand_.get(), row);
+        tasks.pack<Int8>(quantized, linear.inner / Int8::kPair, operand_.get(), row);
       }
     };
     if (product.adapters) {
@@ -307,16 +308,16 @@ class Decoder {
       first_row = first;
       expand_rows(product, panel, first, last, added);
     };
-    const auto finish = [&](int row, int panel, __m512& low, __m512& high) {
+    const auto finish = [&](int row, int panel, Floats& low, Floats& high) {
       if (added) adapt(product, row, panel, added + (row - first_row) * kPanel, low, high);
       if (!bias) return;
-      low = _mm512_add_ps(low, _mm512_loadu_ps(bias + panel * kPanel));
-      high = _mm512_add_ps(high, _mm512_loadu_ps(bias + panel * kPanel + kLanes));
+      low = add(low, load(bias + panel * kPanel));
+      high = add(high, load(bias + panel * kPanel + kLanes));
     };
     if (!kHasInt8 || linear.kind == kElement) {
       const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
-      multiply<E>(reinterpret_cast<const Stored*>(operand_.get()), tasks, packed, team_, thread, begin,
-                  [&](int row, int panel, __m512 low, __m512 high) {
+      multiply<E>(reinterpret_cast<const typename E::Operand*>(operand_.get()), tasks, packed, team_, thread, begin,
+                  [&](int row, int panel, Floats low, Floats high) {
                     finish(row, panel, low, high);
                     done(row, tasks.within_matrix(panel), low, high);
                   });
@@ -328,7 +329,7 @@ class Decoder {
         const Packed<Type> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner,
                                   linear.group_size + Type::kOfGroup};
         multiply<Type>(reinterpret_cast<const uint8_t*>(operand_.get()), tasks, packed, team_, thread, begin,
-                       [&](int row, int panel, __m512 low, __m512 high) {
+                       [&](int row, int panel, Floats low, Floats high) {
                          finish(row, panel, low, high);
                          done(row, tasks.within_matrix(panel), low, high);
                        });
@@ -337,11 +338,11 @@ class Decoder {
       if (linear.kind == kFloat4) return of_groups(Float4{});
       const float* row_scales = row_scales_.get();
       const Packed<Int8> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner};
-      multiply<Int8>(reinterpret_cast<const uint8_t*>(operand_.get()), tasks, packed, team_, thread, begin,
-                     [&](int row, int panel, __m512i low_sums, __m512i high_sums) {
-                       const __m512 scale = _mm512_set1_ps(row_scales[row]);
-                       __m512 low = rescale(linear, panel * kPanel, low_sums, scale);
-                       __m512 high = rescale(linear, panel * kPanel + kLanes, high_sums, scale);
+      multiply<Int8>(reinterpret_cast<const Int8::Operand*>(operand_.get()), tasks, packed, team_, thread, begin,
+                     [&](int row, int panel, Ints low_sums, Ints high_sums) {
+                       const Floats scale = floats(row_scales[row]);
+                       Floats low = rescale(linear, panel * kPanel, low_sums, scale);
+                       Floats high = rescale(linear, panel * kPanel + kLanes, high_sums, scale);
                        finish(row, panel, low, high);
                        done(row, tasks.within_matrix(panel), low, high);
                      });
@@ -364,23 +365,23 @@ class Decoder {
   }
 
   // added [32]: of this row and panel.
-  static void adapt(const Product& product, int row, int panel, const float* added, __m512& low, __m512& high) {
+  static void adapt(const Product& product, int row, int panel, const float* added, Floats& low, Floats& high) {
     const Adapter* adapter = product.adapters[row];
     if (!adapter || !product.of(adapter).ranks) return;
-    low = _mm512_add_ps(low, _mm512_load_ps(added));
-    high = _mm512_add_ps(high, _mm512_load_ps(added + kLanes));
+    low = add(low, load_aligned(added));
+    high = add(high, load_aligned(added + kLanes));
     const float* magnitude = product.of(adapter).magnitude;
     if (!magnitude) return;
-    low = _mm512_mul_ps(low, _mm512_loadu_ps(magnitude + panel * kPanel));
-    high = _mm512_mul_ps(high, _mm512_loadu_ps(magnitude + panel * kPanel + kLanes));
+    low = mul(low, load(magnitude + panel * kPanel));
+    high = mul(high, load(magnitude + panel * kPanel + kLanes));
   }
 
-  static __m512 rescale(const Linear& linear, int column, __m512i sums, __m512 row_scale) {
-    const __m512i exact = _mm512_sub_epi32(sums, _mm512_loadu_si512(linear.corrections + column));
-    return _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_loadu_ps(linear.scales + column)), row_scale);
+  static Floats rescale(const Linear& linear, int column, Ints sums, Floats row_scale) {
+    const Ints exact = sub(sums, load(linear.corrections + column));
+    return mul(mul(to_floats(exact), load(linear.scales + column)), row_scale);
   }
 
-  static void store_panel(Stored* row, int panel, int width, __m512 low, __m512 high) {
+  static void store_panel(Stored* row, int panel, int width, Floats low, Floats high) {
     Stored* target = row + panel * kPanel;
     const int left = width - panel * kPanel;
     E::store(target, low, first_lanes(left));
@@ -390,7 +391,7 @@ class Decoder {
   // out [rows, width] = the products of the packed rows.
   void multiply_into(const Product& product, const Tasks& tasks, int thread, Stored* out, int width,
                      bool with_bias = true) {
-    multiply_by(product, tasks, thread, [&](int row, int panel, __m512 low, __m512 high) {
+    multiply_by(product, tasks, thread, [&](int row, int panel, Floats low, Floats high) {
       store_panel(out + static_cast<int64_t>(row) * width, panel, width, low, high);
     }, with_bias);
   }
@@ -411,7 +412,7 @@ class Decoder {
       for (int64_t row = share.begin; row < share.end; ++row)
         add_normalized(post_norm, given_.get() + row * hidden, x + row * hidden);
     } else {
-      multiply_by(product, tasks, thread, [&](int row, int panel, __m512 low, __m512 high) {
+      multiply_by(product, tasks, thread, [&](int row, int panel, Floats low, Floats high) {
         Stored* target = x + static_cast<int64_t>(row) * hidden + panel * kPanel;
         const int left = hidden - panel * kPanel;
         add_to(target, low, first_lanes(left));
@@ -430,8 +431,8 @@ class Decoder {
   }
 
   // What attention or MLP gave, to the residual stream.
-  void add_to(Stored* x, __m512 given, __mmask16 mask) const {
-    E::store(x, _mm512_fmadd_ps(given, _mm512_set1_ps(shape_.residual_scale), E::load(x, mask)), mask);
+  void add_to(Stored* x, Floats given, Mask mask) const {
+    E::store(x, fmadd(given, floats(shape_.residual_scale), E::load(x, mask)), mask);
   }
 
   void attend(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
@@ -562,15 +563,15 @@ class Decoder {
     const int kind = shape_.activation;
     Stored* activated = inner_.get();
     if (shape_.is_gated) {  // a panel is 16 columns of the gate and the same 16 of what it gates
-      multiply_by(up, tasks, thread, [&](int row, int panel, __m512 gate, __m512 gated) {
-        const __m512 given = shape_.swiglu_limit > 0.0f
+      multiply_by(up, tasks, thread, [&](int row, int panel, Floats gate, Floats gated) {
+        const Floats given = shape_.swiglu_limit > 0.0f
                                  ? clamped_swiglu<E>(gate, gated, shape_.swiglu_limit, shape_.swiglu_alpha)
-                                 : _mm512_mul_ps(activate<E>(kind, gate), gated);
+                                 : mul(activate<E>(kind, gate), gated);
         E::store(activated + static_cast<int64_t>(row) * inner + panel * kLanes, given,
                  first_lanes(inner - panel * kLanes));
       });
     } else {
-      multiply_by(up, tasks, thread, [&](int row, int panel, __m512 low, __m512 high) {
+      multiply_by(up, tasks, thread, [&](int row, int panel, Floats low, Floats high) {
         store_panel(activated + static_cast<int64_t>(row) * inner, panel, inner, activate<E>(kind, low),
                     activate<E>(kind, high));
       });
@@ -598,12 +599,12 @@ class Decoder {
     const bool has_gate = layer.router.columns > shape_.experts;
     const Share share(rows, thread, team_.size());
     for (int64_t row = share.begin; row < share.end; ++row) {
-      const __m512 weight = has_gate ? sigmoid_ps(_mm512_set1_ps(routing_.gate(row))) : _mm512_set1_ps(1.0f);
+      const Floats weight = has_gate ? sigmoid_ps(floats(routing_.gate(row))) : floats(1.0f);
       Stored *own = x + row * hidden, *to_norm = normalized_.get() + row * hidden;
       for (int i = 0; i < hidden; i += kLanes) {
-        const __mmask16 mask = first_lanes(hidden - i);
-        __m512 given = routing_.mix<E>(row, mixed_.get(), hidden, i);
-        if (has_shared) given = _mm512_fmadd_ps(weight, E::load(given_.get() + row * hidden + i, mask), given);
+        const Mask mask = first_lanes(hidden - i);
+        Floats given = routing_.mix<E>(row, mixed_.get(), hidden, i);
+        if (has_shared) given = fmadd(weight, E::load(given_.get() + row * hidden + i, mask), given);
         if (partial)
           E::store(partial + row * hidden + i, given, mask);
         else if (layer.mlp_post_norm.weight)
@@ -630,10 +631,10 @@ class Decoder {
       return const_cast<const Stored*>(normalized);
     });
     const int columns = layer.router.columns;
-    multiply_by(router, tasks, thread, [&](int row, int panel, __m512 low, __m512 high) {
+    multiply_by(router, tasks, thread, [&](int row, int panel, Floats low, Floats high) {
       float* scores = routing_.scores(row) + panel * kPanel;
-      _mm512_mask_storeu_ps(scores, first_lanes(columns - panel * kPanel), low);
-      _mm512_mask_storeu_ps(scores + kLanes, first_lanes(columns - panel * kPanel - kLanes), high);
+      store(scores, low, first_lanes(columns - panel * kPanel));
+      store(scores + kLanes, high, first_lanes(columns - panel * kPanel - kLanes));
     });
     team_.barrier();
     const Share share(rows, thread, team_.size());
@@ -674,7 +675,7 @@ class Decoder {
   Routing routing_;            // of a layer with experts, like the next two
   Buffer<Stored> normalized_;  // [rows, hidden]
   Buffer<Stored> mixed_;       // [visits, hidden], by every expert to its rows
-  Buffer<uint32_t> operand_;  // packed rows, a pair each
+  Buffer<uint32_t> operand_;  // packed rows, a word of a pair each
   Buffer<uint32_t> scratch_;  // of every thread, a quantized row, a few plain ones, and one in another order
   Buffer<float> row_scales_;
   RowsByAdapter by_adapter_;

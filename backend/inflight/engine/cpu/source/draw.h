@@ -6,8 +6,6 @@
 // beyond.
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -149,18 +147,18 @@ class Drawer {
   }
 
   static float highest_of(const float* values, int count) {
-    const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    __m512 highest = nothing;
+    const Floats nothing = floats(-std::numeric_limits<float>::infinity());
+    Floats highest = nothing;
     for (int i = 0; i < count; i += kLanes)  // in this order what is no number is left out
-      highest = _mm512_max_ps(_mm512_mask_loadu_ps(nothing, first_lanes(count - i), values + i), highest);
-    return _mm512_reduce_max_ps(highest);
+      highest = max(load_or(nothing, values + i, first_lanes(count - i)), highest);
+    return largest_of(highest);
   }
 
   void collect(const float* logits, int begin, int end, float least) {
     for (int i = begin; i < end; i += kLanes) {
-      const __mmask16 mask = first_lanes(end - i);
-      const __m512 values = _mm512_maskz_loadu_ps(mask, logits + i);
-      uint32_t found = _mm512_mask_cmp_ps_mask(mask, values, _mm512_set1_ps(least), _CMP_GE_OQ);
+      const Mask mask = first_lanes(end - i);
+      const Floats values = load(logits + i, mask);
+      uint32_t found = lane_bits(at_least(mask, values, floats(least)));
       for (; found; found &= found - 1) keys_.push_back(key_of(logits, i + __builtin_ctz(found)));
     }
   }
@@ -180,14 +178,14 @@ class Drawer {
 
   // Every token's weight, the likeliest 1, and zeros up to the end of the last block.
   void weigh_all(const float* logits, int columns, float highest, const Chance& chance) {
-    const __m512 most = _mm512_set1_ps(highest);
-    const __m512 temperature = _mm512_set1_ps(static_cast<float>(chance.temperature));
+    const Floats most = floats(highest);
+    const Floats temperature = floats(static_cast<float>(chance.temperature));
     for (int begin = 0; begin < columns; begin += kBlock)
       for (int i = begin; i < begin + kBlock; i += kLanes) {
-        const __mmask16 mask = first_lanes(columns - i);
-        const __m512 below = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, logits + i), most);
-        const __m512 weights = exp_ps(_mm512_div_ps(below, temperature));
-        _mm512_storeu_ps(&weights_[i], _mm512_maskz_mov_ps(mask, weights));
+        const Mask mask = first_lanes(columns - i);
+        const Floats below = sub(load(logits + i, mask), most);
+        const Floats weights = exp_ps(div(below, temperature));
+        store(&weights_[i], keep(mask, weights));
       }
   }
 
@@ -196,13 +194,13 @@ class Drawer {
     sums_.clear();
     double total = 0;
     for (int begin = 0; begin < columns; begin += kBlock) {
-      __m512 sum = _mm512_setzero_ps();
+      Floats sum = floats(0.0f);
       for (int i = begin; i < begin + kBlock; i += kLanes) {
-        const __m512 weights = _mm512_loadu_ps(&weights_[i]);
-        const __mmask16 counts = _mm512_cmp_ps_mask(weights, _mm512_set1_ps(least), _CMP_GE_OQ);
-        sum = _mm512_mask_add_ps(sum, counts, sum, weights);
+        const Floats weights = load(&weights_[i]);
+        const Mask counts = at_least(weights, floats(least));
+        sum = add_where(counts, sum, weights);
       }
-      sums_.push_back(_mm512_reduce_add_ps(sum));
+      sums_.push_back(sum_of(sum));
       total += sums_.back();
     }
     return total;

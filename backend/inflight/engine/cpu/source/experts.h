@@ -56,19 +56,19 @@ class Routing {
       for (; at > 0 && scores[expert] > scores[chosen[at - 1]]; --at) chosen[at] = chosen[at - 1];
       chosen[at] = expert;
     }
-    const __m512 highest = _mm512_set1_ps(scores[chosen[0]]);
-    __m512 sums = _mm512_setzero_ps();
+    const Floats highest = floats(scores[chosen[0]]);
+    Floats sums = floats(0.0f);
     for (int i = 0; i < experts_; i += kLanes) {
-      const __mmask16 mask = first_lanes(experts_ - i);
-      const __m512 power = exp_ps(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, scores + i), highest));
-      sums = _mm512_mask_add_ps(sums, mask, sums, power);
-      _mm512_mask_storeu_ps(scores + i, mask, power);
+      const Mask mask = first_lanes(experts_ - i);
+      const Floats power = exp_ps(sub(load(scores + i, mask), highest));
+      sums = add_where(mask, sums, power);
+      store(scores + i, power, mask);
     }
     std::sort(chosen, chosen + per_row_);
     float* chances = chances_.get() + row * per_row_;
     float total = 0.0f;
     for (int i = 0; i < per_row_; ++i) {
-      chances[i] = scores[chosen[i]] / _mm512_reduce_add_ps(sums);
+      chances[i] = scores[chosen[i]] / sum_of(sums);
       total += chances[i];
     }
     for (int i = 0; normalizes_ && i < per_row_; ++i) chances[i] /= total;
@@ -107,11 +107,11 @@ class Routing {
 
   // 16 values from `column` on of what a row's experts give together; `given` [visits, width] in that order of places.
   template <class E>
-  __m512 mix(int64_t row, const typename E::Stored* given, int width, int column) const {
-    __m512 sum = _mm512_setzero_ps();
+  Floats mix(int64_t row, const typename E::Stored* given, int width, int column) const {
+    Floats sum = floats(0.0f);
     for (int64_t visit = row * per_row_; visit < (row + 1) * per_row_; ++visit) {
-      const __m512 own = E::load(given + places_.get()[visit] * width + column, first_lanes(width - column));
-      sum = _mm512_fmadd_ps(_mm512_set1_ps(chances_.get()[visit]), own, sum);
+      const Floats own = E::load(given + places_.get()[visit] * width + column, first_lanes(width - column));
+      sum = fmadd(floats(chances_.get()[visit]), own, sum);
     }
     return sum;
   }

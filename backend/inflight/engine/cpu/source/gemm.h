@@ -2,26 +2,22 @@
 //
 // Weights are packed once, into panels of 32 columns: panel p is [inner / pair][32][pair], contiguous, so that a
 // thread reads its panels as one stream whatever the number of rows is. One copy serves one row (memory bound) and
-// many (compute bound: 12 x 32 accumulators in registers). Activations are packed for each product, into blocks of up
-// to 12 rows, [inner / pair][rows of the block][pair]: rows that lie a power of two apart would share a few lines of
-// the cache. A pair has four bytes, whatever the type.
+// many (compute bound: as many rows as registers have room for, kMaxRows). Activations are packed for each product,
+// into blocks of up to so many rows, [inner / pair][words of a pair][rows of the block]: rows that lie a power of two
+// apart would share a few lines of the cache. products.h says what pairs and words are.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
 #include "element.h"
+#include "products.h"
 #include "team.h"
 
 namespace inflight {
 
-constexpr int kPanel = 32;
-constexpr int kMaxRows = 12;  // of one micro-kernel: 24 accumulators of the 32 registers
-constexpr int kFewRows = 6;   // that one micro-kernel takes while it waits for memory
-constexpr int kBlocksAtOnce = 20;      // so many stay in a core's cache from panel to panel
-constexpr int kMostRowsOfTask = kBlocksAtOnce * kMaxRows;
+constexpr int kBlocksAtOnce = kMostRowsOfTask / kMaxRows;
 constexpr int kPrefetch = 8192;        // bytes ahead
-constexpr int64_t kCache = 640 << 10;  // of a core's second-level cache, what two parts of panels may take
 
 template <class E>
 struct Packed {
@@ -50,40 +46,18 @@ struct RowBlocks {
 };
 
 // Packs a row of `num_pairs` pairs.
-inline void pack_row(const void* source, int64_t num_pairs, void* packed, const RowBlocks& blocks, int64_t row) {
+template <class E>
+void pack_row(const void* source, int64_t num_pairs, void* packed, const RowBlocks& blocks, int64_t row) {
   const int64_t block = blocks.of(row), begin = blocks.begin(block), step = blocks.begin(block + 1) - begin;
   const auto* from = static_cast<const char*>(source);
-  char* to = static_cast<char*>(packed) + 4 * (begin * num_pairs + (row - begin));
-  for (int64_t i = 0; i < num_pairs; ++i) std::memcpy(to + 4 * i * step, from + 4 * i, 4);
-}
-
-// What memory is to bring: a kernel asks for the line at `first` and the line at `second` with every pair.
-struct Ahead {
-  const char *first, *second;
-  int step;
-};
-
-// sums[row][half] += a block's row * panel. A sum is made in the same order whatever kRows is: what a row gives depends
-// on no other row.
-template <class E, int kRows>
-inline __attribute__((always_inline)) void multiply_panel(const typename E::Stored* a,
-                                                          const typename E::Stored* panel, int inner,
-                                                          const Ahead& ahead, typename E::Sums (&sums)[kRows][2]) {
-  constexpr int kStep = kPanel * E::kPair;
-  const char *first = ahead.first, *second = ahead.second;
-  for (int k = 0; k < inner; k += E::kPair, panel += kStep, a += kRows * E::kPair) {
-    _mm_prefetch(first, _MM_HINT_T1);
-    _mm_prefetch(second, _MM_HINT_T1);
-    first += ahead.step;
-    second += ahead.step;
-    const typename E::Pairs b0 = E::load_pairs(panel), b1 = E::load_pairs(panel + kStep / 2);
-#pragma GCC unroll 16
-    for (int row = 0; row < kRows; ++row) {
-      const typename E::Pairs x = E::broadcast_pair(a + row * E::kPair);
-      sums[row][0] = E::multiply_add(sums[row][0], x, b0);
-      sums[row][1] = E::multiply_add(sums[row][1], x, b1);
+  char* to = static_cast<char*>(packed) + 4 * (begin * num_pairs * E::kWords + (row - begin));
+  for (int64_t i = 0; i < num_pairs; ++i)
+    for (int word = 0; word < E::kWords; ++word, to += 4 * step) {
+      uint32_t pair;
+      std::memcpy(&pair, from + 4 * i, sizeof pair);
+      const uint32_t own = word_of<E>(pair, word);
+      std::memcpy(to, &own, sizeof own);
     }
-  }
 }
 
 // With the first block of rows comes half of what follows the part of a panel that is multiplied, with the second block
@@ -111,7 +85,7 @@ struct Waiting {
 
 // Calls done(row, panel index, low 16 sums, high 16 sums) for the rows of one block, after the panel's last part.
 template <int kRows, class E, class Done>
-inline void run_rows(const typename E::Stored* block, int row, const Packed<E>& w, int panel, const Part& part,
+inline void run_rows(const typename E::Operand* block, int row, const Packed<E>& w, int panel, const Part& part,
                      const Ahead& ahead, typename E::Sums (*waiting)[2], const Done& done) {
   typename E::Sums sums[kRows][2];
   if (part.begin == 0) {
@@ -133,7 +107,7 @@ inline void run_rows(const typename E::Stored* block, int row, const Packed<E>& 
 }
 
 template <class E, class Done>
-void run_part(const typename E::Stored* a, const RowBlocks& blocks, int64_t first, int64_t last, const Packed<E>& w,
+void run_part(const typename E::Operand* a, const RowBlocks& blocks, int64_t first, int64_t last, const Packed<E>& w,
               int panel, const Part& part, bool is_first, Waiting<E>& waiting, const Done& done) {
   const char* data = reinterpret_cast<const char*>(w.part(panel, part.begin));
   const int64_t bytes = w.part_bytes(part.end - part.begin);
@@ -141,12 +115,12 @@ void run_part(const typename E::Stored* a, const RowBlocks& blocks, int64_t firs
   int row = static_cast<int>(blocks.begin(first));
   for (int64_t block = first; block < last; ++block) {
     const Ahead ahead = look_ahead(data, bytes, block - first, last - first, is_first);
-    const typename E::Stored* rows = a + static_cast<int64_t>(row) * w.inner;
+    const typename E::Operand* rows = a + static_cast<int64_t>(row) * w.inner;
     const int end = static_cast<int>(blocks.begin(block + 1));
     switch (end - row) {
-#define INFLIGHT_ROWS(n) \
-  case n:                \
-    run_rows<n>(rows, row, w, panel, part, ahead, own, done); \
+#define INFLIGHT_ROWS(n)                                                                       \
+  case n:                                                                                      \
+    if constexpr (n <= kMaxRows) run_rows<n>(rows, row, w, panel, part, ahead, own, done); \
     break;
       INFLIGHT_ROWS(1) INFLIGHT_ROWS(2) INFLIGHT_ROWS(3) INFLIGHT_ROWS(4) INFLIGHT_ROWS(5) INFLIGHT_ROWS(6)
       INFLIGHT_ROWS(7) INFLIGHT_ROWS(8) INFLIGHT_ROWS(9) INFLIGHT_ROWS(10) INFLIGHT_ROWS(11) INFLIGHT_ROWS(12)
@@ -200,13 +174,15 @@ class Tasks {
   }
 
   // Packs a row of `num_pairs` pairs to where it is multiplied.
+  template <class E>
   void pack(const void* source, int64_t num_pairs, uint32_t* packed, int64_t row) const {
-    if (!of_) return pack_row(source, num_pairs, packed, blocks_, row);
+    if (!of_) return pack_row<E>(source, num_pairs, packed, blocks_, row);
     const auto behind = std::upper_bound(of_->begin(), of_->end(), row, [](int64_t one, const MatrixRows& other) {
       return one < other.first_row;
     });
     const MatrixRows& rows = *(behind - 1);
-    pack_row(source, num_pairs, packed + rows.first_row * num_pairs, rows.blocks, row - rows.first_row);
+    pack_row<E>(source, num_pairs, packed + rows.first_row * num_pairs * E::kWords, rows.blocks,
+                row - rows.first_row);
   }
 
   // Which panel of its own matrix a panel is.
@@ -222,7 +198,7 @@ class Tasks {
 // The whole product of packed rows; called by every thread of a team that was dealt the tasks. Calls
 // begin(panel index, first row, row after the last) before the rows' sums with a panel are made.
 template <class E, class Begin, class Done>
-void multiply(const typename E::Stored* a, const Tasks& tasks, const Packed<E>& w, Team& team, int thread,
+void multiply(const typename E::Operand* a, const Tasks& tasks, const Packed<E>& w, Team& team, int thread,
               const Begin& begin_task, const Done& done) {
   const int64_t num_parts = (2 * w.part_bytes(w.inner) + kCache - 1) / kCache;
   const int part_size = w.whole(static_cast<int>((w.inner / E::kPair + num_parts - 1) / num_parts * E::kPair));

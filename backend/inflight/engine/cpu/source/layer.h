@@ -119,30 +119,30 @@ class Buffer {  // grows, and is not initialised
 
 template <class E>
 void normalize(const Norm& norm, float eps, const typename E::Stored* x, typename E::Stored* out, int count) {
-  __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+  Floats sum = floats(0.0f), squares = floats(0.0f);
   for (int i = 0; i < count; i += kLanes) {
-    const __m512 v = E::load(x + i, first_lanes(count - i));
-    sum = _mm512_add_ps(sum, v);
-    squares = _mm512_fmadd_ps(v, v, squares);
+    const Floats v = E::load(x + i, first_lanes(count - i));
+    sum = add(sum, v);
+    squares = fmadd(v, v, squares);
   }
   float mean = 0.0f;
-  float variance = _mm512_reduce_add_ps(squares) / count;
+  float variance = sum_of(squares) / count;
   if (norm.bias) {
-    mean = _mm512_reduce_add_ps(sum) / count;
-    __m512 deviations = _mm512_setzero_ps();
+    mean = sum_of(sum) / count;
+    Floats deviations = floats(0.0f);
     for (int i = 0; i < count; i += kLanes) {
-      const __mmask16 mask = first_lanes(count - i);
-      const __m512 d = _mm512_maskz_sub_ps(mask, E::load(x + i, mask), _mm512_set1_ps(mean));
-      deviations = _mm512_fmadd_ps(d, d, deviations);
+      const Mask mask = first_lanes(count - i);
+      const Floats d = sub(mask, E::load(x + i, mask), floats(mean));
+      deviations = fmadd(d, d, deviations);
     }
-    variance = _mm512_reduce_add_ps(deviations) / count;
+    variance = sum_of(deviations) / count;
   }
-  const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(variance + eps)), shift = _mm512_set1_ps(mean);
+  const Floats factor = floats(1.0f / std::sqrt(variance + eps)), shift = floats(mean);
   for (int i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = first_lanes(count - i);
-    __m512 v = _mm512_mul_ps(_mm512_sub_ps(E::load(x + i, mask), shift), factor);
-    v = _mm512_mul_ps(v, _mm512_maskz_loadu_ps(mask, norm.weight + i));
-    if (norm.bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, norm.bias + i));
+    const Mask mask = first_lanes(count - i);
+    Floats v = mul(sub(E::load(x + i, mask), shift), factor);
+    v = mul(v, load(norm.weight + i, mask));
+    if (norm.bias) v = add(v, load(norm.bias + i, mask));
     E::store(out + i, v, mask);
   }
 }
@@ -152,11 +152,11 @@ template <class E>
 void rotate(typename E::Stored* head, const float* cos, const float* sin, int rotary_dim) {
   const int half = rotary_dim / 2;
   for (int i = 0; i < half; i += kLanes) {
-    const __mmask16 mask = first_lanes(half - i);
-    const __m512 c = _mm512_maskz_loadu_ps(mask, cos + i), s = _mm512_maskz_loadu_ps(mask, sin + i);
-    const __m512 first = E::load(head + i, mask), second = E::load(head + half + i, mask);
-    E::store(head + i, _mm512_fnmadd_ps(second, s, _mm512_mul_ps(first, c)), mask);
-    E::store(head + half + i, _mm512_fmadd_ps(first, s, _mm512_mul_ps(second, c)), mask);
+    const Mask mask = first_lanes(half - i);
+    const Floats c = load(cos + i, mask), s = load(sin + i, mask);
+    const Floats first = E::load(head + i, mask), second = E::load(head + half + i, mask);
+    E::store(head + i, fnmadd(second, s, mul(first, c)), mask);
+    E::store(head + half + i, fmadd(first, s, mul(second, c)), mask);
   }
 }
 

@@ -2,8 +2,8 @@
 //
 // h = A x is computed where a thread has a row's plain elements, before it packs them for W x (`shrink`), and kept in
 // the activations' type. B h is computed for a panel's 32 columns before the panel is multiplied (`expand`), and added
-// to each of its sums. Rows of one adapter are taken together, up to four of them, so that its matrices are read once
-// for all four; a sum is made in the same order in any company.
+// to each of its sums. Rows of one adapter are taken together, up to kRowsAtOnce, so that its matrices are read once
+// for all of these; a sum is made in the same order in any company.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,6 @@
 namespace inflight {
 
 constexpr int kRanksAtOnce = 4;  // rows of A that are multiplied together; packing.py fills them up with zeros
-constexpr int kRowsAtOnce = 4;   // of one adapter
 constexpr int kAheadInA = 4096;  // bytes: the processor's own prefetching ends with a page
 
 // The rows of a batch in the order of their adapters, those without one first.
@@ -110,21 +109,21 @@ template <class E, int kRows>
 inline void multiply_ranks(const typename E::Stored* const* x, int width, const typename E::Stored* a,
                            typename E::Stored* const* h, int first_rank) {
   constexpr int kStep = kLanes * E::kPair;
-  __m512 sums[kRows][kRanksAtOnce];
+  Floats sums[kRows][kRanksAtOnce];
 #pragma GCC unroll 16
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 16
-    for (int i = 0; i < kRanksAtOnce; ++i) sums[row][i] = _mm512_setzero_ps();
+    for (int i = 0; i < kRanksAtOnce; ++i) sums[row][i] = floats(0.0f);
   const auto add = [&](const auto& load_row) {
-    __m512 ranks[kRanksAtOnce];
+    typename E::Pairs ranks[kRanksAtOnce];
 #pragma GCC unroll 16
     for (int i = 0; i < kRanksAtOnce; ++i) {
       ranks[i] = E::load_pairs(a + i * kStep);
-      _mm_prefetch(reinterpret_cast<const char*>(a + i * kStep) + kAheadInA, _MM_HINT_T0);
+      prefetch_near(reinterpret_cast<const char*>(a + i * kStep) + kAheadInA);
     }
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
-      const __m512 own = load_row(x[row]);
+      const typename E::Pairs own = load_row(x[row]);
 #pragma GCC unroll 16
       for (int i = 0; i < kRanksAtOnce; ++i) sums[row][i] = E::multiply_add(sums[row][i], own, ranks[i]);
     }
@@ -137,8 +136,8 @@ inline void multiply_ranks(const typename E::Stored* const* x, int width, const 
   for (int row = 0; row < kRows; ++row) {
     alignas(64) float totals[kLanes];
 #pragma GCC unroll 16
-    for (int i = 0; i < kRanksAtOnce; ++i) totals[i] = _mm512_reduce_add_ps(sums[row][i]);
-    E::store(h[row] + first_rank, _mm512_maskz_load_ps(first_lanes(kRanksAtOnce), totals), first_lanes(kRanksAtOnce));
+    for (int i = 0; i < kRanksAtOnce; ++i) totals[i] = sum_of(sums[row][i]);
+    E::store(h[row] + first_rank, load(totals, first_lanes(kRanksAtOnce)), first_lanes(kRanksAtOnce));
   }
 }
 
@@ -150,33 +149,35 @@ inline void multiply_columns(const LowRank& low_rank, int panel, const typename 
   for (int half = 0; half < 2; ++half) {
     const RankRange& range = low_rank.ranges[2 * panel + half];
     const auto* b = static_cast<const typename E::Stored*>(low_rank.b) + range.at * kStep;
-    __m512 own[kRows];
+    Floats own[kRows];
 #pragma GCC unroll 16
-    for (int row = 0; row < kRows; ++row) own[row] = _mm512_setzero_ps();
+    for (int row = 0; row < kRows; ++row) own[row] = floats(0.0f);
     for (int pair = range.first; pair < range.first + range.count; ++pair, b += kStep) {
-      const __m512 columns = E::load_pairs(b);
+      const typename E::Pairs columns = E::load_pairs(b);
 #pragma GCC unroll 16
       for (int row = 0; row < kRows; ++row)
         own[row] = E::multiply_add(own[row], E::broadcast_pair(h[row] + pair * E::kPair), columns);
     }
 #pragma GCC unroll 16
-    for (int row = 0; row < kRows; ++row) _mm512_store_ps(sums[row] + half * kLanes, own[row]);
+    for (int row = 0; row < kRows; ++row) store_aligned(sums[row] + half * kLanes, own[row]);
   }
 }
 
 // Calls f with a compile-time number of rows.
 template <class F>
 inline void with_rows(int count, const F& f) {
-  static_assert(kRowsAtOnce == 4);
+  const auto call = [&](auto rows) {
+    if constexpr (rows() <= kRowsAtOnce) f(rows);
+  };
   switch (count) {
-    case 1: f(std::integral_constant<int, 1>{}); break;
-    case 2: f(std::integral_constant<int, 2>{}); break;
-    case 3: f(std::integral_constant<int, 3>{}); break;
-    default: f(std::integral_constant<int, 4>{}); break;
+    case 1: call(std::integral_constant<int, 1>{}); break;
+    case 2: call(std::integral_constant<int, 2>{}); break;
+    case 3: call(std::integral_constant<int, 3>{}); break;
+    default: call(std::integral_constant<int, 4>{}); break;
   }
 }
 
-// h = A x of up to four rows of one adapter, `width` elements each.
+// h = A x of up to kRowsAtOnce rows of one adapter, `width` elements each.
 template <class E>
 __attribute__((noinline)) void shrink(const LowRank& low_rank, int count, const typename E::Stored* const* x,
                                       int width, typename E::Stored* const* h) {
@@ -189,13 +190,13 @@ __attribute__((noinline)) void shrink(const LowRank& low_rank, int count, const 
   });
 }
 
-// B h of up to four rows of one adapter, for the columns of a panel. Memory brings as much of B for the next panel.
+// B h of up to kRowsAtOnce rows of one adapter, for the columns of a panel. Memory brings as much of B for the next panel.
 template <class E>
 __attribute__((noinline)) void expand(const LowRank& low_rank, int panel, int count,
                                       const typename E::Stored* const* h, float* const* sums) {
   const RankRange &first = low_rank.ranges[2 * panel], &last = low_rank.ranges[2 * panel + 1];
   const char* next = static_cast<const char*>(low_rank.b) + static_cast<int64_t>(last.at + last.count) * kLine;
-  for (int i = 0; i < last.at + last.count - first.at; ++i) _mm_prefetch(next + i * kLine, _MM_HINT_T1);
+  for (int i = 0; i < last.at + last.count - first.at; ++i) prefetch(next + i * kLine);
   with_rows(count, [&](auto rows) { multiply_columns<E, rows()>(low_rank, panel, h, sums); });
 }
 

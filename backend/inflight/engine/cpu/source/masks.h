@@ -1,8 +1,6 @@
 // What a mask lacks is banned in a row of logits, and the likeliest of the rest found, in one pass.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 #include <limits>
 
@@ -20,27 +18,28 @@ struct MaskedRows {
 
 // In place; the first token of those with the highest logit, 0 where none may come.
 inline int64_t apply_mask(float* logits, int columns, const uint16_t* pieces) {
-  const __m512 banned = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  const Floats banned = floats(-std::numeric_limits<float>::infinity());
   const bool is_aligned = reinterpret_cast<uintptr_t>(logits) % sizeof banned == 0;
   const int whole = columns / kLanes * kLanes;
   Highest highest;
   for (int i = 0; i < whole; i += kLanes) {
-    const __mmask16 allowed = pieces[i / kLanes];
+    const uint16_t allowed = pieces[i / kLanes];
     if (!allowed && is_aligned) {  // past the cache, and not read before: they are many
-      _mm512_stream_ps(logits + i, banned);
+      stream(logits + i, banned);
       continue;
     }
-    const __m512 left = _mm512_mask_loadu_ps(banned, allowed, logits + i);
-    if (allowed != 0xffff) _mm512_storeu_ps(logits + i, left);
-    highest.see(left, allowed, i);
+    const Mask mask = mask_of(allowed);
+    const Floats left = load_or(banned, logits + i, mask);
+    if (allowed != 0xffff) store(logits + i, left);
+    highest.see(left, mask, i);
   }
-  if (const __mmask16 rest = first_lanes(columns - whole)) {
-    const __mmask16 allowed = pieces[whole / kLanes] & rest;
-    const __m512 left = _mm512_mask_loadu_ps(banned, allowed, logits + whole);
-    _mm512_mask_storeu_ps(logits + whole, rest, left);
+  if (const Mask rest = first_lanes(columns - whole)) {
+    const Mask allowed = mask_of(pieces[whole / kLanes]) & rest;
+    const Floats left = load_or(banned, logits + whole, allowed);
+    store(logits + whole, left, rest);
     highest.see(left, allowed, whole);
   }
-  _mm_sfence();
+  end_streams();
   return highest.peak().token;
 }
 

@@ -1,8 +1,6 @@
 // The highest logit of a row and its token, in one pass.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 #include <limits>
 
@@ -19,32 +17,32 @@ struct Peak {
 class Highest {
  public:
   // Those of `logits` that the mask has; the first lane is the logit of the token `first`.
-  void see(__m512 logits, __mmask16 mask, int first) {
-    const __mmask16 higher = _mm512_mask_cmp_ps_mask(mask, logits, best_, _CMP_GT_OQ);
-    best_ = _mm512_mask_mov_ps(best_, higher, logits);
-    firsts_ = _mm512_mask_mov_epi32(firsts_, higher, _mm512_set1_epi32(first));
+  void see(Floats logits, Mask mask, int first) {
+    const Mask higher = greater(mask, logits, best_);
+    best_ = select(higher, logits, best_);
+    firsts_ = select(higher, ints(first), firsts_);
   }
 
   // -inf and the token 0 where it has seen nothing higher.
   Peak peak() const {
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const float highest = _mm512_reduce_max_ps(best_);
-    const __mmask16 is_highest = _mm512_cmp_ps_mask(best_, _mm512_set1_ps(highest), _CMP_EQ_OQ);
-    return {highest, _mm512_mask_reduce_min_epi32(is_highest, _mm512_add_epi32(firsts_, lanes))};
+    const Ints lanes = lane_numbers();
+    const float highest = largest_of(best_);
+    const Mask is_highest = equal(best_, floats(highest));
+    return {highest, smallest_of(is_highest, add(firsts_, lanes))};
   }
 
  private:
-  __m512 best_ = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  __m512i firsts_ = _mm512_setzero_si512();  // of the 16 that each lane of the best came with
+  Floats best_ = floats(-std::numeric_limits<float>::infinity());
+  Ints firsts_ = ints(0);  // of the 16 that each lane of the best came with
 };
 
 inline Peak find_peak(const float* logits, int columns) {
   Highest highest;
-  __mmask16 no_number = 0;
+  Mask no_number = no_lanes();
   for (int i = 0; i < columns; i += kLanes) {
-    const __mmask16 mask = first_lanes(columns - i);
-    const __m512 x = _mm512_maskz_loadu_ps(mask, logits + i);
-    no_number |= _mm512_mask_cmp_ps_mask(mask, x, x, _CMP_UNORD_Q);
+    const Mask mask = first_lanes(columns - i);
+    const Floats x = load(logits + i, mask);
+    no_number |= is_no_number(mask, x);
     highest.see(x, mask, i);
   }
   Peak peak = highest.peak();

@@ -4,7 +4,6 @@
 // keeps off the very one it waits for.
 #pragma once
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
@@ -18,6 +17,8 @@
 #include <memory>
 #include <thread>
 #include <vector>
+
+#include "lanes.h"
 
 namespace inflight {
 
@@ -122,7 +123,7 @@ class Team {
   static void wait(Word& word, uint32_t old) {
     for (int i = 0; i < kSpins; ++i) {
       if (word.value.load(std::memory_order_acquire) != old) return;
-      _mm_pause();
+      spin_pause();
     }
     word.sleepers.fetch_add(1);
     while (word.value.load() == old)

@@ -1,0 +1,37 @@
+// Sixteen float32 values at a time, `Floats`, their whole numbers, `Ints`, and which of them are meant, a `Mask`.
+//
+// Kernels are written in these and the functions on them; a target defines them by its registers: AVX-512 one, AVX2
+// two. What differs between targets beside these are the products' innermost loops (products.h).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace inflight {
+
+constexpr int kLanes = 16;
+
+}  // namespace inflight
+
+#if defined(__AVX512F__)
+#include "lanes_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "lanes_avx2.h"
+#else
+#error "no lanes for this processor"
+#endif
+
+namespace inflight {
+
+inline Ints lane_numbers() {
+  alignas(64) static constexpr int32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load_aligned(kNumbers);
+}
+
+// Asks memory for a line: into the second-level cache, or into the first. Always inlined: GCC takes a function that does
+// nothing else for one without effect, and drops its calls.
+inline __attribute__((always_inline)) void prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+inline __attribute__((always_inline)) void prefetch_near(const void* line) { __builtin_prefetch(line, 0, 3); }
+
+}  // namespace inflight

@@ -1,0 +1,317 @@
+// The products of products.h in AVX2, FMA and F16C. There are 16 registers of 8 lanes: 6 rows by 16 columns of sums.
+//
+// bfloat16 is widened: the first of a pair by a shift, the second by a mask. The bytes of int8 are widened to 16 bits,
+// likewise, and multiplied in pairs; what that gives is exact, as are the products of 4 bits, which fit in 16 bits up
+// to kFolded of them.
+#pragma once
+
+#include <immintrin.h>
+
+#include "lanes.h"
+
+namespace inflight {
+
+constexpr int kMaxRows = 6;
+constexpr int kFewRows = 6;            // that one micro-kernel takes while it waits for memory
+constexpr int kMostRowsOfTask = 72;    // so many stay in a core's second-level cache from panel to panel
+constexpr int64_t kCache = 256 << 10;  // of a core's second-level cache, what two parts of panels may take
+
+// Of attention: query vectors that are scored together, groups of keys they are scored with, and vectors and registers
+// of values that are summed up together.
+constexpr int kScoredRows = 4;
+constexpr int scored_groups(int) { return 1; }
+constexpr int kSummedRows = 4, kSummedParts = 1;
+constexpr int kGroupsInCache = 4;        // of keys, while all rows of a tile are worked on
+constexpr bool kFetchesValues = false;  // while keys are scored: the registers do not suffice, and one after the other
+
+constexpr int kRowsAtOnce = 1;  // of one LoRA adapter
+
+inline __m256i load_register(const void* source) { return _mm256_loadu_si256(static_cast<const __m256i*>(source)); }
+
+// Of a register of pairs, what stands in a word's place.
+inline __m256 widen(__m256i pairs, int word) {
+  return _mm256_castsi256_ps(word == 0 ? _mm256_slli_epi32(pairs, 16)
+                                       : _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+struct FloatRegisters {
+  using Register = __m256;
+  static Register broadcast(const void* word) { return _mm256_broadcast_ss(static_cast<const float*>(word)); }
+  static Register multiply_add(Register total, Register a, Register b) { return _mm256_fmadd_ps(a, b, total); }
+};
+
+struct BfloatPairs : FloatRegisters {
+  using Stored = uint16_t;
+  using Operand = float;
+  using Sums = Floats;
+  static constexpr int kPair = 2, kWords = 2;
+
+  struct Pairs {
+    Floats first, second;
+  };
+  static Sums zero() { return floats(0.0f); }
+  // A register of 16 pairs, as they lie in a packed operand.
+  static Pairs load_pairs(const Stored* source) { return widened({load_register(source), load_register(source + 16)}); }
+  static Pairs load_pairs(const Stored* source, Mask mask) { return widened(load_words(source, mask)); }
+  // One pair in every lane.
+  static Pairs broadcast_pair(const Stored* source) {
+    int32_t pair;
+    std::memcpy(&pair, source, sizeof pair);
+    return widened(ints(pair));
+  }
+  // The rows of attention: queries, and the weights of values, which are not rounded here.
+  static void load_operand(Operand* target, const Stored* source, int count) {
+    for (int i = 0; i < count; ++i) {
+      const uint32_t wide = static_cast<uint32_t>(source[i]) << 16;
+      std::memcpy(target + i, &wide, sizeof wide);
+    }
+  }
+  static void store_operand(Operand* target, Floats values) { store(target, values); }
+  static Pairs broadcast_operand(const Operand* source) { return {floats(source[0]), floats(source[1])}; }
+  static Sums multiply_add(Sums total, Pairs a, Pairs b) {
+    return fmadd(a.second, b.second, fmadd(a.first, b.first, total));
+  }
+  using FloatRegisters::multiply_add;
+  static Register load_word(const void* source, int word) { return widen(load_register(source), word); }
+
+ private:
+  static Pairs widened(Ints pairs) {
+    return {{widen(pairs.low, 0), widen(pairs.high, 0)}, {widen(pairs.low, 1), widen(pairs.high, 1)}};
+  }
+};
+
+struct FloatPairs : FloatRegisters {
+  using Stored = float;
+  using Operand = float;
+  using Pairs = Floats;
+  using Sums = Floats;
+  static constexpr int kPair = 1, kWords = 1;
+
+  static Sums zero() { return floats(0.0f); }
+  static Pairs load_pairs(const Stored* source) { return load(source); }
+  static Pairs load_pairs(const Stored* source, Mask mask) { return load(source, mask); }
+  static Pairs broadcast_pair(const Stored* source) { return floats(*source); }
+  static void load_operand(Operand* target, const Stored* source, int count) {
+    std::memcpy(target, source, count * sizeof *target);
+  }
+  static void store_operand(Operand* target, Floats values) { store(target, values); }
+  static Pairs broadcast_operand(const Operand* source) { return broadcast_pair(source); }
+  static Sums multiply_add(Sums total, Pairs a, Pairs b) { return fmadd(a, b, total); }
+  using FloatRegisters::multiply_add;
+  static Register load_word(const void* source, int) { return _mm256_loadu_ps(static_cast<const float*>(source)); }
+};
+
+struct Int8 {
+  using Stored = uint8_t;  // of activations; weights are int8_t in the same places
+  using Operand = uint16_t;
+  using Register = __m256i;
+  using Sums = Ints;
+  static constexpr int kPair = 4, kWords = 2;  // a word has the first and third byte of four, or the others
+
+  static Sums zero() { return ints(0); }
+  static Register load_word(const void* source, int word) {
+    const __m256i quads = load_register(source);
+    return _mm256_srai_epi16(word == 0 ? _mm256_slli_epi16(quads, 8) : quads, 8);
+  }
+  static Register broadcast(const void* word) { return _mm256_castps_si256(FloatRegisters::broadcast(word)); }
+  static Register multiply_add(Register total, Register a, Register b) {
+    const __m256i products = _mm256_madd_epi16(a, b);
+    asm("vpaddd %1, %0, %0" : "+x"(total) : "x"(products));  // GCC adds products up first, and keeps them in memory
+    return total;
+  }
+};
+
+// The word of a pair that packed activations have in place `index`.
+template <class E>
+uint32_t word_of(uint32_t pair, int index) {
+  if constexpr (E::kWords == 1) return pair;
+  if constexpr (E::kPair == 2) return index == 0 ? pair << 16 : pair & 0xffff0000;
+  return pair >> 8 * index & 0x00ff00ff;
+}
+
+// sums[row][i] += a block's row * kCount registers of 8 of a panel's columns. Half of them ask for the line at
+// `ahead.first` alone.
+template <class E, int kRows, int kCount>
+inline __attribute__((always_inline)) void multiply_columns(const char* a, const char* columns, int num_pairs,
+                                                            Ahead ahead, typename E::Register (&sums)[kRows][kCount]) {
+  for (int pair = 0; pair < num_pairs; ++pair, columns += 4 * kPanel) {
+    prefetch(ahead.first);
+    ahead.first += ahead.step;
+    if constexpr (kCount == 4) {
+      prefetch(ahead.second);
+      ahead.second += ahead.step;
+    }
+#pragma GCC unroll 2
+    for (int word = 0; word < E::kWords; ++word, a += 4 * kRows) {
+      typename E::Register b[kCount];
+#pragma GCC unroll 4
+      for (int i = 0; i < kCount; ++i) b[i] = E::load_word(columns + 32 * i, word);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const typename E::Register x = E::broadcast(a + 4 * row);
+#pragma GCC unroll 4
+        for (int i = 0; i < kCount; ++i) sums[row][i] = E::multiply_add(sums[row][i], x, b[i]);
+      }
+      if (E::kWords > 1) asm volatile("" : : : "memory");  // else GCC runs out of registers for both words' weights
+    }
+  }
+}
+
+// sums[row][half] += a block's row * panel. A sum is made in the same order whatever kRows is: what a row gives depends
+// on no other row.
+template <class E, int kRows>
+inline __attribute__((always_inline)) void multiply_panel(const typename E::Operand* a,
+                                                          const typename E::Stored* panel, int inner,
+                                                          const Ahead& ahead, typename E::Sums (&sums)[kRows][2]) {
+  using Register = typename E::Register;
+  const auto* operand = reinterpret_cast<const char*>(a);
+  const auto* columns = reinterpret_cast<const char*>(panel);
+  const int num_pairs = inner / E::kPair;
+  if constexpr (kRows <= 2) {
+    Register own[kRows][4];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      own[row][0] = sums[row][0].low, own[row][1] = sums[row][0].high;
+      own[row][2] = sums[row][1].low, own[row][3] = sums[row][1].high;
+    }
+    multiply_columns<E, kRows, 4>(operand, columns, num_pairs, ahead, own);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      sums[row][0] = {own[row][0], own[row][1]};
+      sums[row][1] = {own[row][2], own[row][3]};
+    }
+  } else {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      Register own[kRows][2];
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) own[row][0] = sums[row][half].low, own[row][1] = sums[row][half].high;
+      multiply_columns<E, kRows, 2>(operand, columns + 4 * kLanes * half, num_pairs,
+                                    {half == 0 ? ahead.first : ahead.second, nullptr, ahead.step}, own);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) sums[row][half] = {own[row][0], own[row][1]};
+    }
+  }
+}
+
+// The words of 8 columns, as long as those of whole numbers.
+template <class Type>
+__m256i words_of_columns(const uint8_t* words) {
+  if constexpr (!Type::kIsFloat) return load_register(words);
+  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words))), 16);
+}
+
+// The unsigned operand of what is in the lower half of each byte.
+template <class Type>
+__m256i levels_of(__m256i bytes) {
+  bytes = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
+  if constexpr (!Type::kIsFloat) return bytes;
+  const __m128i table = _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4);
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bytes);
+}
+
+// As `multiply_panel`, of 4 bits as int4.h lays them out; `totals` are where they wait for their panel's next part.
+//
+// Two products of a level and an activation are at most 2 * 15 * 127, or 2 * 28 * 127 of floats: of eight, or four,
+// such sums none goes beyond 16 bits.
+template <class Type, int kRows>
+inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, const uint8_t* panel, int inner, int group,
+                                                           const Ahead& ahead, Floats (*totals)[2]) {
+  constexpr int kStep = 4 * kPanel;            // bytes of a panel
+  constexpr int kFolded = Type::kIsFloat ? 2 : 4;  // steps, of two sums each
+  const __m256i zero_bits = _mm256_set1_epi32(Type::kZeroBits), ones = _mm256_set1_epi16(1);
+  const int num_steps = (group - Type::kOfGroup) / Type::kAtOnce;
+  const char *first = ahead.first, *second = ahead.second;
+  for (int begin = 0; begin < inner; begin += group) {
+    const uint8_t* levels = panel + kPanel * Type::kWord;
+    for (int step = 0; step < num_steps; ++step, first += ahead.step, second += ahead.step) {
+      prefetch(first);
+      prefetch(second);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {  // 8 columns each
+      const __m256i words = words_of_columns<Type>(panel + 8 * i * Type::kWord);
+      const __m256i zeros = _mm256_and_si256(words, zero_bits);
+      __m256i sums[kRows];
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const __m256i taken = Int8::broadcast(a + 4 * (kRows + row));
+        sums[row] = Type::kIsFloat ? _mm256_slli_epi32(taken, Type::kUsualZeroBit) : _mm256_mullo_epi32(zeros, taken);
+      }
+      const uint8_t *x = a + 4 * 2 * kRows, *own = levels + 32 * i;
+      for (int step = 0; step < num_steps; step += kFolded) {
+        const int stop = step + kFolded < num_steps ? step + kFolded : num_steps;
+        __m256i halves[kRows];
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) halves[row] = _mm256_setzero_si256();
+        for (int each = step; each < stop; ++each, own += kStep, x += 4 * 2 * kRows) {
+          const __m256i both = load_register(own);
+          const __m256i lower = levels_of<Type>(both), upper = levels_of<Type>(_mm256_srli_epi16(both, 4));
+#pragma GCC unroll 8
+          for (int row = 0; row < kRows; ++row) {
+            const __m256i of_lower = _mm256_maddubs_epi16(lower, Int8::broadcast(x + 4 * row));
+            const __m256i of_upper = _mm256_maddubs_epi16(upper, Int8::broadcast(x + 4 * (kRows + row)));
+            halves[row] = _mm256_add_epi16(halves[row], _mm256_add_epi16(of_lower, of_upper));
+          }
+        }
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row)
+          sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(halves[row], ones));
+      }
+      const __m256 factors = _mm256_castsi256_ps(_mm256_andnot_si256(zero_bits, words));
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        __m256& total = i % 2 == 0 ? totals[row][i / 2].low : totals[row][i / 2].high;
+        const __m256 scale = FloatRegisters::broadcast(a + 4 * row);
+        total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[row]), _mm256_mul_ps(factors, scale), total);
+      }
+    }
+    panel = levels + num_steps * kStep;
+    a += group * kRows;
+  }
+}
+
+// Levels of 8 bits as floats: of 16 bytes, and of the lower bytes of 16 halves.
+struct Int8ToFloats {
+  static Floats of_bytes(__m128i levels) { return of_halves(_mm256_cvtepu8_epi16(levels)); }
+  static Floats of_halves(__m256i levels) {
+    const __m256i wide = _mm256_srai_epi16(_mm256_slli_epi16(levels, 8), 8);
+    return to_floats({_mm256_cvtepi16_epi32(_mm256_castsi256_si128(wide)),
+                      _mm256_cvtepi16_epi32(_mm256_extracti128_si256(wide, 1))});
+  }
+};
+
+struct Fp8ToFloats {
+  static Floats of_bytes(__m128i levels) { return of_halves(_mm256_cvtepu8_epi16(levels)); }
+  static Floats of_halves(__m256i levels) {  // as halves, whose exponents have a bias of 15
+    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(levels, _mm256_set1_epi16(0x80)), 8);
+    const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(levels, _mm256_set1_epi16(0x7f)), 7);
+    const __m256i halves = _mm256_or_si256(sign, rest);
+    return mul({_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))},
+               floats(256.0f));
+  }
+};
+
+// 16 pairs of E's, of levels that ToFloats reads.
+template <class E, class ToFloats>
+typename E::Pairs load_level_pairs(const uint8_t* source) {
+  if constexpr (E::kPair == 2) {
+    const __m256i pairs = load_register(source);
+    return {ToFloats::of_halves(_mm256_and_si256(pairs, _mm256_set1_epi16(255))),
+            ToFloats::of_halves(_mm256_srli_epi16(pairs, 8))};
+  } else {
+    return ToFloats::of_bytes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+  }
+}
+template <class E, class ToFloats>
+typename E::Pairs load_level_pairs(const uint8_t* source, Mask mask) {
+  if (mask.all()) return load_level_pairs<E, ToFloats>(source);
+  uint8_t own[kLanes * E::kPair] = {};
+  for (uint32_t bits = lane_bits(mask); bits; bits &= bits - 1) {
+    const int lane = __builtin_ctz(bits);
+    std::memcpy(own + lane * E::kPair, source + lane * E::kPair, E::kPair);
+  }
+  return load_level_pairs<E, ToFloats>(own);
+}
+
+}  // namespace inflight
