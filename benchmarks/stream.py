@@ -63,7 +63,7 @@ class ProcessorTime:
 
     @classmethod
     def now(cls, server: TritonServer) -> ProcessorTime:
-        """Of `server` and of all clients that have ended."""
+        """Measure the processor time of `server` and of all clients that have ended."""
         client = resource.getrusage(resource.RUSAGE_CHILDREN)
         stub = engine_stub(process_ids(server))
         return cls(_seconds(stub), _seconds(server.pid), client.ru_utime + client.ru_stime)

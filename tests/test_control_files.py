@@ -1,4 +1,4 @@
-"""What is written from the declarations of controls is what they say, and most sources need not name a control."""
+"""Generated files agree with the declarations of controls, and most sources need not name a control."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_examples_ask_for_something_and_are_valid() -> None:
 
 
 def test_a_control_is_named_by_its_declaration_its_rule_and_the_oracle_alone() -> None:
-    """Of what is written by hand, tests and pages aside."""
+    """Generated files, tests and pages do not count."""
     written = {str(path.relative_to(ROOT)) for path in files(ROOT)}
     listed = subprocess.run(
         ["git", "grep", "--untracked", "-lw", "min_p", "--", "*.py", "*.js", "*.h", "*.cpp"],

@@ -1,4 +1,4 @@
-"""What each field of OpenAI's body, the Executor's SamplingConfig and the client's options make of bad values.
+"""Messages for bad values of each field of OpenAI's body, the Executor's SamplingConfig and the client's options.
 
 Clients match on these texts, which a file has. After a deliberate change, rewrite it by
 `python -m tests.test_control_messages` and read its diff; tensors have `tests.triton.test_error_messages`.

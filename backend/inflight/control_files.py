@@ -19,7 +19,7 @@ _NUMPY_TYPES = {"FP32": "float32", "INT32": "int32", "UINT64": "uint64"}
 
 
 def files(root: Path) -> dict[Path, str]:
-    """What each of the files below the root of the checkout has to hold."""
+    """The content that each generated file of the checkout at `root` should have, by its path."""
     backend = root / "backend" / "inflight"
     return {
         backend / "openai" / "control_fields.py": body_fields(),

@@ -38,7 +38,7 @@ def pause_s(elapsed_s: float) -> float:
 
 @contextlib.contextmanager
 def load_progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Around a load of `total_bytes`; gives a function that counts bytes as loaded.
+    """Show the progress of a load of `total_bytes`; yields a function that counts bytes as loaded.
 
     Nothing is said in the first second. After it a bar appears if stderr is a terminal; else the log gets a line
     every few seconds, and one when the load is done.
@@ -83,7 +83,7 @@ class _LoadReport:
 
 @contextlib.contextmanager
 def compile_progress(what: str) -> Iterator[Callable[[], None]]:
-    """Around a build of the compiled layers; gives a function to call every second or so while the compiler runs.
+    """Show the progress of compiling the layers; yields a function to call about once a second meanwhile.
 
     Args:
         what: What they are for, such as "bfloat16".

@@ -36,7 +36,7 @@ def adapted(request_id: int, task_id: int = 1, **changes) -> Request:
 
 
 def ready(*pairs: tuple[int, StoredAdapter], dropped: tuple[int, ...] = ()) -> AdapterUpdate:
-    """These adapters are stored, and these requests have them."""
+    """An update by which each adapter is stored and each request of the pairs has its own."""
     stored = {adapter.handle: adapter for _, adapter in pairs}
     events = tuple(AdapterEvent(request_id, adapter.handle) for request_id, adapter in pairs)
     return AdapterUpdate(tuple(stored.values()), events, dropped)

@@ -16,7 +16,7 @@ PLAIN = CacheRules(ROOT_SCOPE)
 
 
 def ranges(*parts: tuple[int, int | None, int, int | None]) -> RetentionConfig:
-    """Of (start, end, priority, duration in milliseconds)."""
+    """A RetentionConfig of ranges (start, end, priority, duration in milliseconds)."""
     return RetentionConfig(tuple(TokenRangeRetention(s, e, Retention(p, d)) for s, e, p, d in parts))
 
 

@@ -47,7 +47,7 @@ def test_drawn_text_is_that_of_the_target_by_the_same_seed(pair_server):
 
 
 def test_by_logits_a_draft_of_nearly_the_same_distribution_is_nearly_always_accepted(pair_server):
-    """Which it is not if drafts are drawn by another temperature than their logits say."""
+    """Drafts drawn by another temperature than that of their logits would be refused more often."""
     answers = [
         drafted(pair_server, use_draft_logits=True, top_p=1.0, temperature=0.5, seed=seed)
         for seed in range(3)

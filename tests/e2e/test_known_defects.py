@@ -334,7 +334,7 @@ def test_another_beam_width_waits_for_nobody(fake_server):
 
 
 POISON = 3071
-"""A token whose embedding is not a number, in the checkpoint of `poisoned_server`."""
+"""A token whose embedding is NaN, in the checkpoint of `poisoned_server`."""
 
 
 @pytest.fixture(scope="module")

@@ -318,7 +318,7 @@ Story = Callable[[], None]
 
 @pytest.fixture(scope="module", autouse=True)
 def told(elsewhere) -> Iterator[dict[Story, Future[None]]]:
-    """These mostly wait for timeouts and for models to load: all at once, and beside what is above."""
+    """Run the slow cases at once and beside the tests above: they mostly wait for timeouts and loads."""
     with ThreadPoolExecutor() as pool:
         yield {story: pool.submit(story) for story in (too_long_for_an_unload, hanging, demo_model)}
 

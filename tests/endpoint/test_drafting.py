@@ -282,7 +282,7 @@ def test_both_engines_are_asked_by_ordinary_requests(played: Played) -> None:
 
 
 def test_drafts_that_are_weighed_are_drawn_from_what_their_logits_say(played: Played) -> None:
-    """Whatever is done to the target's distribution, and also where it would end."""
+    """The target's filters, penalties and end conditions are not applied to drafts."""
     sampling = SamplingConfig(top_k=3, temperature=0.5, repetition_penalty=2.0, min_length=3, random_seed=8)
     played.ask(drafts=2, use_draft_logits=True, sampling=sampling, end_ids=(9,), bad_words=((4,),))
     asked = played.draft.take()

@@ -164,7 +164,7 @@ def test_beams_of_base_and_two_adapters_as_peft_mixes_them(zoo: Zoo, case: str, 
 
 
 def test_peft_mixes_no_adapters_with_magnitudes(zoo: Zoo) -> None:
-    """Which is why such batches are held against each row alone."""
+    """PEFT is no oracle for such batches, so they are compared with each row alone."""
     model = zoo["llama-gqa"]
     oracle = make_adapter(model, use_dora=True).oracle.oracle  # of its own: what raises leaves hooks behind
     with pytest.raises(ValueError, match="DoRA"):

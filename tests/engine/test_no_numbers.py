@@ -1,6 +1,6 @@
 """A sequence whose values overflow is answered with an error, and reaches no other: not in a batch, nor later.
 
-A checkpoint in which some tokens' embeddings are no numbers stands for a model that overflows on some input.
+A checkpoint in which some tokens' embeddings have NaN or infinity stands for a model that overflows on some input.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def leave_behind(engine: ModelEngine, value: float) -> None:
     """Fill every block that can be handed out."""
     cache, count = engine.runner.cache, engine.limits.num_blocks
     with torch.inference_mode():
-        cache._blocks[:, :, :count] = value if cache.rounding is None else 127  # as float8 no number either
+        cache._blocks[:, :, :count] = value if cache.rounding is None else 127  # NaN as float8 too
         cache._scales[:, :, :count] = value
 
 

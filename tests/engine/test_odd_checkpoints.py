@@ -105,7 +105,7 @@ def test_a_single_file_wins_over_an_index(tmp_path: Path, shards: str) -> None:
 
 
 def test_of_a_tensor_in_two_shards_the_later_files_counts(tmp_path: Path) -> None:
-    """Whatever the index says, and in whichever order."""
+    """The index does not matter, neither its entries nor their order."""
     folder = make_model(tmp_path / "model", "llama", seed=1, max_shard_size="60KB").folder
     index = folder / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]

@@ -1,4 +1,4 @@
-"""Which batches may run after one that turned out to have failed when others had begun."""
+"""Batches that may run after one whose failure was noticed when later ones had begun, and those that may not."""
 
 from __future__ import annotations
 

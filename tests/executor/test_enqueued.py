@@ -1,4 +1,4 @@
-"""Which answers a program gets when it asks, and which of its requests have ended."""
+"""The answers that a program gets when it asks, and the requests that have ended."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_tokenize_tells_what_would_be_computed(fake_url: str) -> None:
 
 @pytest.mark.parametrize("writes_bos", [True, False])
 def test_a_chat_has_the_bos_of_its_template_alone(tmp_path: Path, writes_bos: bool) -> None:
-    """Whatever the tokenizer puts in front of other texts."""
+    """The tokenizer's own BOS, which it puts in front of other texts, is not added."""
     source = "{{ bos_token }}" * writes_bos + "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     folder = folder_with_bos(tmp_path, chat_template=source)
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))

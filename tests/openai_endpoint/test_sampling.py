@@ -1,4 +1,4 @@
-"""What bodies ask of the engine, where no answer shows it."""
+"""The requests that bodies become, where answers do not show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits that are no numbers: the batch says whose they are, and nobody else's tokens depend on them."""
+"""Logits that are not finite: the batch's error names the rows, and the tokens of no other row depend on them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_greedy_batch_names_the_row(value: float, everywhere: bool) -> None:
     ("value", "everywhere"), [(NAN, True), (NAN, False), (INF, True), (INF, False), (-INF, True)]
 )
 def test_a_faulty_row_is_named_and_changes_no_other(size: int, value: float, everywhere: bool) -> None:
-    """Whatever the faulty one asks for; the others are looked at by taking the error away."""
+    """The faulty row may ask for any sampling; the check is patched away to see the tokens of the others."""
     rows = _rows(1)
     logits = torch.randn(len(rows), size, generator=torch.Generator().manual_seed(1))
     expected = decode_rows(logits.clone(), rows)

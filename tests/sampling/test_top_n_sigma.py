@@ -41,7 +41,7 @@ def random_logits(seed: int, size: int = 500) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("n", [0.4, 0.9, 1.7])
 def test_what_is_drawn_is_what_llama_cpp_keeps(n: float, temperature: float) -> None:
-    """Whatever the temperature, which divides all logits alike."""
+    """The temperature changes nothing, as it divides all logits alike."""
     logits = random_logits(int(10 * n))
     kept = set(np.flatnonzero(kept_by_llama_cpp(logits[0].numpy(), n)).tolist())
     rows = [

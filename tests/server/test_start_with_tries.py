@@ -1,4 +1,4 @@
-"""Which failed starts are tried again, and how often."""
+"""Failed starts that are tried again, and how often."""
 
 from __future__ import annotations
 

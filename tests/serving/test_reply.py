@@ -131,7 +131,7 @@ def test_what_comes_with_the_tokens_is_cut_with_them() -> None:
 
 
 def test_after_a_stop_string_the_sum_of_log_probs_stays() -> None:
-    """Whatever the engine made of the tokens that nobody sees."""
+    """The engine's sum over tokens behind the stop string does not count."""
     talk = Talk(new_text("de"))
     talk.take(delta("cdefg"))
     metrics = PerfMetrics(last_token_time_ns=5)

@@ -50,12 +50,12 @@ class Flight:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it comes back as an error."""
+        """Whether the iteration comes back as an error."""
         return isinstance(self.outcome, InflightError)
 
     @property
     def may_fail(self) -> bool:
-        """Whether it has failed, or nobody knows yet that it has not."""
+        """Whether the iteration has failed, or is not yet known not to have."""
         return self.has_failed or (
             self.outcome is None and (self.is_spoiled or self.planned_error is not None)
         )

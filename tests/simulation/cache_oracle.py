@@ -75,7 +75,7 @@ class CacheOracle:
         return chain[: num_tokens // size]
 
     def _looks(self, llm_request: LlmRequest) -> bool:
-        """Whether it looks for its prefix at all: rows that are not computed have no logits."""
+        """Whether a request's prefix is looked up; context logits need every row computed."""
         return self._scope(llm_request) is not None and not llm_request.gives_context
 
     def _num_found(self, llm_request: LlmRequest) -> tuple[int, int]:

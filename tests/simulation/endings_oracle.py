@@ -23,7 +23,7 @@ class EndingsOracle:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around a call of `accept`: it ends a bounded number of sequences, and whoever was next to end."""
+        """Check a call of `accept`: it ends a bounded number of sequences, and the one that was next to end."""
         before = [sequence for sequence in sequences_of(self._scheduler) if not _has_ended(sequence)]
         pending = self._scheduler._to_end._queue
         first = pending[0] if pending else None

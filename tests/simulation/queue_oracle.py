@@ -142,7 +142,7 @@ class QueueOracle:
         return refused
 
     def accepted(self, requests: Collection[Request], events: Collection[AdapterEvent]) -> None:
-        """These were queued, or held for their adapters, of which there is news; some have ended already."""
+        """Note requests that were queued or wait for adapters, and adapters that came; some have ended."""
         first = {r.request_id: r for r in sequences_of(self._scheduler) if r.sequence_index == 0}
         for request in requests:
             self.shares.hold(request.client_id)

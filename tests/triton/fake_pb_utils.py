@@ -71,7 +71,7 @@ class InferenceResponse:
         return self._output_tensors
 
     def has_error(self) -> bool:
-        """Whether this is an error."""
+        """Whether the response has an error."""
         return self._error is not None
 
     def error(self) -> TritonError | None:

@@ -270,7 +270,7 @@ CODED = '{"error_codes": true}'
 
 
 def test_errors_begin_with_their_codes_for_who_asks(build: Build) -> None:
-    """Whether they are noticed at once or come from the engine; others get them as they are."""
+    """Errors found at once and errors of the engine alike; requests that do not ask get no codes."""
     stage = build()
     bad = token_inputs(temperature=-1.0)
     plain = error_of(stage.take(InferenceRequest(bad, sorted(ALL_OUTPUTS))).wait_final()[0])

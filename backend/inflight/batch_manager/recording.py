@@ -86,7 +86,13 @@ class Header(msgspec.Struct, frozen=True, tag_field="record", tag="header"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag_field="record", tag="begin", omit_defaults=True):
-    """The record of an iteration: its inputs and its batch; that one's starts and loads are beside it instead."""
+    """The record of an iteration: its inputs and its batch.
+
+    Attributes:
+        inputs: The scheduler's input.
+        batch: Without its starts and adapter loads; None if nothing was scheduled.
+        starts, loads: Those of the batch, which name requests and adapters that the trace already has.
+    """
 
     inputs: IterationInput
     batch: ScheduledBatch | None = None

@@ -195,7 +195,7 @@ class EngineWatch:
         self._socket.sendall(encode(Supervise()))
         frame = self._next()
         if not isinstance(frame, Supervised):
-            raise BadFrame("it is nobody's to supervise")
+            raise BadFrame("it accepts no supervisors")
         return frame.processes
 
     def run(self, on_statistics: Callable[[Statistics], None]) -> str:

@@ -68,7 +68,7 @@ class LinearPages:
             raise ValueError(f"rank {low_rank.rank} is more than {num_pages} pages of {page_rank} ranks hold")
         a, b = low_rank.a.to(self.a.dtype), low_rank.b.to(self.b.dtype)
         if not b.isfinite().all():
-            # Zero times infinity is no number: in B it would reach every row of a batch. In A it reaches the
+            # Zero times infinity is NaN: in B it would reach every row of a batch. In A it reaches the
             # rows of this adapter alone, as it should.
             a, b = torch.full_like(a, torch.nan), torch.zeros_like(b)
         padding = (0, 0, 0, num_pages * page_rank - low_rank.rank)

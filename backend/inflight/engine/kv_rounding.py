@@ -5,8 +5,8 @@ scale follows from these numbers alone, so what is stored of a token does not de
 else is in the batch. int8 has 255 levels at equal distances; fp8 (e4m3) has numbers of four bits and an exponent.
 In both the largest number of a head is the largest level.
 
-A head with an infinity, or with what is no number, has a scale that makes all of it no number again. Levels are
-finite whatever was stored. Compiled layers (cpu/source/kv_levels.h) and the kernels in Triton's language
+A head with an infinity or NaN has a scale that makes all of it NaN when it is read. Levels are finite
+whatever was stored. Compiled layers (cpu/source/kv_levels.h) and the kernels in Triton's language
 (cuda/kernels/kv_levels.py) round in the same way.
 """
 

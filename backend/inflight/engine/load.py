@@ -205,7 +205,7 @@ class _Loader:
         return num_pages
 
     def find_graphs(self, decoder: AnyDecoder) -> Capture | None:
-        """What records iterations as CUDA graphs, if all ranks record them."""
+        """The recorder of iterations as CUDA graphs; None unless all ranks record them."""
         has_debug_tensors = self._debug_tensors is not None
         capture = find_capture(
             self._config, decoder.has_fixed_shapes, self._mapping, self._device, has_debug_tensors
@@ -265,7 +265,7 @@ class _Loader:
 
 
 def _stored_bytes(config: EngineConfig) -> int:
-    """What the checkpoint's weights take on disk, and about that in memory if transformers reads them."""
+    """Bytes of the checkpoint's weights on disk, and about as many in memory if transformers reads them."""
     return sum(file.stat().st_size for file in Path(str(config.gpt_model_path)).glob("*.safetensors"))
 
 

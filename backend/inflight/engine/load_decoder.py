@@ -223,9 +223,9 @@ def computed_dtype(config: EngineConfig, model: ModelDescription) -> torch.dtype
 def kept_by_compiled_layers(
     config: EngineConfig, model: ModelDescription, device: torch.device
 ) -> frozenset[Kind]:
-    """Which of the checkpoint's quantized matrices compiled layers multiply as they are; they compute in bfloat16.
+    """The kinds of the checkpoint's quantized matrices that compiled layers multiply as they are, in bfloat16.
 
-    None where a dtype is asked for, and where the checkpoint's own is float32: then they are unpacked to that.
+    Empty where a dtype is asked for, and where the checkpoint's own is float32: matrices are unpacked to that.
     """
     if device.type != "cpu" or not _has_own_dtype(config, model):
         return frozenset()
@@ -245,7 +245,7 @@ def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.de
 
 
 def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.device) -> frozenset[Kind]:
-    """Which of the checkpoint's quantized matrices stay as they are, if the machine can run compiled code."""
+    """The kinds of quantized matrices that stay as the checkpoint has them, if compiled code can run here."""
     if keeps_levels(config, model, device):
         return frozenset(quantized_kinds(model))
     return kept_by_compiled_layers(config, model, device)

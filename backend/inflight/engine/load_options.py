@@ -1,4 +1,4 @@
-"""What to load, and for which rank; every step of loading takes it."""
+"""The options of a load, which every step of loading takes: the configuration and the rank."""
 
 from __future__ import annotations
 

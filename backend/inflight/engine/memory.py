@@ -125,16 +125,16 @@ def free_memory(device: torch.device) -> int:
 
 @contextmanager
 def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, mend: str) -> Iterator[None]:
-    """Around what takes some of the device's memory for good, while a model is loaded.
+    """Context of a lasting allocation while a model loads, which turns an out-of-memory error into a ConfigError.
 
     Args:
-        what: That takes it.
-        num_bytes: About how much; asked if there is too little.
-        device: Whose memory.
-        mend: What may be lowered, or done, so that less is taken.
+        what: What is allocated, in words for the error.
+        num_bytes: Returns about how many bytes it takes; called if there is too little memory.
+        device: The device whose memory it takes.
+        mend: What to lower or do so that less is taken, in words for the error.
 
     Raises:
-        ConfigError: There is too little.
+        ConfigError: There is too little memory.
     """
     free = free_memory(device)
     try:
@@ -150,11 +150,13 @@ def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, me
 
 @contextmanager
 def computing(num_rows: int) -> Iterator[None]:
-    """Around an iteration of so many rows; what it took is given back for smaller ones.
+    """Context of an iteration of `num_rows` rows, which turns an out-of-memory error into a failed step.
+
+    The memory that the failed iteration had taken is freed, so that a smaller one can have it.
 
     Raises:
-        StepFailed: There is too little memory for it. The scheduler tries halves of the batch, so that this ends
-            a request that is too much by itself, and no other.
+        StepFailed: There was too little memory. The scheduler then tries the halves of the batch, so that only a
+            request that needs too much by itself ends with this error.
     """
     try:
         yield

@@ -36,7 +36,7 @@ class DynamicBatchConfig(Frozen):
 
 @dataclass(frozen=True)
 class SchedulerConfig(Frozen):
-    """Who runs when.
+    """The scheduler's policies.
 
     Attributes:
         capacity_scheduler_policy: Who may hold KV blocks.
@@ -51,7 +51,7 @@ class SchedulerConfig(Frozen):
 
 @dataclass(frozen=True)
 class RuntimeDefaults(Frozen):
-    """What a model says about its KV cache; used where a KvCacheConfig says nothing."""
+    """A model's own settings of its KV cache, used where a KvCacheConfig leaves them out."""
 
     max_attention_window: list[int] | None = None
     sink_token_length: int | None = None
@@ -215,7 +215,7 @@ _SET_BY_CONFIGURATION = (*_MODE_OF.values(), DecodingMode.ExplicitDraftTokens())
 
 @dataclass
 class DebugConfig(Typed):
-    """Which tensors of an iteration are kept to be looked at.
+    """The tensors of an iteration that are kept for debugging.
 
     Attributes:
         debug_input_tensors: All inputs of the model.
@@ -267,7 +267,7 @@ class SpeculativeDecodingConfig(Typed):
 
 @dataclass
 class GuidedDecodingConfig(Typed):
-    """What turns guides into masks over the vocabulary.
+    """The library and the tokenizer that turn guides into masks over the vocabulary.
 
     Attributes:
         backend: The library that does it.

@@ -117,7 +117,7 @@ def to_core_sampling(request: Request) -> CoreSamplingConfig:
 
 
 def to_core_output(config: OutputConfig) -> CoreOutputConfig:
-    """What comes back."""
+    """Convert an OutputConfig of the Executor API to the core's."""
     return CoreOutputConfig(
         exclude_input_from_output=config.exclude_input_from_output,
         return_log_probs=config.return_log_probs,

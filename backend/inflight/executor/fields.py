@@ -1,4 +1,4 @@
-"""What each field of the Executor API means here, declared once: it works, is ignored, or is refused.
+"""The treatment of each field of the Executor API, declared once: it works, is ignored, or is refused.
 
 `FieldChecker` raises for what is refused and logs what is ignored; docs/executor-fields.md is written from the
 same table (`fields_page.py`). A value that asks for nothing, the default or one of `neutral`, passes in silence.
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class Treatment(Enum):
-    """What becomes of a field."""
+    """The treatment of a field."""
 
     WORKS = "works"
     IGNORED = "ignored"
@@ -53,7 +53,7 @@ class Treatment(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FieldNote:
-    """What a field means here.
+    """A field's treatment, and the reason for it.
 
     Attributes:
         owner: The class that has it.

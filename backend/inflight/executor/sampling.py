@@ -47,7 +47,7 @@ class AdditionalModelOutput(Typed):
 
 @dataclass
 class OutputConfig(Typed):
-    """What comes back beside token ids.
+    """Outputs that come back beside token ids.
 
     Attributes:
         return_log_probs: Log probabilities of generated tokens, and their sum.

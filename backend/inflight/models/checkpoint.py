@@ -28,7 +28,7 @@ _FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor is and what it looks like.
+    """A tensor's file, shape and dtype.
 
     Attributes:
         file: Name of the file inside the folder.

@@ -108,7 +108,7 @@ class ConfigFile:
         return ConfigError(f"{self.path}: key {name!r} is {self.values[key]!r}, expected {expected}")
 
     def value(self, key: str) -> Any:
-        """What stands under `key`, of whatever type; None if absent. The key counts as read from now on."""
+        """The value of `key`, of any type; None if absent. The key counts as read from now on."""
         self._read.add(key)
         return self.values.get(key)
 
@@ -173,7 +173,7 @@ class ConfigFile:
         return tuple(item for item in dict.fromkeys(ids) if item >= 0)
 
     def _checked(self, key: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
-        """What stands under `key`; None if absent. Raises ConfigError for what is not valid."""
+        """The value of `key`; None if absent. Raises ConfigError if it is not valid."""
         value = self.value(key)
         if value is not None and not is_valid(value):
             raise self.error(key, expected)

@@ -126,7 +126,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
-    """What gated MLPs compute instead of act(gate) * up: gate * sigmoid(alpha * gate) * (up + 1).
+    """A clamped SwiGLU, in gated MLPs in place of act(gate) * up: gate * sigmoid(alpha * gate) * (up + 1).
 
     Attributes:
         alpha: How steep the sigmoid is.
@@ -227,7 +227,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What the forward pass depends on.
+    """The architecture of a decoder: all that its forward pass depends on beside weights.
 
     Attributes:
         vocab_size: Token ids, rows of the embedding.
@@ -322,7 +322,7 @@ class DecoderConfig:
 
     @property
     def score_scale(self) -> float:
-        """What queries times keys are multiplied by."""
+        """The factor of the attention scores: queries times keys are multiplied by it."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property

@@ -23,7 +23,7 @@ class Linear:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what it takes and gives."""
+        """Dtype of its input and output."""
         return self.weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class ExpertWeights(Generic[LinearT]):
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """What a layer with latent attention has beside `LayerWeights.qkv`; heads are this rank's.
+    """Weights of latent attention beside `LayerWeights.qkv`; heads are this rank's.
 
     Attributes:
         query_norm: Over what queries are projected from [query_rank]; None if that is hidden states.

@@ -1,4 +1,4 @@
-"""What becomes of a model's projections as they are read: they stay as they are, or are packed or quantized.
+"""Finishers keep a model's projections as they are read, or pack or quantize them.
 
 A load (`loader.py`) hands each over before the next one is read, so that a model never takes the memory of both.
 """
@@ -34,7 +34,7 @@ class Finisher(ABC, Generic[LayerT, LinearT]):
 
     @abstractmethod
     def linear(self, linear: Linear, is_gated: bool = False) -> LinearT:
-        """What is kept instead of a layer's projection or the output projection; asked before the next is read.
+        """Return what is kept of a layer's projection or the output projection, before the next one is read.
 
         `is_gated`: it is gate above up of a gated MLP.
         """
@@ -43,7 +43,7 @@ class Finisher(ABC, Generic[LayerT, LinearT]):
     def stack(
         self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> LinearT:
-        """What is kept of a layer's experts' matrices, each of which is read when it is asked for.
+        """Return what is kept of the matrices of a layer's experts, each of which is read when iterated to.
 
         Args:
             matrices: [outputs, inputs] of one expert after the other.
@@ -53,18 +53,18 @@ class Finisher(ABC, Generic[LayerT, LinearT]):
         """
 
     def head(self, linear: Linear) -> LinearT:
-        """What is kept instead of the output projection."""
+        """Return what is kept of the output projection."""
         return self.linear(linear)
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
-        """Why a quantized matrix is read like any other; empty: it is kept by `keep_levels`, or with its stack.
+        """The reason why a quantized matrix is dequantized; empty: `keep_levels` keeps it, or its stack is kept.
 
         `is_stack`: it is that of an expert.
         """
         return "it is not kept as it is"
 
     def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> LinearT:
-        """What is kept of a projection that the checkpoint has quantized. Asked only where `keeps_levels`."""
+        """Return what is kept of a projection that the checkpoint has quantized; called only if `keeps_levels`."""
         raise NotImplementedError
 
     def keep_stacked_levels(
@@ -78,7 +78,7 @@ class Finisher(ABC, Generic[LayerT, LinearT]):
 
     @abstractmethod
     def layer(self, layer: Layer[LinearT]) -> LayerT:
-        """What is kept instead of a layer, whose projections are what `linear` has made of them."""
+        """Return what is kept of a layer, whose projections are those that the methods above returned."""
 
 
 class AsRead(Finisher[LayerWeights, Linear]):

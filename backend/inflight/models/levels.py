@@ -30,7 +30,7 @@ def float4_pairs(packed: Tensor) -> Tensor:
 
 
 class Kind(Enum):
-    """What a quantized matrix is made of, in words for a log."""
+    """The format of a quantized matrix, in words for a log."""
 
     INT4 = "4 bits"
     FLOAT4 = "4-bit floats"
@@ -155,7 +155,7 @@ class GroupedMatrix:
 
     @property
     def kind(self) -> Kind:
-        """What it is made of."""
+        """The format of its values and scales."""
         is_by_row = self.zeros is None and self.scales.shape[1] == 1
         if self.bits == 4:
             return Kind.FLOAT4 if self.is_float4 else Kind.INT4
@@ -165,7 +165,7 @@ class GroupedMatrix:
 
     @property
     def form(self) -> tuple[Kind, int, bool, tuple[int, int]]:
-        """What is the same in matrices that are kept as one stack."""
+        """The properties in which matrices that are kept as one stack agree."""
         return self.kind, self.group_size, self.order is None, self.shape
 
     def dequantized(self) -> Tensor:

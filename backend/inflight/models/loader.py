@@ -94,7 +94,7 @@ class _TensorSpec:
         return (self.columns, rows) if self.transposed else (rows, self.columns)
 
     def wanted(self, stored: Tensor, rows: Range) -> Tensor:
-        """These rows of a stored tensor, without the columns that are not wanted."""
+        """The given rows of a stored tensor, without the columns that are not kept."""
         if self.columns is None:
             return stored[slice(*rows)]
         return (stored.T if self.transposed else stored)[slice(*rows), slice(*self.kept)]
@@ -118,13 +118,13 @@ def check_weights(model: ModelDescription) -> None:
 
 
 def stored_dtype(model: ModelDescription) -> torch.dtype:
-    """What the checkpoint's weights are stored as. ConfigError if there are none."""
+    """The dtype of the checkpoint's weights. ConfigError if there are none."""
     with Checkpoint(model.folder) as checkpoint:
         return _stored_dtype(_fitted(model, checkpoint), checkpoint)
 
 
 def quantized_kinds(model: ModelDescription) -> Counter[Kind]:
-    """What the checkpoint's quantized matrices are made of, by its files' headers, and how many of each."""
+    """Count the checkpoint's quantized matrices of each format, by its files' headers."""
     if model.quantization is None:
         return Counter()
     with Checkpoint(model.folder) as checkpoint:
@@ -391,7 +391,7 @@ class _Builder(Generic[LayerT, LinearT]):
         )
 
     def _latent(self, prefix: str, config: LatentAttention) -> tuple[LinearT, LatentWeights]:
-        """What hidden states are multiplied by, and the rest of latent attention, of this shard's heads."""
+        """The projection of hidden states and the other weights of latent attention, of this shard's heads."""
         decoder, names, rank = self._decoder, self._names, config.query_rank
 
         def rows_of_heads(width: int) -> tuple[int, Range]:
@@ -622,7 +622,7 @@ def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
 
 
 def _is_of_draft_layer(name: str, model: ModelDescription) -> bool:
-    """Whether it is of a layer behind the model's last one."""
+    """Whether a tensor belongs to a draft layer, one behind the model's last layer."""
     first = model.decoder.num_layers
     layers = range(first, first + model.decoder.num_draft_layers)
     return name.startswith(tuple(model.names.base + model.names.layers.format(index) for index in layers))

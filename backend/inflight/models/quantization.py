@@ -58,7 +58,7 @@ class Quantization:
 
 
 def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantization | None:
-    """What a checkpoint's config.json, or the file of ModelOpt beside it, says; None if it is not quantized.
+    """Read a checkpoint's quantization from config.json or ModelOpt's file beside it; None: it has none.
 
     Args:
         config: config.json.
@@ -210,7 +210,7 @@ def _expect(section: ConfigFile, key: str, allowed: tuple[object, ...]) -> None:
 
 
 def _pass_over(section: ConfigFile, *keys: str) -> None:
-    """What changes nothing, or what the tensors say."""
+    """Count keys as read that change nothing, or that the tensors tell."""
     for key in keys:
         section.value(key)
 

@@ -1,4 +1,4 @@
-"""Which part of a model one rank holds: of some of the layers whole attention heads and slices of the rest. Pure.
+"""The part of a model that one rank holds: some layers, whole attention heads and slices of the rest. Pure.
 
     column parallel   qkv, up, gate: each rank computes some of the outputs (Megatron's split)
     row parallel      output, down: each rank has some of the inputs; the ranks' results are added up
@@ -44,12 +44,12 @@ class Shard:
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
 
     def experts(self, count: int) -> Range:
-        """Of `count` experts those that this rank has, whole or slices of them."""
+        """This rank's experts of `count`, which it has whole or slices of."""
         each, group = count // self.moe_ep_size, self.rank % self.moe_ep_size
         return group * each, (group + 1) * each
 
     def slice_of_experts(self, inner: int) -> Range:
-        """Of experts that are `inner` wide, this rank's slice."""
+        """This rank's slice of experts whose inner width is `inner`."""
         return Shard(self.size // self.moe_ep_size, self.rank // self.moe_ep_size).split(inner)
 
     def check(self, decoder: DecoderConfig) -> None:
@@ -78,7 +78,7 @@ class Shard:
             )
 
     def _mlp_widths(self, decoder: DecoderConfig) -> list[int]:
-        """What has to be a multiple of all ranks: an expert's slices are for those of a group alone."""
+        """Widths that the number of ranks has to divide; an expert is sliced over the ranks of one group."""
         widths = [decoder.dense_width] if decoder.dense_width else []
         experts = decoder.experts
         if experts is not None:
@@ -123,7 +123,7 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank holds.
+    """The part of the model that one rank holds.
 
     Attributes:
         shard: Which part of each of its layers.

@@ -122,12 +122,12 @@ class _Taken:
     info: TensorInfo
 
     def read(self, index: int, rows: slice = slice(None)) -> Tensor:
-        """These rows of what an expert has of it, where they are mapped."""
+        """The given rows of an expert's part of the tensor, where the file is mapped."""
         return self.checkpoint.read_stored(self.name, self.info)[index][rows]
 
 
 class _PlainMatrices:
-    """Of all experts [experts, rows, columns], or [experts, columns, rows] where they are transposed."""
+    """All experts' matrices in one tensor: [experts, rows, columns], or [experts, columns, rows] if transposed."""
 
     def __init__(self, checkpoint: Checkpoint, stack: _Stack, count: int) -> None:
         self._checkpoint = checkpoint
@@ -146,7 +146,7 @@ class _PlainMatrices:
 
 
 class _PackedMatrices:
-    """Of all experts, packed along their columns."""
+    """All experts' matrices in one tensor of MXFP4 blocks along the columns, and one of scales."""
 
     def __init__(self, checkpoint: Checkpoint, stack: _Stack, count: int) -> None:
         if stack.columns % _BLOCK:

@@ -65,7 +65,7 @@ def _unknown(name: str, known: list[str]) -> ApiError:
 
 
 class StreamOptions(Body):
-    """What a stream carries beside its choices.
+    """Options of a stream: the usage beside its choices.
 
     Attributes:
         include_usage: One more chunk at the end has the usage.
@@ -122,7 +122,7 @@ _COMMON_NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class SamplingBody(Body, ControlFields):
-    """What both routes take: how tokens are chosen, what ends them, and what comes back."""
+    """The fields of both routes: sampling, stop conditions and outputs."""
 
     model: str | None = None
     n: int = Field(1, ge=1, le=1024)

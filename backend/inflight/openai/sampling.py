@@ -28,7 +28,7 @@ MAX_CONTEXT_LOGITS_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What holds for every prompt of a body.
+    """The settings of a body that hold for each of its prompts.
 
     Attributes:
         body: As it came.
@@ -56,7 +56,7 @@ class Asked:
 
     @property
     def fields(self) -> dict[str, str]:
-        """What the body calls the engine's tensors, where that depends on the body."""
+        """The body's fields by the engine's tensors, where they depend on the body: errors name these fields."""
         body = self.body
         guides = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format")
         guide = next((name for name in guides if getattr(body, name) is not None), "structured_outputs")
@@ -199,7 +199,7 @@ def _max_new_tokens(asked: Asked, prompt_length: int, limits: ModelLimits) -> in
 
 
 def _end_ids(body: SamplingBody, description: EngineDescription) -> tuple[int, ...]:
-    """What ends a sequence and is not returned: the model's own ends, and the body's."""
+    """The token ids that end a sequence and are not returned: the model's own and the body's."""
     own = () if body.ignore_eos else description.eos_token_ids
     return tuple(dict.fromkeys((*own, *body.stop_token_ids)))
 

@@ -152,7 +152,7 @@ class Agreement:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around what may fail on some ranks: raises ConfigError on all of them then."""
+        """Context of a step of all ranks: if it fails on some of them, it raises ConfigError on all."""
         try:
             yield
         except Exception as error:  # whatever a rank meets, the others have to hear of it

@@ -232,7 +232,7 @@ class RankEngine:
 
     @contextmanager
     def _in_step(self, batch: ScheduledBatch) -> Iterator[None]:
-        """Around what fails on no rank, or on this one alone, which is then of no use any more."""
+        """Retire this rank if a step fails on it, as it failed on no other and the ranks are out of step."""
         if self._cause_of_death:
             raise Unavailable(self._cause_of_death)
         try:

@@ -1,9 +1,9 @@
-"""Whether a row of logits has a token to choose at all: its highest value is a number.
+"""The check that a row of logits has a token to choose at all: its highest value is finite.
 
 A model whose arithmetic overflows makes rows of nan or inf. Any token taken from one would be an invention, so the
 batch is refused, by an error that names the slots at fault. Rows are computed apart, so no other row is affected:
-the rest of the batch, run again without those slots, gets the tokens that it always would have got. -inf beside a
-number is fine: that token is impossible.
+the rest of the batch, run again without those slots, gets the tokens that it always would have got. -inf beside
+finite logits is fine: that token is impossible.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def find_peaks(logits: Tensor) -> Peaks:
 def check_peaks(
     highest: NDArray[np.float32], slots: Sequence[int] | NDArray[np.int64], positions: NDArray[np.int64]
 ) -> None:
-    """Raise for rows whose highest logit is no number, from which no token can be chosen.
+    """Raise for rows whose highest logit is not finite, from which no token can be chosen.
 
     Args:
         highest: [rows] on the host, what `find_peaks` returned, of rows whose tokens are used.

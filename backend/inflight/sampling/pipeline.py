@@ -10,9 +10,10 @@ unlikely beside the likeliest; and draws by inverse CDF: one uniform number, the
 order of id (`top_k_top_p.py`). Rows of a beam search take log_softmax instead (`details.py`); draft tokens are
 then accepted or not (`drafts.py`). End ids, stop words and length are the scheduler's.
 
-Of equal logits the lower id comes first, everywhere. A row that has every token banned gets none, which ends its
-request with an error; one whose logits are no numbers fails its batch (`nan_check.py`). Biases and penalties leave
-a logit within bounds (`bounded`), and only bans and a bias of -inf make one -inf.
+Ties between logits go to the lower id, everywhere. If all tokens of a row are banned, none is chosen, and its
+request ends with an error. A row whose highest logit, as the model gives it, is not finite fails the batch
+(`nan_check.py`). Biases and penalties leave a logit within bounds (`bounded`); only bans and a bias of -inf make
+one -inf.
 
 TensorRT-LLM divides by the temperature behind the biases. Here that comes last, when few tokens are left; presence
 and frequency penalties are multiplied by it instead, which changes no probability. A batch pays for what its rows
@@ -236,7 +237,7 @@ def _ban_repeats(history: History, rows: Rows, indices: Ids, _: Sequence[Any]) -
 
 
 def _top_n_sigma(request: Request, _: torch.device) -> bool | None:
-    """Whether it limits what is drawn; beams and greedy requests draw nothing."""
+    """Whether top_n_sigma limits a request's draws; beams and greedy requests draw nothing."""
     sampling = request.sampling
     return (sampling.top_n_sigma > 0.0 and not sampling.greedy and not sampling.uses_beams) or None
 

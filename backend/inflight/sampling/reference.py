@@ -35,7 +35,7 @@ def _mix(x: int) -> int:
 
 
 def process(logits: Sequence[float], request: Request, tokens: Sequence[int]) -> list[float]:
-    """What the controls make of one row.
+    """The logits of one row after the sampling controls.
 
     `tokens` is all of the sequence before the token to be chosen; ids beyond the logits, which stand for rows of a
     prompt table, count as no tokens.
@@ -70,7 +70,7 @@ def _bounded(logit: float, largest: float) -> float:
 
 
 def banned_tokens(request: Request, tokens: list[int], vocab_size: int) -> set[int]:
-    """What may not come after `tokens`, whatever else may."""
+    """The token ids that may not come after `tokens`."""
     banned: set[int] = set()
     if len(tokens) - request.prompt_length < request.sampling.min_length:
         banned |= set(request.end_ids)
@@ -143,7 +143,7 @@ def _smallest_set(weights: dict[int, float], top_p: float) -> dict[int, float]:
 
 
 def distribution(logits: Sequence[float], request: Request, tokens: Sequence[int]) -> dict[int, float]:
-    """What the token after `tokens` is drawn from, given the model's logits."""
+    """The probabilities that the token after `tokens` is drawn from, given the model's logits."""
     generated = tokens[request.prompt_length :]
     return filtered_probabilities(process(logits, request, tokens), request.sampling, generated)
 

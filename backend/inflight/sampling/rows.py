@@ -92,9 +92,9 @@ class SlotParameters:
 
     Attributes:
         numbers: [slots] of PARAMETERS.
-        requests: [slots]; None: nobody has the slot.
-        demanding: Slots whose requests ask for more than an argmax; of slots that nobody has, any.
-        steps: Those of the pipeline, in order.
+        requests: [slots]; None: the slot is free.
+        demanding: Slots whose requests ask for more than an argmax; free slots may be in it or not.
+        steps: The pipeline's, in order.
     """
 
     def __init__(self, num_slots: int, device: torch.device, steps: Sequence[Step] = ()) -> None:

@@ -176,7 +176,7 @@ class Sampler:
 
         Raises:
             ValueError: The numbers of rows, of logits or of positions, are not the batch's.
-            FloatingPointError: Logits of rows whose tokens are used are no numbers; nothing was remembered.
+            FloatingPointError: The highest logit of a row whose token is used is not finite; no state was changed.
         """
         slots = batch.sampled_slots()
         self._check(batch, logits, positions)

@@ -308,7 +308,7 @@ def _keep_large_nucleus(group: _Group, weights: Tensor, total: Tensor) -> Candid
 
 
 def _digits(bits: Tensor, shift: int, size: int) -> Tensor:
-    return (bits >> shift).bitwise_and_(size - 1)  # within bounds even for what is no number
+    return (bits >> shift).bitwise_and_(size - 1)  # within bounds even for NaN
 
 
 def _zeros(rows: int, size: int, like: Tensor) -> Tensor:
@@ -379,4 +379,4 @@ def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
     below_total = torch.nextafter(cumulative[:, -1:], torch.zeros_like(target))
     target = torch.minimum(target, below_total).clamp_(min=0.0)
     index = torch.searchsorted(cumulative, target, right=True)
-    return index.clamp_(max=cumulative.shape[-1] - 1)  # only logits that are no numbers get there
+    return index.clamp_(max=cumulative.shape[-1] - 1)  # only NaN weights get there

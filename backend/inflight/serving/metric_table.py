@@ -15,7 +15,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.errors import ERROR_CODES
 
 TIMESTAMP = "Timestamp"
-"""The one key of the log line that is no number; its gauge shows microseconds since the epoch."""
+"""The one key of the log line whose value is text; its gauge shows microseconds since the epoch."""
 
 
 class Batching(Enum):

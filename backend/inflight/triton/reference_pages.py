@@ -65,7 +65,7 @@ def _row(spec: TensorSpec) -> str:
 
 
 def body_table() -> str:
-    """Those fields of OpenAI's body that are sampling controls and numbers."""
+    """The table of the fields of OpenAI's body that are sampling controls and numbers."""
     return "\n".join(["| field | default | meaning |", "| --- | --- | --- |", *_body_rows()])
 
 

@@ -63,7 +63,7 @@ def tensors(library: ModuleType, arrays: Mapping[str, np.ndarray]) -> list:
 
 
 def requested(library: ModuleType, names: Iterable[str]) -> list | None:
-    """These outputs, or, where there is no name, whatever the server sends."""
+    """The named outputs; None if there are no names: the server sends all."""
     return [library.InferRequestedOutput(name) for name in names] or None
 
 

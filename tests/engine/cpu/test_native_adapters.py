@@ -89,7 +89,7 @@ def test_attention_beside_experts(zoo: Zoo, case: str) -> None:
 
 
 def _mixed(module: Module, layer: int) -> int:
-    """Of any size; some modules are not there in some layers."""
+    """The rank of a module in a layer: of many sizes; 0: the module is not there."""
     return (3, 0, 8, 1, 17, 2, 64, 5)[(7 * module + 3 * layer) % 8]
 
 
@@ -230,7 +230,7 @@ def test_ranks_have_their_parts(zoo: Zoo, case: str, topology: tuple[int, int]) 
 
 
 def _step(driver: Driver, rows: list[Row], batch: ScheduledBatch) -> None:
-    """Of engines whose logits come back with the tokens."""
+    """Run a batch on an engine whose logits come back with the tokens, and add both to the rows."""
     output = driver.engine.decode(batch, driver.engine.forward(batch))
     for row, tokens in zip(rows, output.token_ids, strict=True):
         row.num_computed = len(row.tokens)

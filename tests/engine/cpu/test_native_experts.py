@@ -178,7 +178,7 @@ class Layer:
         return x.to(self.dtype)
 
     def compiled(self, x: Tensor) -> Tensor:
-        """What the second half adds to the rows [rows, hidden]."""
+        """The output of the layer's MLP half for rows [rows, hidden], by the compiled code."""
         x, partial = x.clone(), torch.empty_like(x)
         ids, spans, tables = (
             torch.zeros(len(x), dtype=torch.int64),

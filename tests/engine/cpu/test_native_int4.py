@@ -59,7 +59,7 @@ def multiply(packer: Packer, packed: PackedLinear, x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, size: int, order: Tensor | None = None) -> Tensor:
-    """What x becomes in the product: int8 levels with a scale for each row and group, float64."""
+    """Round x as the product does: int8 levels with a scale for each row and group, back in float64."""
     x = x.float() if order is None else x.float()[:, order]
     groups = x.unflatten(1, (-1, size))
     most = groups.abs().amax(2, keepdim=True)
@@ -92,7 +92,7 @@ def test_products_are_those_of_the_dequantized_weights(
 
 @pytest.mark.parametrize("others", [(), (3,), (40,)], ids=["all", "but one", "but one behind"])
 def test_symmetric_zero_points(others: tuple[int, ...]) -> None:
-    """Where all zero points of a panel are 8, what they take away is a shift; where one differs, a product."""
+    """A panel whose zero points are all 8 is corrected by a shift, one with another zero point by a product."""
     matrix, packer = draw(64, 256, 128), make_packer()
     zeros = torch.full_like(matrix.zeros, 8)
     for column in others:
@@ -194,7 +194,7 @@ def test_int8_levels_are_taken_as_they_are() -> None:
 
 
 def test_groups_that_a_part_cuts_become_smaller() -> None:
-    """Of inputs in groups of 32, a rank that has those from 48 on."""
+    """A rank has the inputs from 48 on, of groups of 32."""
     whole = draw(16, 96, 32)
     levels = Levels(whole.values, whole.scales, whole.zeros, None, 4)
     part = levels.part((2, 12), (48, 96)).grouped()

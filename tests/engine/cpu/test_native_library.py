@@ -1,4 +1,4 @@
-"""Where the compiled code comes from: it is built once, kept where it is safe, and whatever fails is said."""
+"""Loading the compiled code: it is built once, kept where it is safe, and failures are reported."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Machine:
     real: Path
 
     def compiler(self, body: str) -> None:
-        """What it does with `$target`; by then it has left a trace."""
+        """Install a compiler that notes its run and then does `body` with `$target`."""
         lines = ("#!/bin/sh", '[ "$1" = --version ] && exec echo 1', f"echo run >> '{self.root}/runs'")
         script = self.root / "bin" / "c++"
         script.write_text("\n".join((*lines, "for target; do :; done", body, "")))
@@ -76,7 +76,7 @@ class Machine:
 
     @property
     def path(self) -> Path:
-        """Where the library is kept."""
+        """The file that the library is kept in."""
         command = library._compiler_command(library.find_target("float32").here, "float32", int8=False)
         key = library._key(command, library._processor_flags())
         return self.cache / f"decoder-{key}.so"

@@ -319,7 +319,7 @@ OBJECT = "{{ {'name': call.function.name, 'KEY': call.function.arguments} | tojs
     ],
 )  # fmt: skip
 def test_how_calls_are_written_is_found_by_writing_one(thinks: str, call: str, style: str) -> None:
-    """Whatever words of other styles the template has in it."""
+    """Words of other styles in the template do not matter."""
     source_text = TOOL_CHAT.replace("CALL{%", call.replace("KEY", "arguments") + "{%").replace(
         "THINK", thinks
     )

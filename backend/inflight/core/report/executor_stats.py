@@ -85,7 +85,7 @@ class SpecDecodingStats(_WithJson):
 
 @dataclass
 class IterationStats(_WithJson):
-    """What an iteration did, and what waits after it: TensorRT-LLM's class of this name.
+    """Statistics of one iteration and of the queue after it: TensorRT-LLM's class of this name.
 
     Attributes:
         timestamp: Local time, with microseconds.

@@ -22,7 +22,7 @@ NO_REPEAT_OFF = 1 << 30
 """What TensorRT-LLM's code takes for an absent no_repeat_ngram_size; 0, as documented, means the same here."""
 SMALLEST, LARGEST = 1e-10, 1e10
 """What logits may be divided by, or multiplied with; LARGEST is also the most that is added to them or taken
-from them. Other numbers have no use, and float32 arithmetic with them ends in values that are no numbers."""
+from them. Other numbers have no use, and float32 arithmetic with them ends in infinity or NaN."""
 
 _T = TypeVar("_T")
 
@@ -58,7 +58,7 @@ _TOKEN_IDS = Range("token ids", lambda value: True)  # `check_token_ids` knows t
 
 @dataclass(frozen=True, slots=True)
 class BodyField:
-    """What OpenAI's body, with the fields that vLLM adds, calls a control.
+    """A control's field in the body of the OpenAI API, with vLLM's additions.
 
     Attributes:
         name: The field.
@@ -79,7 +79,7 @@ class BodyField:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorField:
-    """What TensorRT-LLM's Executor API calls a control; None is its default there.
+    """A control's field in TensorRT-LLM's Executor API, where its default is None.
 
     Attributes:
         name: The field of its SamplingConfig.
@@ -572,7 +572,7 @@ class SamplingConfig:
 
     @property
     def uses_beams(self) -> bool:
-        """Whether this is a beam search."""
+        """Whether the request is a beam search."""
         return self.beam_width > 1
 
     @property

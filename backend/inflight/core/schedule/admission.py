@@ -203,7 +203,7 @@ class Admission:
             yield llm_request
 
     def blocks_needed(self, llm_request: LlmRequest) -> tuple[PrefixMatch, int, int]:
-        """What the cache holds of a sequence, how many blocks it reserves, and how many of them must be free."""
+        """A sequence's cached prefix, the blocks that it reserves, and how many of these must be free."""
         num_blocks = self._capacity.blocks_to_reserve(llm_request, self._kv_cache.tokens_per_block)
         if llm_request.gives_context:
             match = PrefixMatch()  # every row of its context is wanted

@@ -54,7 +54,7 @@ class _Product:
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """Where a module's ranks are among its product's: pairs, from `first` on."""
+    """The ranks of a module among all ranks of its product: `count` pairs of ranks from pair `first` on."""
 
     first: int
     count: int
@@ -62,7 +62,7 @@ class _Ranks:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Where a module's part of B goes.
+    """The place of a module's part of B in the packed B.
 
     Attributes:
         rows: [halves, 16], its row of every column of the halves of panels that it is in; -1: another's column.
@@ -75,7 +75,7 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where everything goes of a product's modules with given ranks.
+    """The layout of a product's packed B, for modules with given ranks.
 
     Attributes:
         ranges: RankRange of source/layer.h for each 16 columns, [width / 16, 3] int32.
@@ -90,7 +90,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What an adapter adds to a product of one layer, before it is packed.
+    """An adapter's low-rank matrices for a product of one layer, before they are packed.
 
     Attributes:
         layer: Of this rank's layers.
@@ -129,7 +129,7 @@ class PackedAdapter:
 
     @property
     def address(self) -> int:
-        """Of the struct."""
+        """Address of the struct."""
         return ctypes.addressof(self.struct)
 
 
@@ -273,7 +273,7 @@ def _pack_magnitude(part: _Part) -> Tensor | None:
 
 
 def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _Layout:
-    """Where everything of B goes, for the modules that are there."""
+    """Lay out the packed B of a product for the modules that the adapter has."""
     order = np.full(product.width, -1, dtype=np.int64)
     order[: len(product.order)] = product.order.numpy()
     order = order.reshape(-1, HALF)

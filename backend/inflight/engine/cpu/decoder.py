@@ -251,7 +251,7 @@ class NativeDecoder:
         _check(self._library.run(self._handle, batch, x.data_ptr(), first, last, target, half))
 
     def routed(self) -> RoutedStruct:
-        """What layers with experts have taken since this decoder was made."""
+        """Totals over the layers with experts since this decoder was made."""
         routed = RoutedStruct()
         self._library.read_routed(self._handle, routed)
         return routed

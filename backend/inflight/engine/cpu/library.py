@@ -53,7 +53,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class CannotBuild(Exception):
-    """Why there is no compiled code on this machine."""
+    """There is no compiled code on this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +79,7 @@ class Target:
     for_int8: Mapping[str, str]
 
     def instruction_sets(self, dtype: str, int8: bool = False) -> frozenset[str]:
-        """What code for models of this dtype needs."""
+        """The instruction sets that code for models of this dtype needs."""
         return self.needed | self._beyond(dtype, int8).keys()
 
     def flags_anywhere(self, dtype: str, int8: bool = False) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
 
 
 def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
-    """Where `load_library` will take the code from, in words, without loading or compiling it.
+    """Tell in words where `load_library` will take the code from, without loading or compiling it.
 
     Raises CannotBuild, with the reason, where it is known already that there will be none.
     """
@@ -295,7 +295,7 @@ def _build(compiler: list[str], path: Path) -> None:
 
 
 def _described(compiler: list[str]) -> str:
-    """What a compiler's command is for, in a word."""
+    """The kind of code that a compiler's command makes, in a word."""
     if "-DINFLIGHT_INT8" in compiler:
         return "int8"
     return next(dtype for dtype, element in _ELEMENTS.items() if f"-DINFLIGHT_ELEMENT={element}" in compiler)
@@ -332,7 +332,7 @@ def _run(
 def _communicate(
     process: subprocess.Popen[bytes], timeout_s: float, tick: Callable[[], None]
 ) -> tuple[bytes, bytes]:
-    """What a process writes until it ends; TimeoutExpired where it takes longer."""
+    """Return a process's stdout and stderr when it ends; TimeoutExpired where it takes longer."""
     deadline = time.monotonic() + timeout_s
     while (left := deadline - time.monotonic()) > _TICK_S:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -392,7 +392,7 @@ def _digest_of_sources(*more: bytes) -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Where only this user can write, as what lies in it is run; None if there is no place to keep anything."""
+    """The folder for compiled code, which only this user may write, as its files are run; None: there is none."""
     candidates = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
     for candidate in candidates:
         folder = Path(candidate) / "inflight"

@@ -48,7 +48,7 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What is done to the sum of what all ranks gave, before it is added to the residual stream.
+    """The steps between the all-reduce over ranks and the addition to the residual stream.
 
     Attributes:
         bias: Of the last projection, which is added once.

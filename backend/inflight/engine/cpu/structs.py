@@ -1,5 +1,5 @@
-"""What crosses into the compiled code: the structs of source/layer.h, experts.h, penalties.h and masks.h, field
-for field, the functions' signatures, and the decoder that they work on.
+"""The interface of the compiled code: the structs of source/layer.h, experts.h, penalties.h and masks.h, field
+for field, and the functions' signatures.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ShapeStruct(Structure):
 
 
 class LowRankStruct(Structure):
-    """What an adapter adds to a product."""
+    """An adapter's low-rank matrices for a product."""
 
     _fields_ = (
         ("a", c_void_p),
@@ -105,7 +105,7 @@ class LowRankStruct(Structure):
 
 
 class LayerAdapterStruct(Structure):
-    """What an adapter adds to a layer."""
+    """An adapter's low-rank matrices for a layer."""
 
     _fields_ = (
         ("qkv", LowRankStruct),
@@ -116,7 +116,7 @@ class LayerAdapterStruct(Structure):
 
 
 class AdapterStruct(Structure):
-    """What a LoRA adapter adds to every layer, and the most ranks that it adds to a product."""
+    """A LoRA adapter: its matrices for every layer, and the most ranks of any product."""
 
     _fields_ = (("layers", c_void_p), ("ranks", c_int32))
 
@@ -137,7 +137,7 @@ class BatchStruct(Structure):
 
 
 class RoutedStruct(Structure):
-    """What layers with experts have taken since the decoder was made: see `Routed` of source/experts.h."""
+    """Totals over the layers with experts since the decoder was made: `Routed` of source/experts.h."""
 
     _fields_ = (("ns", c_int64), ("experts", c_int64))
 

@@ -290,7 +290,7 @@ class Decoder:
         return self._row_parallel(layer.down, self._operations.activate(layer.up(x)))
 
     def _mix(self, x: Tensor, layer: LayerWeights, experts: ExpertWeights[Linear]) -> Tensor:
-        """A layer's experts, and the MLP beside them. Of a sum over ranks each has computed what it holds."""
+        """Compute a layer's experts and the MLP beside them, summed over the ranks, each of which has a part."""
         config = self._held.experts
         assert config is not None, "the layer has experts"
         given = mix_experts(x, experts, config, self._operations.activate)
@@ -304,7 +304,7 @@ class Decoder:
     def _add(
         self, x: Tensor, computed: Tensor, post_norm: Norm | None, norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream with what attention or MLP gave, and that as `norm` hands it on."""
+        """Add the output of attention or MLP to the residual stream; return the sum, and it after `norm`."""
         return self._operations.add_norm(x, self._norm(computed, post_norm), norm)
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def build_progress(module: Any) -> Iterator[Any]:
-    """Around a build; gives an IProgressMonitor of TensorRT's for all of its plans.
+    """Show the progress of a build; yields an IProgressMonitor of TensorRT's for all of its plans.
 
     Args:
         module: TensorRT.

@@ -66,7 +66,7 @@ def _read_latent(config: ConfigFile, *, interleaved: bool) -> LatentAttention:
 
 
 def _read_experts(config: ConfigFile, alias: str) -> ExpertsConfig:
-    """What both have in common; the router takes the likeliest experts of all. `alias`: of n_routed_experts."""
+    """Read the keys that V2 and V3 share; experts are chosen among all. `alias`: that of n_routed_experts."""
     num_layers = config.positive_int("num_hidden_layers")
     width = config.positive_int("moe_intermediate_size")
     num_dense = config.value("first_k_dense_replace")

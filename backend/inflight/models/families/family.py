@@ -1,4 +1,4 @@
-"""What a family of models is: how its config.json is read, and what its tensors are called.
+"""A family of models: how its config.json is read, and the names of its tensors.
 
 What families share when they read config.json, sliding windows among it, is here too.
 """

@@ -19,9 +19,9 @@ from inflight.models.families.family import (
 from inflight.models.rope import longest_sequence, read_rope
 
 _QWEN3_HEAD_DIM = 128  # where the key is absent
-# Whatever it says, the window is `sliding_window`.
+# Any value is accepted, as `sliding_window` alone decides in these families.
 _WINDOW_IS_USED = {"use_sliding_window": (None, True, False)}
-# Those of query, key and value are, whatever it says.
+# Any value is accepted, as query, key and value always have biases in this family.
 _BIASES_ARE_THERE = {"attention_bias": (None, True, False)}
 
 
@@ -231,7 +231,7 @@ def _read_smollm3(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_rotating_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have positions: 1 or true in `no_rope_layers`, in spite of its name."""
+    """Whether each layer has rotary positions: 1 or true in `no_rope_layers`, in spite of its name."""
     interval = config.int_or_none("no_rope_layer_interval") or _SMOLLM3_INTERVAL
     listed = config.value("no_rope_layers")
     if listed is None:

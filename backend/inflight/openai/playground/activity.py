@@ -1,4 +1,4 @@
-"""What the engine is doing, in the few figures that the playground shows: no ids, no lengths, nobody's requests.
+"""The engine's activity, as the few figures that the playground shows: nothing of single requests.
 
 However many pages look, the engine is asked twice a second at most. Event loop; the engine is asked on a thread of
 the session.

@@ -46,7 +46,7 @@ async def get_page() -> HTMLResponse:
 
 @playground_router.get("/playground/state")
 async def get_state(request: Request) -> dict[str, Any]:
-    """What the engine is doing, in a few figures (`Activity.read`); raises what the engine client raises."""
+    """The engine's activity in a few figures (`Activity.read`); raises what the engine client raises."""
     state = request.app.state
     if not hasattr(state, "playground_activity"):
         state.playground_activity = Activity(context_of(request).session)

@@ -44,7 +44,7 @@ def test_products_are_those_of_torch(kind: str, shape: tuple[int, int, int], dty
 
 def test_every_float8() -> None:
     bits = torch.arange(256, dtype=torch.uint8).view(16, 16)
-    bits[(bits & 127) == 127] = 0  # no numbers
+    bits[(bits & 127) == 127] = 0  # NaN
     levels = bits.view(torch.float8_e4m3fn)
     linear = module(GroupedMatrix(levels, torch.ones(16, 1), None, 16, None, 8), torch.float32)
     assert torch.equal(linear(torch.eye(16)), levels.float().T)

@@ -363,7 +363,7 @@ inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<C>& gro
     for (int g = 0; g < groups.count; ++g) {
       const Floats weight = exp_ps(sub(load_aligned(&state.scores[m][g * kLanes]), shift));
       total = add(total, weight);
-      if constexpr (C::kHasScales) {  // what is not seen may have a scale that is no number
+      if constexpr (C::kHasScales) {  // keys that are masked may have a NaN scale
         const Mask counts = differ(weight, floats(0.0f));
         E::store_operand(&state.weights[m][g * kLanes],
                          mul(counts, weight, load(groups.value_scales[g], counts)));

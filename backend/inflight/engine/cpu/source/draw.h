@@ -114,7 +114,7 @@ class Drawer {
     double sum = 0;
     for (const Candidate& each : candidates_)
       if ((sum += each.weight) > target) return each.token;
-    return candidates_.back().token;  // only what is no number gets there
+    return candidates_.back().token;  // only NaN weights get there
   }
 
   // Rounding may not lead to a token that adds nothing.
@@ -149,7 +149,7 @@ class Drawer {
   static float highest_of(const float* values, int count) {
     const Floats nothing = floats(-std::numeric_limits<float>::infinity());
     Floats highest = nothing;
-    for (int i = 0; i < count; i += kLanes)  // in this order what is no number is left out
+    for (int i = 0; i < count; i += kLanes)  // in this order NaN is left out
       highest = max(load_or(nothing, values + i, first_lanes(count - i)), highest);
     return largest_of(highest);
   }

@@ -10,7 +10,7 @@
 namespace inflight {
 
 // Values of one token, or of two, in pairs along tokens. Beside a sequence's last token comes zero: another sequence may
-// have left there what is no number. A token that is the second of its pair joins the first, which is there.
+// have left NaN there. A token that is the second of its pair joins the first, which is there.
 inline void store_pairs(uint16_t* target, const uint16_t* first, const uint16_t* second, bool is_second, int count) {
   for (int i = 0; i < count; i += kLanes) {
     const Mask mask = first_lanes(count - i);

@@ -45,7 +45,7 @@ class Routing {
   float gate(int64_t row) { return scores(row)[experts_]; }
 
   // Finds a row's experts, those with the highest scores, of equal ones the first, and what they weigh: their
-  // probabilities, of all experts or of these. Scores that are no numbers give weights that are none.
+  // probabilities, of all experts or of these. NaN scores give NaN weights.
   void choose(int64_t row) {
     float* scores = this->scores(row);
     int32_t* chosen = chosen_.get() + row * per_row_;

@@ -27,7 +27,7 @@ struct AsComputed {
 // -127 .. 127 at equal distances.
 struct Int8Levels : Int8ToFloats {
   static constexpr float kLargest = 127.0f;
-  // The bytes of numbers of at most `kLargest`; what is no number becomes 0.
+  // The bytes of numbers of at most `kLargest`; NaN becomes 0.
   static Ints round(Floats numbers) { return to_ints(is_number(numbers), numbers); }
 };
 

@@ -163,7 +163,7 @@ inline void stream(float* p, Floats x) {
 inline void end_streams() { _mm_sfence(); }
 inline void spin_pause() { _mm_pause(); }
 
-// Floats. `min` and `max` give the second where one is no number.
+// Floats. `min` and `max` give the second where either is NaN.
 inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
 inline Floats sub(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
 inline Floats mul(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
@@ -226,7 +226,7 @@ inline Mask compare(Floats a, Floats b) {
 inline Mask less(Floats a, Floats b) { return compare<_CMP_LT_OQ>(a, b); }
 inline Mask at_least(Floats a, Floats b) { return compare<_CMP_GE_OQ>(a, b); }
 inline Mask equal(Floats a, Floats b) { return compare<_CMP_EQ_OQ>(a, b); }
-inline Mask differ(Floats a, Floats b) { return compare<_CMP_NEQ_UQ>(a, b); }  // also what is no number
+inline Mask differ(Floats a, Floats b) { return compare<_CMP_NEQ_UQ>(a, b); }  // also where either is NaN
 inline Mask is_number(Floats x) { return compare<_CMP_ORD_Q>(x, x); }
 inline Mask is_no_number(Floats x) { return compare<_CMP_UNORD_Q>(x, x); }
 inline Mask is_no_number(Mask mask, Floats x) { return mask & is_no_number(x); }

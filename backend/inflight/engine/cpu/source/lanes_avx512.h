@@ -50,7 +50,7 @@ inline void stream(float* p, Floats x) { _mm512_stream_ps(p, x); }
 inline void end_streams() { _mm_sfence(); }
 inline void spin_pause() { _mm_pause(); }
 
-// Floats. `min` and `max` give the second where one is no number.
+// Floats. `min` and `max` give the second where either is NaN.
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
@@ -80,7 +80,7 @@ inline Floats select(Mask mask, Floats yes, Floats no) { return _mm512_mask_mov_
 inline Mask less(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline Mask at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline Mask equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
-inline Mask differ(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }  // also what is no number
+inline Mask differ(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }  // also where either is NaN
 inline Mask is_number(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q); }
 inline Mask is_no_number(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
 inline Mask is_no_number(Mask mask, Floats x) { return _mm512_mask_cmp_ps_mask(mask, x, x, _CMP_UNORD_Q); }

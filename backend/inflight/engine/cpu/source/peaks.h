@@ -9,7 +9,7 @@
 namespace inflight {
 
 struct Peak {
-  float highest;  // no number where any of the row is none
+  float highest;  // NaN where any logit of the row is
   int64_t token;  // of equal ones, the first
 };
 

@@ -8,8 +8,8 @@ namespace inflight {
 // Within 2 units in the last place for what it is used for (arguments from -inf to 88).
 inline Floats exp_ps(Floats x) {
   const Floats low = floats(-104.0f), high = floats(88.72283f);
-  const Mask vanishes = less(x, low);  // exp is 0 there; -inf - -inf would be no number
-  x = min(high, max(low, x));  // in this order what is no number stays none
+  const Mask vanishes = less(x, low);  // exp is 0 there; -inf - -inf would be NaN
+  x = min(high, max(low, x));  // in this order NaN stays NaN
   const Floats n = rounded(mul(x, floats(1.44269504088896341f)));
   Floats r = fnmadd(n, floats(0.693359375f), x);
   r = fnmadd(n, floats(-2.12194440e-4f), r);
@@ -87,7 +87,7 @@ inline Floats activate(int32_t kind, Floats x) {
 template <class E>
 inline Floats clamped_swiglu(Floats gate, Floats gated, float limit, float alpha) {
   const Floats highest = floats(limit), lowest = floats(-limit);
-  gate = min(highest, gate);  // in this order what is no number stays none
+  gate = min(highest, gate);  // in this order NaN stays NaN
   gated = min(highest, max(lowest, gated));
   const Floats steep = mul(gate, floats(alpha));
   const Floats open = mul(gate, E::kPair == 2 ? rough_sigmoid_ps(steep) : sigmoid_ps(steep));

@@ -73,7 +73,7 @@ def _round_head(numbers, LEVELS: tl.constexpr) -> Any:
     has_no_number = tl.max((is_number == 0).to(tl.int32), axis=0) > 0
     scale = tl.where(has_no_number, float("nan"), scale)
     scaled = tl.div_rn(numbers, tl.zeros_like(numbers) + scale)
-    # Of what is no number, 0.
+    # NaN becomes 0.
     scaled = tl.where(scaled == scaled, scaled, 0.0)
     if LEVELS == 1:
         # A sum with 1.5 * 2**23 has the nearest integer as its last bits.
