@@ -126,7 +126,7 @@ def test_a_value_that_does_not_fit_is_not_sent(server, client, prompt, options, 
 
 def test_an_unknown_option_is_an_error(client) -> None:
     with pytest.raises(
-        TypeError, match="unknown option 'topk'; there are max_tokens, .*temperature, .*top_k, "
+        TypeError, match=r"unknown option 'topk'; there are max_tokens, .*temperature, .*top_k, "
     ):
         client.generate("x", topk=5)
 
