@@ -183,3 +183,12 @@ def test_streams_in_flight_go_on_while_others_are_refused_and_answered(server) -
 def tokens_of(answers: list[Answer]) -> list[int]:
     assert not [answer.error for answer in answers if answer.error]
     return [token for answer in answers for token in answer.ids]
+
+
+def test_an_input_that_does_not_fit_is_an_error_that_names_no_region(server) -> None:
+    """tritonserver's own error, which is told before a model sees the request."""
+    tensors = request(new_tokens=1)
+    tensors["draft_logits"] = np.zeros((1, 2, 16 << 20 >> 1), np.float32)
+    with pytest.raises(InferenceServerException, match=r"shared memory pool size for key '…'"):
+        unary(server.grpc, **tensors)
+    assert unary(server.grpc, **request(new_tokens=3)).as_numpy("output_ids").shape[-1] == 103

@@ -72,6 +72,11 @@ def add(request, shape, kind=INT32):
     error = call(request, b"ids", kind, (ctypes.c_int64 * len(shape))(*shape), ctypes.c_uint64(len(shape)))
     return None if error is None else error.decode()
 
+def new_error(text):
+    call = library.TRITONSERVER_ErrorNew
+    call.restype = ctypes.c_char_p
+    return call(5, text.encode()).decode()
+
 def byte_size_after(output):
     kind = ctypes.c_int()
     none = [None] * 7
@@ -149,6 +154,12 @@ def run(libraries: str, folder: Path, expression: str) -> object:
 def test_shapes(libraries, tmp_path, shape, kind, says):
     error = run(libraries, tmp_path, f"add(new_request('model'), {shape}, {kind})")
     assert error is None if says is None else error.startswith("3 ids: got") and says in error
+
+
+def test_an_error_of_the_python_backends_does_not_name_its_region(libraries, tmp_path):
+    text = "Failed to increase the shared memory pool size for key 'inflight-server-ab-1' to 8 bytes: ENOSPC"
+    found = run(libraries, tmp_path, f"[new_error({text!r}), new_error('for key x')]")
+    assert found == [f"5 {text.replace('inflight-server-ab-1', '…')}", "5 for key x"]
 
 
 def test_an_empty_tensor_of_a_model_without_batches_is_passed_on(libraries, tmp_path):

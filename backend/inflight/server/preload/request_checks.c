@@ -8,7 +8,8 @@
  * What is refused ends tritonserver 2.51 or its Python backend: a batch of no requests (SIGSEGV), a shape whose
  * number of bytes overflows or is larger than any message (SIGSEGV, abort or std::bad_alloc), and classes of an
  * output of texts (SIGFPE). JSON that is nested deeper than a thread's stack (SIGSEGV) loses its connection, as the
- * parser cannot be stopped. A compressed body unpacks to as much as an uncompressed one may have.
+ * parser cannot be stopped. A compressed body unpacks to as much as an uncompressed one may have. An error that names
+ * a region of shared memory loses the name.
  *
  * Models are told when the metrics page is read, so that it has what was answered before (triton/metrics_on_demand.py).
  */
@@ -180,6 +181,20 @@ static bool is_batch(const Request* request) {
     return true;
   }
   return (flags & BATCH_FIRST_DIM) != 0;
+}
+
+/* Errors go to clients as they are. The Python backend's own names its region of shared memory where that has no more
+ * room: the log gets that, and the client the text without the name. */
+Error* TRITONSERVER_ErrorNew(int code, const char* text) {
+  static const char before[] = "shared memory pool size for key '";
+  if (error_new == NULL) error_new = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
+  const char* name = text == NULL ? NULL : strstr(text, before);
+  const char* end = name == NULL ? NULL : strchr(name + sizeof before - 1, '\'');
+  if (end == NULL) return error_new(code, text);
+  char said[1024];
+  snprintf(said, sizeof said, "%.*s…%.512s", (int)(name + sizeof before - 1 - text), text, end);
+  fprintf(stderr, "%s\n", text);
+  return error_new(code, said);
 }
 
 static Error* refusal(const char* name, const char* shape, const char* expected) {
