@@ -52,13 +52,17 @@ def _check_candidates(
     got: BeamCandidates, expected: list[tuple[int, int, float]], count: int, request: Request
 ) -> None:
     assert len(got.rows) == len(got.token_ids) == len(got.scores) == count
-    assert got.scores == pytest.approx([score for *_, score in expected[:count]], abs=1e-3, rel=1e-5)
     rate = request.sampling.beam_search_diversity_rate
     ranks = [score + rate * row for row, _, score in expected]
-    for index, ((row, token, _), (rank, after)) in enumerate(zip(expected[:count], pairwise([*ranks, -1e9]))):
+    got_ranks = [score + rate * row for row, score in zip(got.rows, got.scores, strict=True)]
+    assert got_ranks == pytest.approx(ranks[:count], abs=1e-3, rel=1e-5)
+    for index, ((row, token, score), (rank, after)) in enumerate(
+        zip(expected[:count], pairwise([*ranks, -1e9]))
+    ):
         if not is_apart(rank, after) or rank == after:
             return  # rounding may have turned this and the next
         assert (got.rows[index], got.token_ids[index]) == (row, token)
+        assert got.scores[index] == pytest.approx(score, abs=1e-3, rel=1e-5)
 
 
 def _check_details(got: BeamCandidates, rows: list[list[float]], request: Request) -> None:
