@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.errors import InvalidArgument
 from inflight.sampling import reference
-from tests.decoding.factories import Row, beams_of, choose_tokens, decode_rows, make_request
-from tests.decoding.margins import is_decided
-from tests.decoding.strategies import logits_rows, requests
-from tests.decoding.test_pipeline import exhaustive
+from tests.sampling.factories import Row, beams_of, choose_tokens, decode_rows, make_request
+from tests.sampling.margins import is_decided
+from tests.sampling.strategies import logits_rows, requests
+from tests.sampling.test_pipeline import exhaustive
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
