@@ -10,12 +10,7 @@ from inflight.control_files import files
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 
 ROOT = Path(__file__).parents[1]
-DECLARATION, RULE, ORACLE, COMPILED_RULE = (
-    "backend/inflight/core/request/sampling_config.py",
-    "top_k_top_p.py",
-    "reference.py",
-    "draw.h",
-)
+DECLARATION, RULE, ORACLE, COMPILED_RULE = "sampling_config.py", "top_k_top_p.py", "reference.py", "draw.h"
 
 
 def test_the_files_are_what_the_declarations_say() -> None:
@@ -42,5 +37,5 @@ def test_a_control_is_named_by_its_declaration_its_rule_and_the_oracle_alone() -
     )  # fmt: skip
     naming = [path for path in listed.stdout.split() if not path.startswith("tests/") and path not in written]
     assert sorted(re.sub(r".*/", "", path) for path in naming) == sorted(
-        ["sampling_config.py", ORACLE, RULE, COMPILED_RULE]
+        [DECLARATION, ORACLE, RULE, COMPILED_RULE]
     )

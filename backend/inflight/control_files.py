@@ -12,7 +12,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from inflight.core.request.sampling_config import CONTROLS, NEUTRAL, Control, ExecutorField
+from inflight.core.request.control import Control, ExecutorField
+from inflight.core.request.sampling_config import CONTROLS, NEUTRAL
 
 _HEAD = "Written by scripts/write_configs from inflight/core/request/sampling_config.py: change that."
 _NUMPY_TYPES = {"FP32": "float32", "INT32": "int32", "UINT64": "uint64"}
@@ -114,11 +115,11 @@ def playground_settings() -> str:
         if control.body is not None and not control.body.of_openai:
             extra.append(control.body.name)
         if control.body is not None and control.setting is not None:
-            shown = control.setting
+            name, shown = control.body.name, control.setting
             setting = {
-                "field": control.body.name,
-                "label": shown.label,
-                "usual": shown.usual,
+                "field": name,
+                "label": name.replace("_", " ").capitalize(),
+                "usual": shown.usual or f"{control.body.default:g}",
                 "hint": shown.hint,
             }
             groups.setdefault(shown.group, []).append(setting)

@@ -20,7 +20,8 @@ from numbers import Real
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from inflight.core.request.sampling_config import CONTROLS, Range
+from inflight.core.request.control import Range
+from inflight.core.request.sampling_config import CONTROLS
 from inflight.executor.errors import InvalidValue
 
 _T = TypeVar("_T")

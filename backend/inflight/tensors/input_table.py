@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.core.request.sampling_config import CONTROLS, NEUTRAL, Control
+from inflight.core.request.control import Control
+from inflight.core.request.sampling_config import CONTROLS, NEUTRAL
 from inflight.tensors.spec import (
     EMPTY,
     NO_TEXT,
