@@ -78,7 +78,7 @@ class SamplingConfig:
         _within(1, MAX_BEAM_WIDTH),
         "beams of a beam search; 1: none",
         example=4,
-        body=BodyField(is_number=False, name="n"),
+        body=BodyField(of_openai=True, is_number=False, name="n"),
         executor=ExecutorField(_at_least(1), "1 by default"),
         on_command_line=True,
     )
@@ -88,7 +88,7 @@ class SamplingConfig:
         _ANY,  # checked beside beam_width
         "sequences to sample; of beams, how many of the best",
         example=2,
-        body=BodyField(is_number=False, name="n"),
+        body=BodyField(of_openai=True, is_number=False, name="n"),
         executor=ExecutorField(_at_least(1), "1, or all beams, by default"),
     )
     temperature: float = _declare(

@@ -68,4 +68,4 @@ const SAMPLING_GROUPS = [
 ];
 
 /** Fields that the client of OpenAI has no argument for. */
-const EXTRA_FIELDS = ["allowed_token_ids", "early_stopping", "length_penalty", "min_p", "min_tokens", "n", "no_repeat_ngram_size", "repetition_penalty", "top_k", "top_n_sigma"];
+const EXTRA_FIELDS = ["allowed_token_ids", "early_stopping", "length_penalty", "min_p", "min_tokens", "no_repeat_ngram_size", "repetition_penalty", "top_k", "top_n_sigma"];
