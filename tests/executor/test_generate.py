@@ -79,6 +79,14 @@ def test_sequences_and_beams(executor) -> None:
     assert len(scores) == 2 and scores[0] >= scores[1]
 
 
+def test_a_stop_string_cuts_the_texts_of_beams(executor) -> None:
+    beams = {"max_tokens": 12, "sampling_config": trtllm.SamplingConfig(2), "end_id": -1}
+    whole = [each.text for each in executor.generate(PROMPT, **beams).sequences]
+    stop = whole[0][10:13]
+    answer = executor.generate(PROMPT, **beams, stop=[stop])
+    assert [each.text for each in answer.sequences] == [text.partition(stop)[0] for text in whole]
+
+
 class _Handed:
     """In the place of Generating: keeps the requests that it was to hand on."""
 

@@ -55,6 +55,7 @@ from inflight.executor.results import Answer, Answers, Asked
 from inflight.executor.sampling import OutputConfig, SamplingConfig
 from inflight.file_names import native, readable
 from inflight.hub import find_checkpoint
+from inflight.prompt import engine_streams
 from inflight.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -312,9 +313,14 @@ class Executor:
                 core = to_core_request(request, self._described().limits)
             except InvalidArgument as error:
                 raise ExecutorError(f"prompt {len(converted)}: {error}") from error
-            # Where a text may have to stop, somebody has to look at it as it comes.
-            core = replace(core, lora=adapters[len(converted)])
-            converted.append(replace(core, streaming=bool(stop), end_ids=core.end_ids or eos_token_ids))
+            converted.append(
+                replace(
+                    core,
+                    lora=adapters[len(converted)],
+                    streaming=engine_streams(False, tuple(stop), core.sampling.uses_beams),
+                    end_ids=core.end_ids or eos_token_ids,
+                )
+            )
         most_at_once = self._num_slots + self._max_queue_size if self._max_queue_size else None
         generated = Generating(client, converted, stop, tokenizer).run(most_at_once, progress)
         return generated[0] if is_one_prompt(prompts) else generated

@@ -95,7 +95,7 @@ class Generating:
 
     Args:
         client: To the engine.
-        requests: One for each prompt; those with stop strings have to stream.
+        requests: One for each prompt; they stream where `engine_streams` says so.
         stop_strings: Texts that end an output.
         tokenizer: For text; None: there is none.
     """
