@@ -10,7 +10,8 @@ import pytest
 
 import inflight.executor as trtllm
 from inflight.core.request.adapter import LoraRequest
-from tests.executor.conftest import PROMPT
+from inflight.errors import Unavailable
+from tests.executor.conftest import PROMPT, make_executor
 
 LONG = 30_000  # so that it is still in flight, however busy the machine is
 
@@ -83,6 +84,23 @@ def test_a_request_that_cannot_be_served_is_an_error(executor) -> None:
 
     (response,) = asyncio.run(main())
     assert "40000" in response.error_msg
+
+
+def test_what_the_engine_does_not_take_raises_and_leaves_its_place_in_the_queue(
+    checkpoint, monkeypatch
+) -> None:
+    def refuse(*_) -> None:
+        raise Unavailable("the engine is gone")
+
+    with make_executor(checkpoint, max_batch_size=1, max_beam_width=1, max_queue_size=1) as executor:
+        with monkeypatch.context() as patch:
+            patch.setattr(executor._engine.client, "submit", refuse)
+            for _ in range(3):
+                with pytest.raises(trtllm.ExecutorError, match="the engine is gone"):
+                    asyncio.run(collect(executor, trtllm.Request(PROMPT, 2)))
+                with pytest.raises(trtllm.ExecutorError, match="the engine is gone"):
+                    executor.enqueue_requests([trtllm.Request(PROMPT, 2)] * 2)
+        assert asyncio.run(collect(executor, trtllm.Request(PROMPT, 2)))
 
 
 def test_the_request_stays_as_it_was(executor) -> None:

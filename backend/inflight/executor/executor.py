@@ -213,12 +213,12 @@ class Executor:
         for each in prepared:
             try:
                 handle = self._submit(client, each, self._enqueued.put)
-            except InflightError as error:
-                for left in prepared[len(handles) :]:
+            except ExecutorError:
+                for left in prepared[len(handles) + 1 :]:
                     self._enqueued.retract(left.answers.num_sequences)
                 for taken in handles:
                     taken.stop()
-                raise ExecutorError(str(error)) from error
+                raise
             self._enqueued.open(handle.request_id, each.answers)
             handles.append(handle)
         return [handle.request_id for handle in handles]
@@ -467,7 +467,10 @@ class Executor:
     def _submit(
         self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[Answer], None]
     ) -> RequestHandle:
-        """Give a request to the engine, or its refusal to `hand_on`; returns its handle."""
+        """Give an announced request to the engine, or its refusal to `hand_on`; returns its handle.
+
+        Raises ExecutorError if the engine does not take it; then it is announced no longer.
+        """
         answers, enqueued, own = prepared.answers, self._enqueued, self._own_post_processors
         core, post_processor = prepared.request, prepared.post_processor
 
@@ -478,10 +481,14 @@ class Executor:
                     own.forget(response.request_id)
             hand_on(answers.add(response))
 
-        if core is not None and post_processor is not None:
-            return own.submit(post_processor, lambda: client.submit(core, on_response))
-        if core is not None:
-            return client.submit(core, on_response)
+        try:
+            if core is not None and post_processor is not None:
+                return own.submit(post_processor, lambda: client.submit(core, on_response))
+            if core is not None:
+                return client.submit(core, on_response)
+        except InflightError as error:
+            enqueued.retract(answers.num_sequences)
+            raise ExecutorError(str(error)) from error
         request_id = client.reserve_id()
         on_response(CoreResponse(request_id, error=prepared.error, is_final=True))
         return RequestHandle(request_id, client.stop)
