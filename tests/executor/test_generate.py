@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 import inflight.executor as trtllm
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.request import Request as CoreRequest
+from inflight.errors import Unavailable
 from inflight.executor import executor as executor_module
 from tests.executor.conftest import PROMPT, make_executor
 
@@ -131,6 +132,15 @@ def test_more_prompts_than_the_queue_takes(checkpoint: Path, reference) -> None:
 def test_one_prompt_that_cannot_be_served_fails_the_call(executor) -> None:
     with pytest.raises(trtllm.ExecutorError, match=r"prompt 1: .*40000"):
         executor.generate([[5], [5] * 40_000], max_tokens=3)
+
+
+def test_a_prompt_that_the_engine_does_not_take_fails_the_call(executor, monkeypatch) -> None:
+    def refuse(*_) -> None:
+        raise Unavailable("the engine is gone")
+
+    monkeypatch.setattr(executor._engine.client, "submit", refuse)
+    with pytest.raises(trtllm.ExecutorError, match="prompt 0: the engine is gone"):
+        executor.generate(PROMPT)
 
 
 @pytest.mark.parametrize("prompts", [[], [[5], 5], [5, [5]], ["text", 5]])

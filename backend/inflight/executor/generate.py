@@ -19,6 +19,7 @@ from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.endpoint.delivery import Delivery
+from inflight.errors import InflightError
 from inflight.executor.errors import ExecutorError, InvalidValue
 from inflight.prompt import Output, Prompt, ReplyOptions
 from inflight.serving.reply import NewText, Reply, new_text
@@ -145,7 +146,10 @@ class Generating:
             index = next(waiting, None)
             if index is None:
                 return
-            handle = self._client.submit(self._requests[index], self._delivery.put)
+            try:
+                handle = self._client.submit(self._requests[index], self._delivery.put)
+            except InflightError as error:
+                raise ExecutorError(f"prompt {index}: {error}") from error
             self._in_flight[handle.request_id] = index, handle
 
     def _num_sequences(self) -> int:
