@@ -385,8 +385,7 @@ def _counting_iterations(
 def _wait_until_sent(
     client: LocalEngineClient, takes_all_processors: bool, rank_context: RankContext | None
 ) -> WaitUntilSent | None:
-    """A function that lets responses be sent between iterations, for a model that uses every processor
-    itself.
+    """A function that lets responses be sent between iterations, for a model that uses all processors.
 
     None with several ranks: the others wait for this one in a broadcast, on processors that senders would need.
     """

@@ -2,7 +2,7 @@
 
 They are for those that cannot read these: the client is installed alone, and a browser runs the playground.
 OpenAI's body and the Executor's SamplingConfig get their fields as source text, which type checkers and editors
-read. Run by `scripts/write_configs`; a test holds the files equal to what this writes. Pure.
+read. Run by `scripts/write_configs`; a test holds the files equal to what this writes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Observers of the loop beside its callbacks: recorder, watchdog, recent statistics, metrics, answers to
-`state`.
+"""Observers of the loop: recorder, watchdog, recent statistics, metrics, answers to `state`.
 
 All of it is optional but the answers, and none of it decides anything. The loop says what happens, on its own
 thread; the watchdog has a thread of its own, and any thread may read statistics and ask for the state.
@@ -354,9 +353,7 @@ NO_INSTRUMENTS = Instruments()
 
 
 def _describe(scheduler: Scheduler) -> str:
-    """A summary of the current iteration for the watchdog's log; called by its thread, only while the loop
-    hangs.
-    """
+    """A summary of the current iteration, for the watchdog's thread, and only while the loop hangs."""
     running = scheduler.running_sequences
     in_flight = [r for r in running if r.num_scheduled_tokens]
     ids = ", ".join(str(request_id) for request_id in dict.fromkeys(r.request_id for r in in_flight))

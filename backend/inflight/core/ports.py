@@ -1,6 +1,4 @@
-"""The interfaces that the core and the loop need from outside: Protocols and callback types, no
-implementations.
-"""
+"""Protocols and callback types that the core and the loop need from outside, without implementations."""
 
 from __future__ import annotations
 

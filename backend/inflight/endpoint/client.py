@@ -121,8 +121,7 @@ class SocketEngineClient:
         return self._connected().adapters(command, timeout_s)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """The reports that the engine has kept since the last call; raises Unavailable if it cannot be
-        reached.
+        """The reports that the engine has kept since the last call; raises Unavailable without an engine.
 
         Not for a callback of `submit`, as `state`.
         """

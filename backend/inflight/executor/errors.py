@@ -1,6 +1,4 @@
-"""The errors of the Executor API: RuntimeErrors, as in TensorRT-LLM's bindings, and part of this package's
-tree.
-"""
+"""The errors of the Executor API: RuntimeErrors, as in TensorRT-LLM's bindings, and InflightErrors."""
 
 from __future__ import annotations
 

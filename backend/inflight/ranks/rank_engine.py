@@ -182,9 +182,7 @@ class RankEngine:
         self._engine.close()
 
     def _compute(self, flight: _Flight) -> Any | None:
-        """The hidden states that this stage computes from those of the stage before; None if the batch has
-        failed.
-        """
+        """The hidden states or logits that follow from the stage before; None if the batch has failed."""
         batch, hidden = flight.batch, None
         if not self._mapping.is_first_stage:
             hidden = self._link.receive(batch.num_tokens)

@@ -259,9 +259,7 @@ def _of_tokens(result: Result) -> Iterator[AdditionalOutput]:
 
 
 def _additional_rows(results: list[Result]) -> tuple[AdditionalOutput, ...]:
-    """Combine additional outputs: the prompt's once, as all sequences share it, and one tensor of each
-    sequence's tokens.
-    """
+    """Combine additional outputs: the prompt's once, as all share it, and a tensor of each sequence's tokens."""
     of_sequences = [{output.name: output.tensors[0] for output in _of_tokens(result)} for result in results]
     return tuple(
         AdditionalOutput(output.name, tuple(each.get(output.name, _NO_ROWS) for each in of_sequences))

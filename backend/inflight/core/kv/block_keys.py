@@ -1,5 +1,4 @@
-"""The keys of KV blocks: digests of all that a block's content follows from, and the scopes that share
-blocks.
+"""Keys of KV blocks: digests of all that a block's content follows from, and the scopes that share blocks.
 
 A block's key is the blake2b digest of its parent's key, its tokens and their extra ids, so that equal keys mean
 equal prefixes. Python's `hash()` would not do: it is salted, collides for -1 and -2, and collisions can be made on

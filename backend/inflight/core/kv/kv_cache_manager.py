@@ -145,9 +145,7 @@ class KvCacheManager:
         return tuple(self._tables[key].block_ids)
 
     def block_counts(self, key: int) -> BlockCounts:
-        """The counts of blocks that a running sequence found in the cache, and did not find, when it was
-        admitted.
-        """
+        """The counts of blocks that a running sequence found in the cache, and missed, when it was admitted."""
         table = self._tables[key]
         return BlockCounts(table.num_new, table.num_reused, table.num_missed)
 

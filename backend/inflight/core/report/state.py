@@ -182,9 +182,7 @@ class Introspection:
         )
 
     def _why(self, llm_request: LlmRequest, place: int) -> str:
-        """The reason why a sequence waits; exact for the first ones only, because it takes digests of whole
-        prompts.
-        """
+        """The reason why a sequence waits; exact for the first ones only, as it takes digests of whole prompts."""
         if place >= _MOST_LOOKED_UP:
             return f"is behind {place} others"
         return self.admission.why_waiting(llm_request, self.isolation.retrying)

@@ -191,9 +191,7 @@ class BeamSearch:
         return _Ranked(cumulative, cumulative / self._divisor(self._num_generated), node, reason)
 
     def _divisor(self, length: int) -> float:
-        """The divisor of a score at this length: `length ** length_penalty`, or the largest float where that
-        overflows.
-        """
+        """The divisor of a score: `length ** length_penalty`, or the largest float where that overflows."""
         try:
             return float(length) ** self._length_penalty
         except OverflowError:

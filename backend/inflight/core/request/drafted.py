@@ -43,9 +43,7 @@ class DraftedRequest(Request):
                 raise InvalidArgument(f"num_draft_tokens is {self.num_draft_tokens}: leave {tensor} out then")
 
     def _unsupported(self) -> dict[str, bool]:
-        """By tensor, whether the request uses a feature that drafting does not support, as each round is a
-        new request.
-        """
+        """By tensor, whether the request uses what drafting does not support: each round is a new request."""
         return {
             "beam_width": self.sampling.uses_beams,
             "num_return_sequences": self.sampling.num_sequences > 1,

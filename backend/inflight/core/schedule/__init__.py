@@ -1,4 +1,1 @@
-"""The scheduling: which requests wait, start and run, with how many tokens, and the batch for the device.
-
-Pure.
-"""
+"""Scheduling: which requests wait, start and run, with how many tokens, and the device's batch. Pure."""

@@ -158,9 +158,7 @@ class _Template:
     own_roles: dict[str, RoleFate] = field(default_factory=dict[str, RoleFate])
 
     def fate_of(self, role: str) -> RoleFate:
-        """The fate of messages of a role; finding it for one of the template's own roles takes several
-        renderings.
-        """
+        """The fate of messages of a role; for one of the template's own it takes several renderings to find."""
         fate = self.roles.get(role) or self.own_roles.get(role)
         if fate is None:
             if role not in self.constants:
