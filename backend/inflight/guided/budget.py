@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import thread_time
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide
 from inflight.errors import InvalidArgument
-from inflight.guided.backend import GuideBackend, MaskJob, Matcher, over_budget
+from inflight.guided.backend import DeadEnd, GuideBackend, MaskJob, Matcher, over_budget
 from inflight.guided.vocabulary import GuideVocabulary
 
 _AT_ONCE_S = 0.1
@@ -95,6 +96,10 @@ class BudgetedMatcher:
                 break
             try:
                 self._spend_on_draft(drafts[place])
+            except DeadEnd as failure:
+                _clear_bit(masks[row + place], drafts[place])
+                error = None if masks[row + place].any() else failure
+                break
             except InvalidArgument as failure:
                 return failure
             place += 1
@@ -111,8 +116,10 @@ class BudgetedMatcher:
     def _spend_on_draft(self, token_id: int) -> None:
         """Go on with a token that may be taken back: it adds nothing to the budget."""
         began_s = thread_time()
-        self.matcher.consume((token_id,))
-        self._left_s -= thread_time() - began_s
+        try:
+            self.matcher.consume((token_id,))
+        finally:
+            self._left_s -= thread_time() - began_s
 
     def fork(self) -> BudgetedMatcher:
         """A matcher of its own that has come as far, with as much left, less what it took to make it."""
@@ -127,8 +134,13 @@ def try_out(backend: GuideBackend, vocabulary: GuideVocabulary, guide: Guide, co
     Raises:
         InvalidArgument: That takes more than the budget: so it would in a request.
     """
-    rng = random.Random(0)
     matcher = BudgetedMatcher(backend.load(guide, compiled), Budget.of_vocabulary(vocabulary))
+    with suppress(DeadEnd):  # a request's text may come to none
+        _follow(backend, vocabulary, matcher)
+
+
+def _follow(backend: GuideBackend, vocabulary: GuideVocabulary, matcher: BudgetedMatcher) -> None:
+    rng = random.Random(0)
     masks = np.zeros((1, vocabulary.num_words), dtype=np.int32)
     for _ in range(_TRIAL_TOKENS):
         if error := matcher.fill(backend, 0, (), masks):
@@ -142,3 +154,7 @@ def try_out(backend: GuideBackend, vocabulary: GuideVocabulary, guide: Guide, co
 
 def _has_bit(words: NDArray[np.int32], index: int) -> bool:
     return bool(int(words[index // 32]) >> (index % 32) & 1)
+
+
+def _clear_bit(words: NDArray[np.int32], index: int) -> None:
+    words.view(np.uint32)[index // 32] &= ~np.uint32(1 << index % 32)

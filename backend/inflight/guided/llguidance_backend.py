@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
-from inflight.guided.backend import MaskJob, Matcher, over_budget, refusal
+from inflight.guided.backend import DeadEnd, MaskJob, Matcher, over_budget, refusal
 from inflight.guided.schemas import followed_schema
 from inflight.guided.schemas.distinct import EqualItems, ItemWatch, Places
 from inflight.guided.structural_tags import as_lark, read_tags
@@ -78,11 +78,17 @@ class LLMatcher:
         if token_ids and not self.matcher.consume_tokens(list(token_ids)):
             raise _failure(self.matcher, f"it does not allow the tokens {list(token_ids)}")
         if self.watch is not None:
-            try:
-                for token_id in token_ids:
+            for place, token_id in enumerate(token_ids):
+                try:
                     self.watch.read(self._tokens[token_id])
-            except EqualItems:
-                raise _equal_items() from None
+                except EqualItems:
+                    self.watch.take_back(place)
+                    self.matcher.rollback(len(token_ids))
+                    raise _equal_items() from None
+                except RecursionError:
+                    raise refusal(
+                        "the text is nested too deeply to compare items, and uniqueItems is true"
+                    ) from None
 
     def rollback(self, num_tokens: int) -> None:
         """As `Matcher.rollback`."""
@@ -228,11 +234,12 @@ def _failure(matcher: llguidance.LLMatcher, otherwise: str = "") -> InvalidArgum
     return over_budget() if _OVER_BUDGET.search(said) else refusal(_explained(said) if said else otherwise)
 
 
-def _equal_items() -> InvalidArgument:
-    return refusal(
+def _equal_items() -> DeadEnd:
+    reason = refusal(
         "the text came to where an item of an array has to be equal to one before it, and uniqueItems is true "
         "there. Leave uniqueItems out and check the answer, or lower minItems"
     )
+    return DeadEnd(str(reason))
 
 
 def _explained(reason: str) -> str:
