@@ -74,7 +74,6 @@ class LLMatcher:
         self._tokens = tokens
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """As `Matcher.consume`."""
         if token_ids and not self.matcher.consume_tokens(list(token_ids)):
             raise _failure(self.matcher, f"it does not allow the tokens {list(token_ids)}")
         if self.watch is not None:
@@ -91,7 +90,6 @@ class LLMatcher:
                     ) from None
 
     def rollback(self, num_tokens: int) -> None:
-        """As `Matcher.rollback`."""
         self.matcher.rollback(num_tokens)
         if self.watch is not None:
             self.watch.take_back(num_tokens)
@@ -102,7 +100,6 @@ class LLMatcher:
         return _failure(self.matcher) if self.matcher.is_error() else None
 
     def fork(self) -> LLMatcher:
-        """As `Matcher.fork`."""
         return LLMatcher(self.matcher.deep_copy(), self._tokens, self.watch and self.watch.copy())
 
 
@@ -121,7 +118,7 @@ class LLGuidanceBackend:
         self._executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
 
     def compile(self, guide: Guide) -> bytes:
-        """As `GuideBackend.compile`: the guide as llguidance's own kind of grammar, and its first mask."""
+        """Write the guide as llguidance's own kind of grammar, and prove it by its first mask."""
         grammar = _unforced(self._grammar(guide))
         try:
             self._prove(grammar)
@@ -132,13 +129,13 @@ class LLGuidanceBackend:
         return grammar.encode()
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
-        """As `GuideBackend.load`. The GIL is released meanwhile."""
+        """Make a matcher of the grammar; the GIL is released meanwhile."""
         is_watched = guide.type is GuideType.JSON_SCHEMA and "uniqueItems" in guide.text
         watch = ItemWatch(Places(guide.text)) if is_watched else None
         return LLMatcher(self._matcher(compiled.decode()), self._vocabulary.tokens, watch)
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """As `GuideBackend.fill`, without the GIL."""
+        """Fill the masks without the GIL, then ban in them what would make items equal."""
         matchers = [job.matcher for job in jobs]
         own = [each for each in matchers if isinstance(each, LLMatcher)]
         assert len(own) == len(jobs), "matchers of another backend"
