@@ -91,6 +91,13 @@ def test_items_that_were_taken_back_may_come() -> None:
         followed.matcher(guide({"type": "string"})).consume(list(b'["x","y","x"'))
 
 
+def test_a_keyword_that_is_spelled_by_an_escape_counts() -> None:
+    text = r'{"type": "array", "items": {"type": "integer"}, "unique\u0049tems": true}'
+    matcher = grammars().matcher(Guide(GuideType.JSON_SCHEMA, text))
+    with pytest.raises(InvalidArgument, match="has to be equal to one before it"):
+        matcher.consume(list(b"[1,1]"))
+
+
 def test_a_guide_whose_trial_comes_to_a_dead_end_may_be_used() -> None:
     tokens = [b"[", b'"', b"a", b","]
     vocabulary = GuideVocabulary.of_size(len(tokens), tokens, ())

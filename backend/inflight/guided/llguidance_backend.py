@@ -130,7 +130,9 @@ class LLGuidanceBackend:
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
         """Make a matcher of the grammar; the GIL is released meanwhile."""
-        is_watched = guide.type is GuideType.JSON_SCHEMA and "uniqueItems" in guide.text
+        # An escape may spell the keyword too.
+        is_named = "uniqueItems" in guide.text or "\\u" in guide.text
+        is_watched = guide.type is GuideType.JSON_SCHEMA and is_named
         watch = ItemWatch(Places(guide.text)) if is_watched else None
         return LLMatcher(self._matcher(compiled.decode()), self._vocabulary.tokens, watch)
 
