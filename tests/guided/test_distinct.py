@@ -11,6 +11,7 @@ import pytest
 
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
+from inflight.guided import budget
 from inflight.guided.backend import make_backend
 from inflight.guided.budget import try_out
 from inflight.guided.grammars import Grammars, MaskRows
@@ -29,6 +30,12 @@ LISTS: dict[str, Any] = {
     "properties": {"a": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}},
     "required": ["a"],
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No budget is used up, however slow the machine is."""
+    monkeypatch.setattr(budget, "thread_time", lambda: 0.0)
 
 
 def grammars() -> Grammars:
@@ -74,6 +81,18 @@ def test_a_draft_that_would_make_an_item_equal_is_banned_and_ends_nothing() -> N
     assert has_bit(masks[0], quote) and not has_bit(masks[1], end) and has_bit(masks[1], token(b","))
     assert (masks[2:] == -1).all()
     matcher.consume(list(b'y" }]'))
+
+
+def test_drafts_that_come_to_a_dead_end_are_banned_up_to_where_another_token_may_come() -> None:
+    followed = grammars()
+    items = {"type": ["boolean", "null"], "not": {"const": []}}  # without `not` the arrays would be listed
+    matcher = followed.matcher(guide(items))
+    masks = np.full((5, VOCABULARY.num_words), -1, dtype=np.int32)
+    matcher.consume(list(b"[true,"))
+    assert not followed.fill([MaskRows(matcher, 0, tuple(b"true"))], masks)
+    assert not has_bit(masks[0], token(b"t")) and has_bit(masks[0], token(b"f"))
+    assert (masks[1:] == -1).all()
+    matcher.consume(list(b"null"))
 
 
 def test_items_that_were_taken_back_may_come() -> None:

@@ -34,7 +34,7 @@ class MaskRows:
     Attributes:
         matcher: As it was, afterwards.
         row: Of the first mask; the others go below it.
-        drafts: The draft tokens; the masks behind one that may not come are left as they are.
+        drafts: The draft tokens; the masks behind one that may not come allow everything, as they did before.
     """
 
     matcher: BudgetedMatcher
