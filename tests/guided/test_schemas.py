@@ -220,6 +220,7 @@ def test_keywords_of_every_draft_are_followed(
             [[7, 7], [7, 7, 1]],
             [[7], [7, 7, 7], [7, 1]],
         ),
+        ({"contains": {"const": 7}, "maxContains": 0}, [7, {}], [[7], [], [1]]),
         (
             {
                 "oneOf": [
@@ -349,6 +350,10 @@ def test_a_property_has_one_spelling(backend: GuideBackend) -> None:
         ({"oneOf": [{"type": "null"}, {"type": "null"}]}, "oneOf has no value"),
         ({"contains": {"type": "null"}, "prefixItems": [{}]}, "contains beside prefixItems"),
         ({"contains": {"type": "null"}, "minContains": 21}, "contains beside .* or for more than 20 items"),
+        (
+            {"contains": {"type": "null"}, "minContains": 2**53},
+            "contains beside .* or for more than 20 items",
+        ),
         ({"contains": {"pattern": "a"}, "maxContains": 1}, "at #/contains: maxContains cannot be followed"),
         ({"not": {"pattern": "a"}}, "at #/not: not cannot be followed"),
         ({"if": {"multipleOf": 3}, "then": False}, "at #/if: if cannot be followed"),

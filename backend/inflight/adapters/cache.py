@@ -141,7 +141,6 @@ class HostAdapterCache:
     # ---------------------------------------------------------------- the loop thread
 
     def submit(self, request_id: int, lora: LoraRequest) -> None:
-        """As `AdapterCache.submit`."""
         key = replace(lora, weights=None)
         with self._lock:
             try:
@@ -157,7 +156,6 @@ class HostAdapterCache:
                 self._waiting[request_id] = key
 
     def update(self) -> AdapterUpdate:
-        """As `AdapterCache.update`."""
         if not (self._stored or self._events or self._dropped):
             return AdapterUpdate()
         with self._lock:
@@ -166,7 +164,6 @@ class HostAdapterCache:
         return update
 
     def forget(self, request_id: int) -> None:
-        """As `AdapterCache.forget`."""
         with self._lock:
             self._events.pop(request_id, None)
             self.waiting_weights.remove(request_id)

@@ -27,15 +27,12 @@ class AdapterCommands:
         self._folders = folders
 
     def expect_weights(self, request_id: int, num_bytes: int) -> None:
-        """As `Adapters.expect_weights`."""
         self.cache.waiting_weights.add(request_id, num_bytes)
 
     def give_up_weights(self, request_id: int) -> None:
-        """As `Adapters.give_up_weights`."""
         self.cache.waiting_weights.remove(request_id)
 
     def list_adapters(self) -> list[AdapterState]:
-        """As `Adapters.list_adapters`."""
         folders = {name: str(folder) for name, folder in self._folders.named().items()}
         kept = [
             AdapterState(
@@ -55,14 +52,12 @@ class AdapterCommands:
         ]
 
     def load(self, name: str, path: str, timeout_s: float) -> None:
-        """As `Adapters.load`."""
         loading = self._load_as(name, path) if path else self.cache.load(name)
         if not wait([loading], timeout_s).done:
             raise Unavailable(f"the adapter {name} is still being read after {timeout_s:g} s")
         loading.result()
 
     def unload(self, name: str, task_id: int | None) -> None:
-        """As `Adapters.unload`."""
         self.cache.unload(name if task_id is None else task_id)
 
     def _load_as(self, name: str, path: str) -> Future[AdapterInfo]:

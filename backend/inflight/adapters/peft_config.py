@@ -69,7 +69,7 @@ class PeftConfig:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> PeftConfig:
-        """As `load`, of the file's object."""
+        """Read the file's object; raises InvalidArgument as `load`."""
         _refuse(values)
         read = _Reader(values)
         layers = values.get("layers_to_transform")

@@ -16,11 +16,20 @@ from inflight.guided.vocabulary import GuideVocabulary
 BACKENDS = ("llguidance", "xgrammar")
 
 
+class DeadEnd(InvalidArgument):
+    """One text cannot be continued by its guide; other texts of the guide can."""
+
+
 class Matcher(Protocol):
     """How far one sequence has come in its guide. One thread at a time."""
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Go on with tokens; raises InvalidArgument if the guide does not allow them, or cannot be followed on."""
+        """Go on with tokens.
+
+        Raises:
+            DeadEnd: The masks allow them, and the guide does not all the same; none of them was consumed.
+            InvalidArgument: The guide does not allow them, or cannot be followed any further.
+        """
         ...
 
     def rollback(self, num_tokens: int) -> None:

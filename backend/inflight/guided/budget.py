@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import thread_time
 
@@ -17,13 +18,15 @@ from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide
 from inflight.errors import InvalidArgument
-from inflight.guided.backend import GuideBackend, MaskJob, Matcher, over_budget
+from inflight.guided.backend import DeadEnd, GuideBackend, MaskJob, Matcher, over_budget
 from inflight.guided.vocabulary import GuideVocabulary
 
 _AT_ONCE_S = 0.1
 _A_TOKEN_S = 0.005
 _A_TOKEN_AND_WORD_S = 1e-7
 _TRIAL_TOKENS = 8
+_ALL = -1
+"""Every word of a mask that allows everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +82,54 @@ class BudgetedMatcher:
     ) -> InvalidArgument | None:
         """Fill the mask of the next token and those behind draft tokens, as far as these may come.
 
+        A draft token behind which the text comes to a dead end may not come: nobody has chosen it yet.
+
         Args:
             backend: The library.
-            row: Of the first mask; the others go below it, and those behind a token that may not come are left
-                as they are.
+            row: Of the first mask; the others go below it, and those behind a token that may not come allow
+                everything.
             drafts: The draft tokens.
-            masks: As of `GuideBackend.fill`.
+            masks: As of `GuideBackend.fill`; the rows below the first allow everything.
 
         Returns:
             Why the guide cannot be followed on, if it cannot. Masks are filled up to there.
         """
-        place = 0
-        while (error := self._fill_one(backend, row + place, masks)) is None:
-            if place == len(drafts) or not _has_bit(masks[row + place], drafts[place]):
-                break
-            try:
-                self._spend_on_draft(drafts[place])
-            except InvalidArgument as failure:
-                return failure
-            place += 1
+        error, place = self._fill_one(backend, row, masks), 0
+        while error is None and place < len(drafts) and _has_bit(masks[row + place], drafts[place]):
+            error = self._try_draft(backend, drafts[place], row + place + 1, masks)
+            if error is None:
+                place += 1
+            elif isinstance(error, DeadEnd):
+                _clear_bit(masks[row + place], drafts[place])
+                while place and not masks[row + place].any():
+                    masks[row + place] = _ALL
+                    place -= 1
+                    self.matcher.rollback(1)
+                    _clear_bit(masks[row + place], drafts[place])
+                if masks[row + place].any():
+                    error = None
         if error is None and place:
             self.matcher.rollback(place)
+        return error
+
+    def _try_draft(
+        self, backend: GuideBackend, token_id: int, row: int, masks: NDArray[np.int32]
+    ) -> InvalidArgument | None:
+        """Go on with a token that may be taken back, which adds nothing to the budget, and fill the mask behind.
+
+        At a dead end it is taken back at once, and the mask allows everything.
+        """
+        began_s = thread_time()
+        try:
+            self.matcher.consume((token_id,))
+        except InvalidArgument as failure:
+            return failure
+        finally:
+            self._left_s -= thread_time() - began_s
+        error = self._fill_one(backend, row, masks)
+        if isinstance(error, DeadEnd):
+            self.matcher.rollback(1)
+            masks[row] = _ALL
         return error
 
     def _fill_one(self, backend: GuideBackend, row: int, masks: NDArray[np.int32]) -> InvalidArgument | None:
@@ -107,12 +137,6 @@ class BudgetedMatcher:
         errors = backend.fill([MaskJob(self.matcher, row)], masks)
         self._left_s -= thread_time() - began_s
         return over_budget() if self.is_over else errors.get(0)
-
-    def _spend_on_draft(self, token_id: int) -> None:
-        """Go on with a token that may be taken back: it adds nothing to the budget."""
-        began_s = thread_time()
-        self.matcher.consume((token_id,))
-        self._left_s -= thread_time() - began_s
 
     def fork(self) -> BudgetedMatcher:
         """A matcher of its own that has come as far, with as much left, less what it took to make it."""
@@ -127,8 +151,13 @@ def try_out(backend: GuideBackend, vocabulary: GuideVocabulary, guide: Guide, co
     Raises:
         InvalidArgument: That takes more than the budget: so it would in a request.
     """
-    rng = random.Random(0)
     matcher = BudgetedMatcher(backend.load(guide, compiled), Budget.of_vocabulary(vocabulary))
+    with suppress(DeadEnd):  # a request's text may come to none
+        _follow(backend, vocabulary, matcher)
+
+
+def _follow(backend: GuideBackend, vocabulary: GuideVocabulary, matcher: BudgetedMatcher) -> None:
+    rng = random.Random(0)
     masks = np.zeros((1, vocabulary.num_words), dtype=np.int32)
     for _ in range(_TRIAL_TOKENS):
         if error := matcher.fill(backend, 0, (), masks):
@@ -142,3 +171,7 @@ def try_out(backend: GuideBackend, vocabulary: GuideVocabulary, guide: Guide, co
 
 def _has_bit(words: NDArray[np.int32], index: int) -> bool:
     return bool(int(words[index // 32]) >> (index % 32) & 1)
+
+
+def _clear_bit(words: NDArray[np.int32], index: int) -> None:
+    words.view(np.uint32)[index // 32] &= ~np.uint32(1 << index % 32)

@@ -91,7 +91,6 @@ class ChildCompiler:
         self._thread.start()
 
     def submit(self, request_id: int, guide: Guide) -> None:
-        """As `GuideCompiler.submit`."""
         num_bytes = len(guide.text.encode(errors="surrogatepass"))
         with self._lock:
             failure = self._failures.get(guide)
@@ -114,7 +113,6 @@ class ChildCompiler:
                 self._jobs.put(guide)
 
     def forget(self, request_id: int) -> None:
-        """As `GuideCompiler.forget`."""
         with self._lock:
             guide = self._guides.pop(request_id, None)
             if guide is None:
@@ -125,7 +123,6 @@ class ChildCompiler:
             self._events = [each for each in self._events if each.request_id != request_id]
 
     def events(self) -> tuple[GuideEvent, ...]:
-        """As `GuideCompiler.events`."""
         if not self._events:
             return ()
         with self._lock:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
@@ -34,7 +34,7 @@ class MaskRows:
     Attributes:
         matcher: As it was, afterwards.
         row: Of the first mask; the others go below it.
-        drafts: The draft tokens; the masks behind one that may not come are left as they are.
+        drafts: The draft tokens; the masks behind one that may not come allow everything, as they did before.
     """
 
     matcher: BudgetedMatcher
@@ -123,6 +123,7 @@ class Grammars:
         """
         errors: dict[int, InvalidArgument] = {}
         together = [index for index, each in enumerate(asked) if not each.drafts]
+        measured: Iterable[int] = range(len(asked))
         if len(together) > _FEW_MASKS and not self._is_to_measure:
             began_s = monotonic()
             jobs = [MaskJob(asked[index].matcher.matcher, asked[index].row) for index in together]
@@ -130,12 +131,14 @@ class Grammars:
             expected_s = self._budget.token_s * (1 + len(together) / self._num_threads / _FEW_MASKS)
             self._is_to_measure = monotonic() - began_s > expected_s
             errors |= {together[index]: error for index, error in failed.items()}
+            measured = (index for index, each in enumerate(asked) if each.drafts)
         else:
             self._is_to_measure = False
-            together = []
-        for index in sorted(set(range(len(asked))) - set(together)):
+        for index in measured:
             one = asked[index]
             if error := one.matcher.fill(self._backend, one.row, one.drafts, masks):
                 errors[index] = error
-        over = (index for index, each in enumerate(asked) if each.matcher.is_over)
-        return {**{index: over_budget() for index in over}, **errors}
+        for index, each in enumerate(asked):
+            if each.matcher.is_over:
+                errors.setdefault(index, over_budget())
+        return errors

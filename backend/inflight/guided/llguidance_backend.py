@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
-from inflight.guided.backend import MaskJob, Matcher, over_budget, refusal
+from inflight.guided.backend import DeadEnd, MaskJob, Matcher, over_budget, refusal
 from inflight.guided.schemas import followed_schema
 from inflight.guided.schemas.distinct import EqualItems, ItemWatch, Places
 from inflight.guided.structural_tags import as_lark, read_tags
@@ -74,18 +74,22 @@ class LLMatcher:
         self._tokens = tokens
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """As `Matcher.consume`."""
         if token_ids and not self.matcher.consume_tokens(list(token_ids)):
             raise _failure(self.matcher, f"it does not allow the tokens {list(token_ids)}")
         if self.watch is not None:
-            try:
-                for token_id in token_ids:
+            for place, token_id in enumerate(token_ids):
+                try:
                     self.watch.read(self._tokens[token_id])
-            except EqualItems:
-                raise _equal_items() from None
+                except EqualItems:
+                    self.watch.take_back(place)
+                    self.matcher.rollback(len(token_ids))
+                    raise _equal_items() from None
+                except RecursionError:
+                    raise refusal(
+                        "the text is nested too deeply to compare items, and uniqueItems is true"
+                    ) from None
 
     def rollback(self, num_tokens: int) -> None:
-        """As `Matcher.rollback`."""
         self.matcher.rollback(num_tokens)
         if self.watch is not None:
             self.watch.take_back(num_tokens)
@@ -96,7 +100,6 @@ class LLMatcher:
         return _failure(self.matcher) if self.matcher.is_error() else None
 
     def fork(self) -> LLMatcher:
-        """As `Matcher.fork`."""
         return LLMatcher(self.matcher.deep_copy(), self._tokens, self.watch and self.watch.copy())
 
 
@@ -115,7 +118,7 @@ class LLGuidanceBackend:
         self._executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
 
     def compile(self, guide: Guide) -> bytes:
-        """As `GuideBackend.compile`: the guide as llguidance's own kind of grammar, and its first mask."""
+        """Write the guide as llguidance's own kind of grammar, and prove it by its first mask."""
         grammar = _unforced(self._grammar(guide))
         try:
             self._prove(grammar)
@@ -126,13 +129,15 @@ class LLGuidanceBackend:
         return grammar.encode()
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
-        """As `GuideBackend.load`. The GIL is released meanwhile."""
-        is_watched = guide.type is GuideType.JSON_SCHEMA and "uniqueItems" in guide.text
+        """Make a matcher of the grammar; the GIL is released meanwhile."""
+        # An escape may spell the keyword too.
+        is_named = "uniqueItems" in guide.text or "\\u" in guide.text
+        is_watched = guide.type is GuideType.JSON_SCHEMA and is_named
         watch = ItemWatch(Places(guide.text)) if is_watched else None
         return LLMatcher(self._matcher(compiled.decode()), self._vocabulary.tokens, watch)
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """As `GuideBackend.fill`, without the GIL."""
+        """Fill the masks without the GIL, then ban in them what would make items equal."""
         matchers = [job.matcher for job in jobs]
         own = [each for each in matchers if isinstance(each, LLMatcher)]
         assert len(own) == len(jobs), "matchers of another backend"
@@ -228,11 +233,12 @@ def _failure(matcher: llguidance.LLMatcher, otherwise: str = "") -> InvalidArgum
     return over_budget() if _OVER_BUDGET.search(said) else refusal(_explained(said) if said else otherwise)
 
 
-def _equal_items() -> InvalidArgument:
-    return refusal(
+def _equal_items() -> DeadEnd:
+    reason = refusal(
         "the text came to where an item of an array has to be equal to one before it, and uniqueItems is true "
         "there. Leave uniqueItems out and check the answer, or lower minItems"
     )
+    return DeadEnd(str(reason))
 
 
 def _explained(reason: str) -> str:

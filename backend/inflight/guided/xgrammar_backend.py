@@ -33,17 +33,14 @@ class XGrammarMatcher:
         self.matcher = matcher
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """As `Matcher.consume`."""
         for token_id in token_ids:
             if not self.matcher.accept_token(token_id):
                 raise refusal(f"it does not allow token {token_id}")
 
     def rollback(self, num_tokens: int) -> None:
-        """As `Matcher.rollback`."""
         self.matcher.rollback(num_tokens)
 
     def fork(self) -> XGrammarMatcher:
-        """As `Matcher.fork`."""
         return XGrammarMatcher(self.matcher.fork())
 
 
@@ -61,7 +58,7 @@ class XGrammarBackend:
         self._batch = xgrammar.BatchGrammarMatcher(len(os.sched_getaffinity(0)))
 
     def compile(self, guide: Guide) -> bytes:
-        """As `GuideBackend.compile`: the compiled grammar."""
+        """Compile the guide, and prove it by its first mask."""
         try:
             compiled = self._compile(guide)
             matcher = xgrammar.GrammarMatcher(compiled)
@@ -71,12 +68,10 @@ class XGrammarBackend:
         return compiled.serialize_json().encode()
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
-        """As `GuideBackend.load`."""
         grammar = xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._info)
         return XGrammarMatcher(xgrammar.GrammarMatcher(grammar))
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """As `GuideBackend.fill`."""
         matchers = [job.matcher for job in jobs]
         own = [each.matcher for each in matchers if isinstance(each, XGrammarMatcher)]
         assert len(own) == len(jobs), "matchers of another backend"

@@ -160,7 +160,7 @@ class _PackedMatrices:
         self._scales = _take(checkpoint, f"{stack.name}_scales", shape, ("U8",))
 
     def add(self, name: str, shape: tuple[int, int], index: int, rows: slice) -> None:
-        """As `_PlainMatrices.add`; quantized."""
+        """Have these rows of an expert's matrix, of this shape, as a quantized tensor of the checkpoint."""
         num_bytes = shape[0] * shape[1] // _BLOCK * (_BLOCK // 2 + 1)
         info = TensorInfo(self._blocks.info.file, shape, "bfloat16", num_bytes)
         own = index, rows

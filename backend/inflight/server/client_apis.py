@@ -3,8 +3,8 @@
 Whoever may load a model may run code, as a load can bring files, `model.py` among them. Whoever may register
 shared memory may read and write any file in /dev/shm, the Python backend's too. Whoever may change the settings of
 the log and of traces can write files and silence errors. A model's configuration names folders and sockets of this
-machine. So these take a key. A model that has itself loaded
-again, as an orchestrator does, asks tritonserver in process, and needs none.
+machine. So these take a key. A model that has itself loaded again, as an orchestrator does, asks tritonserver in
+process, and needs none.
 """
 
 import re

@@ -48,7 +48,7 @@ def input_arrays(request: Any) -> dict[str, np.ndarray]:
 def _as_array(tensor: Any) -> np.ndarray:
     try:
         return tensor.as_numpy()
-    except Exception:  # of a class that only Triton's stub has
+    except Exception:  # as_numpy refuses BF16, with a class that only Triton's stub has
         bits = _bfloat16_bits(tensor.to_dlpack())
         if bits is None:
             raise

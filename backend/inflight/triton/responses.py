@@ -21,8 +21,6 @@ from inflight.tensors.output_arrays import make_array, without_elements
 from inflight.tensors.output_table import OUTPUTS, is_additional
 from inflight.tensors.reader import NUMPY_TYPES
 
-_NO_PAD = -1
-
 
 class ResponseBuilder:
     """Makes responses with the `triton_python_backend_utils` module it is given.

@@ -112,25 +112,16 @@ def _negated_word(
             kinds = other_kinds(value if isinstance(value, list) else [value])
             return [{"type": kinds}] if kinds else []
         case "const" | "enum":
-            writer.write(
-                Node({keyword: value}, node.path, node.base, node.draft)
-            )  # refuses what no text can have
+            # Refuses what no text can have.
+            writer.write(Node({keyword: value}, node.path, node.base, node.draft))
             return [values_but(value if keyword == "enum" else [value])]
         case "required" if isinstance(value, list):
             return [{"type": "object", "properties": {name: False}} for name in value]
         case "properties" if isinstance(value, dict):
             return _negated_properties(writer, node, cast(dict[str, Any], value), depth, may_leave_out)
         case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
-            other = {
-                "minimum": "exclusiveMaximum",
-                "maximum": "exclusiveMinimum",
-                "exclusiveMinimum": "maximum",
-                "exclusiveMaximum": "minimum",
-            }[keyword]
-            inner = Node(
-                {"type": "number", other: writer.number(node, words, keyword)}, node.path, node.base, 0
-            )
-            return [writer.write(inner)]
+            opposite = {"type": "number", _OPPOSITE_BOUNDS[keyword]: writer.number(node, words, keyword)}
+            return [writer.write(Node(opposite, node.path, node.base, 0))]
         case "minLength" | "minItems":
             count = writer.count(node, words, keyword) or 0
             kind = "string" if keyword == "minLength" else "array"
@@ -153,17 +144,29 @@ def _negated_word(
         case "not":
             return [writer.write(node.inside(value, "not"))]
         case "$ref":
-            target = writer.document.target(node, keyword, value)
-            if target.place in writer.negating:
-                return None
-            writer.negating.add(target.place)
-            opposite = negated(writer, target, depth + 1, may_leave_out)
-            writer.negating.remove(target.place)
-            return None if opposite is None else [opposite]
+            return _negated_target(writer, writer.document.target(node, keyword, value), depth, may_leave_out)
         case _ if keyword in SAYING:
             return None
         case _:
             return []
+
+
+_OPPOSITE_BOUNDS = {
+    "minimum": "exclusiveMaximum",
+    "maximum": "exclusiveMinimum",
+    "exclusiveMinimum": "maximum",
+    "exclusiveMaximum": "minimum",
+}
+
+
+def _negated_target(writer: Writer, target: Node, depth: int, may_leave_out: bool) -> list[Written] | None:
+    """The opposite of a reference's target; None if it cannot be written, or refers to itself."""
+    if target.place in writer.negating:
+        return None
+    writer.negating.add(target.place)
+    opposite = negated(writer, target, depth + 1, may_leave_out)
+    writer.negating.remove(target.place)
+    return None if opposite is None else [opposite]
 
 
 def _negated_parts(

@@ -17,6 +17,8 @@ from inflight.guided.schemas.overlap import distinct_key
 
 _SPACE, _ENDS = b" \t\r\n", b",]} \t\r\n"
 _QUOTE, _BACKSLASH = b'"\\'
+_CLOSED = (b'"', b"]", b"}")
+"""The last bytes of values that no further byte could belong to."""
 
 
 class Places:
@@ -65,7 +67,7 @@ class Place:
     def __init__(self, places: Places, schemas: list[tuple[Node, dict[str, Any]]]) -> None:
         self._places = places
         self._schemas = schemas
-        self._properties: dict[str, Place] = {}
+        self._properties: dict[str | None, Place] = {}  # None: names that no schema has
         self.is_distinct = any(words.get("uniqueItems") is True for _, words in schemas)
 
     @cached_property
@@ -84,7 +86,9 @@ class Place:
 
     def property(self, name: str) -> Place:
         """The place of an object's property."""
-        if name not in self._properties:
+        is_named = any(name in words.get("properties", {}) for _, words in self._schemas)
+        key = name if is_named else None
+        if key not in self._properties:
             nodes: list[Node] = []
             for node, words in self._schemas:
                 named = cast(dict[str, Any], words.get("properties", {}))
@@ -92,14 +96,14 @@ class Place:
                     nodes.append(node.inside(named[name], "properties", name))
                     continue
                 by_pattern = cast(dict[str, Any], words.get("patternProperties", {}))
-                nodes += [node.inside(each, "patternProperties", key) for key, each in by_pattern.items()]
+                nodes += [node.inside(each, "patternProperties", form) for form, each in by_pattern.items()]
                 nodes += [
                     node.inside(words[keyword], keyword)
                     for keyword in ("additionalProperties", "unevaluatedProperties")
                     if keyword in words
                 ]
-            self._properties[name] = self._places.place(nodes)
-        return self._properties[name]
+            self._properties[key] = self._places.place(nodes)
+        return self._properties[key]
 
 
 class _Open(NamedTuple):
@@ -111,8 +115,9 @@ class _Open(NamedTuple):
         is_array: Whether it is an array.
         begin: Where the item that is being read begins, in bytes.
         key: The property that is being read; None: its name is next.
-        items: Of an array whose items differ, those that are whole, as what equal values have alike.
-        texts: And their spellings.
+        items: Of an array whose items differ, the spellings of those that are whole, by what equal values have
+            alike; else None. All states of a text share it: it may hold some that were taken back.
+        num_items: How many of these there are, from the first.
     """
 
     around: _Open | None
@@ -120,17 +125,20 @@ class _Open(NamedTuple):
     is_array: bool
     begin: int = 0
     key: str | None = None
-    items: frozenset[str] = frozenset()
-    texts: tuple[bytes, ...] = ()
-
-    @property
-    def is_distinct(self) -> bool:
-        return self.is_array and self.place.is_distinct
+    items: dict[str, bytes] | None = None
+    num_items: int = 0
 
     @property
     def inside(self) -> Place:
         """The place of the value that is read next."""
         return self.place.item if self.is_array else self.place.property(self.key or "")
+
+    def known(self) -> dict[str, bytes]:
+        """The whole items, once those are dropped that were taken back."""
+        items = {} if self.items is None else self.items
+        while len(items) > self.num_items:
+            items.popitem()
+        return items
 
 
 class _State(NamedTuple):
@@ -171,11 +179,15 @@ class ItemWatch:
         self._states = [_State()]  # behind each token
 
     def read(self, token: bytes) -> None:
-        """Read a token. Raises EqualItems."""
+        """Read a token. Raises EqualItems, and then has not read it."""
         self._text += token
         state = self._states[-1]
-        for byte in token:
-            state = self._step(state, byte)._replace(size=state.size + 1)
+        try:
+            for byte in token:
+                state = self._step(state, byte)._replace(size=state.size + 1)
+        except EqualItems:
+            del self._text[self._states[-1].size :]
+            raise
         self._states.append(state)
 
     def take_back(self, num_tokens: int) -> None:
@@ -185,38 +197,33 @@ class ItemWatch:
             del self._text[self._states[-1].size :]
 
     def copy(self) -> ItemWatch:
-        """A watch of its own that has read as much."""
+        """A watch of its own that has read as much, and can take back only what it reads itself."""
         other = ItemWatch(self._places)
-        other._text, other._states = bytearray(self._text), list(self._states)
+        state = self._states[-1]
+        other._text, other._states = bytearray(self._text), [state._replace(open=_copied(state.open))]
         return other
 
     def banned(self) -> list[bytes]:
         """The bytes that no token may begin with, because they would complete an item equal to an earlier
         one.
+
+        They spell the rest of an item as that of an earlier one, or only close what is open.
         """
         state = self._states[-1]
+        found: list[bytes] = []
+        ends = b'"' if state.is_string else b""
+        is_begun = state.is_string or state.is_scalar
         open_ = state.open
-        if open_ is None:
-            return []
-        if open_.is_distinct and open_.texts:
-            if state.is_scalar:
-                read = bytes(self._text[state.begin :])
-                return [bytes([each]) for each in _ENDS] if self._is_known(open_, read) else []
-            read = bytes(self._text[state.begin :]) if state.is_string else b""
-            closed = (text for text in open_.texts if text[-1:] in (b'"', b"]", b"}"))
-            return [text[len(read) :] for text in closed if text.startswith(read)]
-        around = open_.around
-        if around is not None and around.is_distinct and around.texts and not state.is_string:
-            end = b"]" if open_.is_array else b"}"
-            return [end] if self._is_known(around, bytes(self._text[around.begin :]) + end) else []
-        return []
-
-    def _is_known(self, array: _Open, text: bytes) -> bool:
-        """Whether an item is whole, and equal to one before it."""
-        try:
-            return distinct_key(json.loads(text)) in array.items
-        except ValueError:
-            return False
+        while open_ is not None:
+            if items := open_.known():
+                read = bytes(self._text[open_.begin :]) if is_begun else b""
+                found += _rests(items, read)
+                if is_begun and _is_known(items, read + ends):
+                    found += [ends] if ends else [bytes([each]) for each in _ENDS]
+            ends += b"]" if open_.is_array else b"}"
+            is_begun = True
+            open_ = open_.around
+        return found
 
     def _step(self, state: _State, byte: int) -> _State:
         if state.is_string:
@@ -235,7 +242,9 @@ class ItemWatch:
         if byte in b"[{":
             state = self._begin_value(state)
             place = state.open.inside if state.open is not None else self._places.root
-            return state._replace(open=_Open(state.open, place, byte == b"["[0]))
+            is_array = byte == b"["[0]
+            items = {} if is_array and place.is_distinct else None
+            return state._replace(open=_Open(state.open, place, is_array, items=items))
         if byte in b"]}" and state.open is not None:
             return self._end_value(state._replace(open=state.open.around), state.size + 1)
         if byte == b","[0] and state.open is not None:
@@ -245,7 +254,7 @@ class ItemWatch:
         )
 
     def _begin_value(self, state: _State) -> _State:
-        if state.open is None or not state.open.is_distinct:
+        if state.open is None or state.open.items is None:
             return state
         return state._replace(open=state.open._replace(begin=state.size))
 
@@ -258,10 +267,36 @@ class ItemWatch:
 
     def _end_value(self, state: _State, end: int) -> _State:
         array = state.open
-        if array is None or not array.is_distinct:
+        if array is None or array.items is None:
             return state
         text = bytes(self._text[array.begin : end])
-        key = distinct_key(json.loads(text))
-        if key in array.items:
+        items, key = array.known(), distinct_key(json.loads(text))
+        if key in items:
             raise EqualItems
-        return state._replace(open=array._replace(items=array.items | {key}, texts=(*array.texts, text)))
+        items[key] = text
+        return state._replace(open=array._replace(num_items=len(items)))
+
+
+def _copied(open_: _Open | None) -> _Open | None:
+    """The same arrays and objects with items of their own."""
+    chain: list[_Open] = []
+    while open_ is not None:
+        chain.append(open_)
+        open_ = open_.around
+    copied = None
+    for each in reversed(chain):
+        copied = each._replace(around=copied, items=None if each.items is None else each.known().copy())
+    return copied
+
+
+def _rests(items: Mapping[str, bytes], read: bytes) -> list[bytes]:
+    """The rests of the items that begin as what was read; without numbers and names, which could go on."""
+    return [text[len(read) :] for text in items.values() if text.endswith(_CLOSED) and text.startswith(read)]
+
+
+def _is_known(items: Mapping[str, bytes], text: bytes) -> bool:
+    """Whether a text is a whole item, and equal to one of these."""
+    try:
+        return distinct_key(json.loads(text)) in items
+    except (ValueError, RecursionError):
+        return False

@@ -169,7 +169,7 @@ class Overlaps:
             )
 
     def matches(self, expression: str, text: str) -> bool | None:
-        """As `Matching.matches`."""
+        """Whether a text has a match of an expression of Rust; None if that cannot be told."""
         return self._matching.matches(expression, text)
 
     def shared_types(self, first: Sequence[Node], second: Sequence[Node]) -> set[str]:
@@ -183,7 +183,7 @@ class Overlaps:
         depth: int,
         chosen: frozenset[str] = frozenset(),
     ) -> set[str]:
-        """As `shared_types`; `chosen` are the paths of alternatives that one was already chosen of."""
+        """Find `shared_types`; `chosen` has the paths of alternatives that one was already chosen of."""
         self.count_step(second[-1])
         a, b = self.facts(first), self.facts(second)
         shared = a.types & b.types

@@ -248,7 +248,7 @@ class Writer:
         contained = self._contained(node, words)
         if contained is not None:
             least = max(least or 0, contained[0])
-            if words["contains"] in (True, {}):
+            if words["contains"] in (True, {}) or contained[0] > contained[1]:
                 most = min(most if most is not None else LARGEST, contained[1])
             else:
                 self._write_contained(node, words, contained, parts)
@@ -292,14 +292,14 @@ class Writer:
     ) -> None:
         """Have the items that `contains` asks for come first: a grammar for any place would be one for each."""
         least, most = counts
-        inner = node.inside(words["contains"], "contains")
-        part: dict[str, Any] = {"prefixItems": [self.write(inner)] * least}
         if {"prefixItems", "unevaluatedItems"} & words.keys() or least > _MOST_CONTAINED:
             raise refused(
                 node.path,
                 f"contains beside prefixItems or unevaluatedItems, or for more than {_MOST_CONTAINED} items, "
                 "cannot be followed: say with prefixItems alone which come where",
             )
+        inner = node.inside(words["contains"], "contains")
+        part: dict[str, Any] = {"prefixItems": [self.write(inner)] * least}
         if most < LARGEST:
             opposite = choices.negated(self, inner)
             if opposite is None:
