@@ -18,11 +18,7 @@ LINE_TIMEOUT_S = 120.0
 
 
 class Command:
-    """The command with free ports, started by construction; without an OpenAI endpoint unless it gets a port.
-
-    Attributes:
-        begun_s: When, by the monotonic clock.
-    """
+    """The command with free ports, started by construction; without an OpenAI endpoint unless it gets a port."""
 
     def __init__(self, repository: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "inflight.server", "--model-repository", str(repository), *arguments]
@@ -31,7 +27,6 @@ class Command:
                 command += [f"--{service}-port", "0"]
         if "--openai-port" not in arguments:
             command += ["--no-openai"]
-        self.begun_s = time.monotonic()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", bufsize=1
         )

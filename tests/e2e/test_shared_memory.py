@@ -23,7 +23,6 @@ from tritonclient.utils import InferenceServerException
 from .clients import TIMEOUT_S, Answer, Stream, ask, unary, wait_until
 
 SIZE_MIB = 48  # of which six models take 4 MiB each from the start
-ROW_BYTES = 3072 * 4  # one token's logits, of the demo model
 NEW_TOKENS = 900  # 10.5 MiB of logits
 MOUNT = f'mount -t tmpfs -o size={SIZE_MIB}m tmpfs /dev/shm && exec "$0" "$@"'
 

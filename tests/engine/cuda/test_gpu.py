@@ -356,9 +356,7 @@ def test_graphs_give_exactly_what_their_operations_give(zoo: Zoo, case: str) -> 
     """Filled up to the same numbers of rows, since matrix products of others may be rounded otherwise."""
     model = zoo[case]
     recorded = _grow_and_shrink(_load_graphed(model), model)
-    with mock.patch(
-        "inflight.engine.cuda.graph_capture.GraphCapture", lambda device: lambda operations: operations
-    ):
+    with mock.patch(_CAPTURE, lambda device: lambda operations: operations):
         launched = _grow_and_shrink(_load_graphed(model), model)
     for (tokens, logits), (expected_tokens, expected) in zip(recorded, launched, strict=True):
         assert tokens == expected_tokens
@@ -385,9 +383,7 @@ def test_adapters_recorded_and_launched_one_by_one(zoo: Zoo, case: str) -> None:
     for row, oracle in zip(exact, oracles, strict=True):
         assert row.generated == oracle.greedy(tuple(row.tokens[:30]), len(row.generated))
     recorded = serve_all(_load_graphed(model))
-    with mock.patch(
-        "inflight.engine.cuda.graph_capture.GraphCapture", lambda device: lambda operations: operations
-    ):
+    with mock.patch(_CAPTURE, lambda device: lambda operations: operations):
         launched = serve_all(_load_graphed(model))
     for row, other, oracle in zip(recorded, launched, oracles, strict=True):
         assert torch.equal(torch.stack(row.logits), torch.stack(other.logits))

@@ -49,7 +49,8 @@ CPU = torch.device("cpu")
 BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-2}
 
 
-def shapes() -> Iterator[tuple[dict[str, Any], torch.dtype, KvRounding | None]]:
+def shapes() -> Iterator[Any]:
+    """Parameters of a test: changes of a decoder, the dtype, and the rounding of the KV cache."""
     draw, changes = random.Random(0), {}
     for _ in range(14):
         kv_heads, head_dim = draw.choice([1, 2, 3]), draw.choice([8, 24, 64, 80])
@@ -63,9 +64,9 @@ def shapes() -> Iterator[tuple[dict[str, Any], torch.dtype, KvRounding | None]]:
             "activation": draw.choice(["silu", "gelu", "gelu_tanh", "relu"]),
             "qk_norm": draw.choice([None, "heads"]),
         }
-        yield changes, draw.choice([torch.float32, torch.float16]), None
-    for rounding in (INT8_LEVELS, FP8_LEVELS):
-        yield changes, torch.float32, rounding
+        yield pytest.param(changes, draw.choice([torch.float32, torch.float16]), None)
+    for name, rounding in (("int8", INT8_LEVELS), ("fp8", FP8_LEVELS)):
+        yield pytest.param(changes, torch.float32, rounding, id=name)
 
 
 def decoder_of(zoo: Zoo, case: str = "llama-gqa", **changes: Any) -> DecoderConfig:
