@@ -148,6 +148,14 @@ def test_layers_without_a_compiler(compiler: Path):
     assert "no C++ compiler" in found[0].says
 
 
+@pytest.mark.parametrize("target", ["avx2", "neon"])
+def test_layers_for_a_target_that_cannot_be_had(compiler: Path, monkeypatch: pytest.MonkeyPatch, target: str):
+    monkeypatch.setenv("INFLIGHT_CPU_TARGET", target)
+    found = list(machine.check_layers(has_gpu=False))
+    assert {(each.level, each.mend) for each in found} == {(YELLOW, "unset INFLIGHT_CPU_TARGET")}
+    assert all(target in each.says for each in found)
+
+
 def test_layers_on_a_processor_that_lacks_a_part_of_avx512(compiler: Path, monkeypatch: pytest.MonkeyPatch):
     flags = AVX512 - {"avx512_bf16"} | {"avx2", "fma", "f16c"}
     monkeypatch.setattr(library, "_processor_flags", lambda: flags)

@@ -113,6 +113,8 @@ def check_layers(has_gpu: bool) -> Iterator[Finding]:
 def _mend_layers(reason: str) -> str:
     if "compiler" in reason:
         return "apt-get install g++"
+    if "INFLIGHT_CPU_TARGET" in reason:
+        return "unset INFLIGHT_CPU_TARGET"
     if "processor lacks" in reason:
         return "a processor with AVX2, FMA and F16C (Haswell, Zen or later)"
     return "c++ --version (does the compiler work?)"

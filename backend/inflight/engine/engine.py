@@ -65,27 +65,27 @@ class ModelEngine:
 
     @property
     def decoder_config(self) -> DecoderConfig:
-        """As `ModelRunner.decoder_config`."""
+        """The checkpoint's description of the model."""
         return self.runner.decoder_config
 
     @property
     def dtype(self) -> str:
-        """As `ModelRunner.dtype`."""
+        """The dtype of weights, activations and KV cache: float32, bfloat16 or float16."""
         return self.runner.dtype
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """As `ModelRunner.eos_token_ids`."""
+        """Ids that end a sequence, by the checkpoint."""
         return self.runner.eos_token_ids
 
     @property
     def kernels(self) -> str:
-        """As `ModelRunner.kernels`."""
+        """The implementation of the layers: "native", "torch", "transformers" or "tensorrt"."""
         return self.runner.kernels
 
     @property
     def recorded(self) -> RecordedKinds:
-        """As `ModelRunner.recorded`."""
+        """The kinds of batches that are recorded as CUDA graphs."""
         return self.runner.recorded
 
     @torch.inference_mode()
@@ -147,12 +147,11 @@ class ModelEngine:
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """As `Runner.remember`; so does the Sampler, for the logits post-processors that it calls."""
+        """Take over tokens that another rank has chosen: slots are fed them next, post-processors see them."""
         self.runner.remember(batch, output)
         self.sampler.remember(batch, output)
 
     def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
-        """As `Runner.forget`."""
         self.runner.forget(batch, since)
 
     def close(self) -> None:

@@ -147,13 +147,13 @@ class KvCache:
             memory.index_fill_(2, block_ids, 0)
 
     def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:
-        """As `BlockCache.prepare`: nothing, as rows read blocks where they lie."""
+        """Nothing: rows read blocks where they lie."""
 
     def forget(self, batch: ScheduledBatch) -> None:
-        """As `BlockCache.forget`: nothing, as sequences that start again write their blocks anew."""
+        """Nothing: sequences that start again write their blocks anew."""
 
     def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:
-        """As `BlockCache`: always, as rows of the null slot all go to the null block."""
+        """Always: rows of the null slot all go to the null block."""
         return True
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -146,11 +146,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """As `Runner.remember`: feed the chosen tokens to their slots next."""
+        """Feed the chosen tokens to their slots next."""
         self.slots.remember(batch, output)
 
     def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
-        """As `Runner.forget`: the batch's slots are void, as if it had failed here."""
+        """Make the batch's slots void, as if it had failed here."""
         self.void_slots.add(batch, since)
 
     def agree_on_recordings(self, agree: Callable[[int], int]) -> None:

@@ -248,9 +248,7 @@ def _keep_near_highest(rows: Rows, indices: Ids, _: Sequence[Any]) -> None:
     A temperature divides both alike, and so changes nothing here.
     """
     limits = rows.upload(rows.numbers["top_n_sigma"][indices])
-    for index, limit in zip(
-        indices.tolist(), limits, strict=True
-    ):  # apart, so that sums depend on the row alone
+    for index, limit in zip(indices.tolist(), limits, strict=True):  # apart: sums depend on the row alone
         row = rows.logits[index]
         logits, possible = row.double(), row > -torch.inf
         count = possible.sum().clamp_(min=1)

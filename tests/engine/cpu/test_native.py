@@ -202,6 +202,16 @@ def test_int8_weights_are_what_torch_makes_of_them(shape: tuple[int, int]) -> No
 
 
 @needs_native
+@pytest.mark.parametrize("column", [0, 20, 32])
+def test_a_row_of_int8_weights_with_a_nan_has_a_scale_of_nan(column: int) -> None:
+    packer = Packer(load_library("bfloat16", int8=True), torch.bfloat16, int8=True, num_threads=2)
+    weight = torch.ones((2, 33), dtype=torch.bfloat16)
+    weight[1, column] = torch.nan
+    scales, _ = packer._quantize(weight, torch.empty_like(weight, dtype=torch.int8))
+    assert scales.isnan().tolist() == [False, True]
+
+
+@needs_native
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_int8_weights_are_packed_piece_by_piece(monkeypatch: pytest.MonkeyPatch, is_gated: bool) -> None:
     linear = Linear(torch.randn(2 * 83, 41, generator=torch.Generator().manual_seed(1)).bfloat16())

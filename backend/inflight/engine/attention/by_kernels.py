@@ -68,7 +68,6 @@ class KernelAttention:
     def plan(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, KernelPlan]:
-        """As `Attention.plan`."""
         rows = packed.fixed or _found_rows(packed)
         slots, positions = packed.slots.contiguous(), packed.positions.contiguous()
         begin, chunks = packed.generation_begin, {}
@@ -89,7 +88,7 @@ class KernelAttention:
         cache: KvCache,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """As `Attention.attend`; what rows that are neither a chunk's nor generate have is not written."""
+        """Leaves rows unwritten that are neither a chunk's nor generate."""
         pages, rows = cache.pages(layer), plan.rows
         read = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         scores = plan.window, self._scale, self._soft_cap, sinks, cache.scales(layer)

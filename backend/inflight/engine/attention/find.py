@@ -39,9 +39,8 @@ def find_attention(
 
     On a CPU nothing is tried: gathered. `say` is called as a logger is, with why it is not the one before.
     """
-    gathered = gathering(held)
     if device.type != "cuda":
-        return gathered
+        return gathering(held)
     rounding = find_rounding(config.kv_cache_dtype)
     tried = held, config.tokens_per_block, windows, dtype, device, rounding
     of_blocks = f"{str(dtype).removeprefix('torch.')} over blocks of {config.tokens_per_block} tokens"
@@ -49,10 +48,13 @@ def find_attention(
         of_blocks += f" in {rounding.name}"
     reasons: list[str] = []
 
+    def check(attention: Attention) -> None:
+        check_attention(attention, *tried)
+
     def find(make: Callable[[], _Found]) -> _Found | None:
         try:
             attention = make()
-            check_attention(attention, *tried)
+            check(attention)
             return attention
         except CannotAttend as reason:
             reasons.append(str(reason))
@@ -77,8 +79,16 @@ def find_attention(
         of_blocks,
         *reasons,
     )
+    return _find_gathering(held, dtype, check, say)
+
+
+def _find_gathering(
+    held: DecoderConfig, dtype: torch.dtype, check: Callable[[Attention], None], say: Callable[..., None]
+) -> Attention:
+    """Attention over gathered blocks, by plain products where `check` refuses torch's own operator."""
+    gathered = gathering(held)
     try:
-        check_attention(gathered, *tried)
+        check(gathered)
         return gathered
     except CannotAttend as reason:
         say(

@@ -104,7 +104,6 @@ class GatheringAttention:
     def plan(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, AttentionPlan]:
-        """As `Attention.plan`."""
         return {window: _Planner(packed, cache, window).plan() for window in windows}
 
     def attend(
@@ -117,7 +116,6 @@ class GatheringAttention:
         cache: KvCache,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """As `Attention.attend`."""
         num_rows, num_heads, head_dim = queries.shape
         num_kv_heads = keys.shape[1]
         queries = queries.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -401,5 +399,5 @@ def _hidden(keys: Tensor, positions: Tensor, window: AttentionWindow | None) -> 
 
 
 def _mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """As it is added to the scores; made here, a boolean one would be converted again in every layer."""
+    """The mask as it is added to scores; a boolean one would be converted again in every layer."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -74,7 +74,7 @@ class PagedAttention:
     def plan(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, PagedPlan]:
-        """As `Attention.plan`; ValueError for windows with sinks."""
+        """Raises ValueError for windows with sinks, which the kernel does not know."""
         last_rows = packed.bounds[1:] - 1
         lengths = (packed.positions[last_rows] + 1).int()
         key_bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) if self._takes_key_bounds else None
@@ -105,7 +105,6 @@ class PagedAttention:
         cache: KvCache,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """As `Attention.attend`."""
         key_pages, value_pages = cache.pages(layer)
         read = self._varlen(
             queries,

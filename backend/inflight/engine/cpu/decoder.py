@@ -135,7 +135,7 @@ class NativeDecoder:
         hidden: Tensor | None = None,
         between: HiddenStates | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`; a call ends where hidden states are to be kept."""
+        """Compute this rank's layers; a call of the library ends where hidden states are to be kept."""
         batch, x = self._begin(packed, cache, hidden)
         _check(self._library.plan(self._handle, batch))
         between = between or HiddenStates()
@@ -161,7 +161,7 @@ class NativeDecoder:
         x.add_(total, alpha=self.config.residual_scale)
 
     def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
-        """As `Decoder.forward_to_logits`, in one call: after each, Python has to come back into the caches.
+        """Compute layers and logits in one call: after each, Python has to come back into the caches.
 
         Peaks are found with it, for `row_kernels`.
         """
@@ -189,7 +189,6 @@ class NativeDecoder:
         return logits
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """As `Decoder.logits`."""
         hidden, rows = hidden.contiguous(), rows.contiguous()
         logits = self._logits_memory.empty((len(rows), self._lm_head.columns), torch.float32)
         parameters = (self._final_norm, self._lm_head)
@@ -200,11 +199,10 @@ class NativeDecoder:
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
     def load_adapter(self, load: AdapterLoad) -> None:
-        """As `Decoder.load_adapter`."""
         self._adapters.load(load)
 
     def normalize(self, hidden: Tensor) -> Tensor:
-        """As `Decoder.normalize`, by torch's operators."""
+        """Apply the final norm, by torch's operators."""
         assert self._norm is not None, "the last stage has the final norm"
         return apply_norm(hidden, self._norm, self.config.norm_eps)
 

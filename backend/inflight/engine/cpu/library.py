@@ -153,16 +153,16 @@ def find_target(dtype: str, int8: bool = False) -> Target:
         raise CannotBuild(f"it computes in {' and '.join(_ELEMENTS)}, not in {dtype}")
     allowed = _allowed_targets()
     for target in allowed:
-        if target.instruction_sets(dtype, int8) <= _processor_flags():
+        if not _lacking(target, dtype, int8):
             return target
-    raise CannotBuild(_lack_of(allowed[-1], dtype, int8))
+    forced = "" if allowed == TARGETS else f", which {_TARGET_VARIABLE}={allowed[0].name} needs"
+    raise CannotBuild(_lacking(allowed[-1], dtype, int8) + forced)
 
 
 def describe_target(dtype: str, int8: bool = False) -> str:
-    """The target of `find_target` in words, and why it is none of the faster ones."""
-    target = find_target(dtype, int8)
-    passed = [_lack_of(each, dtype, int8) for each in _allowed_targets()[: _allowed_targets().index(target)]]
-    return f"{target.name}: {passed[0]}" if passed else target.name
+    """The target of `find_target` in words, and why it is not the fastest."""
+    target, fastest = find_target(dtype, int8), _allowed_targets()[0]
+    return target.name if target is fastest else f"{target.name}: {_lacking(fastest, dtype, int8)}"
 
 
 def _allowed_targets() -> tuple[Target, ...]:
@@ -175,9 +175,10 @@ def _allowed_targets() -> tuple[Target, ...]:
     raise CannotBuild(f"{_TARGET_VARIABLE} is {wanted!r}, expected {names}")
 
 
-def _lack_of(target: Target, dtype: str, int8: bool) -> str:
+def _lacking(target: Target, dtype: str, int8: bool) -> str:
+    """The reason why the processor does not run a target's code; empty if it does."""
     lacking = target.instruction_sets(dtype, int8) - _processor_flags()
-    return f"the processor lacks {', '.join(sorted(lacking))}"
+    return f"the processor lacks {', '.join(sorted(lacking))}" if lacking else ""
 
 
 def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -> None:

@@ -25,7 +25,7 @@ from inflight.models.levels import GroupedMatrix, Kind
 
 PANEL = 32
 HALF = PANEL // 2
-_INT8, _INT4, _FLOAT4 = 1, 2, 3  # kinds of LinearStruct
+_ELEMENT, _INT8, _INT4, _FLOAT4 = range(4)  # kinds of LinearStruct
 # kAtOnce, kOfGroup, kZeroBits and kWord of source/int4.h
 _INT4_TOGETHER, _OF_GROUP, _ZERO_BITS, _WORD, _FLOAT_WORD = 8, 8, 31, 4, 2
 _NUMBERS_AT_ONCE = 1 << 21  # of a matrix that is quantized, as few whole panels as have so many
@@ -157,9 +157,8 @@ class Packer:
     def levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool = False) -> PackedLinear:
         """Pack a projection that the checkpoint has quantized, of which `why_unpacked` says nothing."""
         self._tensors = []
-        shape = (1, *matrix.shape)
-        pack = self._pack_four_bits if matrix.bits == 4 else self._pack_levels
-        return PackedLinear(pack((matrix,), shape, is_gated, bias), tuple(self._tensors), bias)
+        struct = self._pack_kept(matrix.bits, (matrix,), (1, *matrix.shape), is_gated, bias)
+        return PackedLinear(struct, tuple(self._tensors), bias)
 
     def stacked_levels(
         self,
@@ -168,12 +167,11 @@ class Packer:
         bias: Tensor | None = None,
         is_gated: bool = False,
     ) -> PackedLinear:
-        """As `stack`, of quantized ones that are all of one form."""
+        """Pack the matrices of experts as `stack` does, where the checkpoint has quantized all in one form."""
         self._tensors = []
         first = next(matrices)
-        matrices = chain((first,), matrices)
-        pack = self._pack_four_bits if first.bits == 4 else self._pack_levels
-        return PackedLinear(pack(matrices, shape, is_gated, bias, is_stack=True), tuple(self._tensors), bias)
+        struct = self._pack_kept(first.bits, chain((first,), matrices), shape, is_gated, bias, is_stack=True)
+        return PackedLinear(struct, tuple(self._tensors), bias)
 
     def norm(self, norm: Norm) -> tuple[NormStruct, tuple[Tensor, ...]]:
         """Pack a norm by itself."""
@@ -193,73 +191,57 @@ class Packer:
             bias = None if bias is None else F.pad(bias, (0, 1))
         return self._pack((router,), (1, *router.shape), int8=False, bias=bias)
 
+    def _pack_kept(
+        self,
+        bits: int,
+        matrices: Iterable[GroupedMatrix],
+        shape: tuple[int, ...],
+        is_gated: bool,
+        bias: Tensor | None,
+        is_stack: bool = False,
+    ) -> LinearStruct:
+        if bits == 4:
+            return self._pack_four_bits(matrices, shape, is_gated, bias, is_stack)
+        return self._pack(matrices, shape, True, is_gated, bias, is_stack)
+
     def _pack(
         self,
-        matrices: Iterable[Tensor],
+        matrices: Iterable[Tensor | GroupedMatrix],
         shape: tuple[int, ...],
         int8: bool,
         is_gated: bool = False,
         bias: Tensor | None = None,
         is_stack: bool = False,
     ) -> LinearStruct:
-        """Matrices behind each other, `shape` [count, rows, inner]; those of a stack in whole panels each."""
+        """Matrices behind each other, `shape` [count, rows, inner]; those of a stack in whole panels each.
+
+        With `int8` they are quantized, or levels of 8 bits by row already.
+        """
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
         dtype = torch.int8 if int8 else self.dtype
         together = 4 // dtype.itemsize  # of what a lane multiplies at a time
         padded = -(-inner // together) * together
         packed = self._arena.empty(count * width * padded, dtype).view(count, width, padded)
-        scales = torch.zeros((count, width)) if int8 else None
-        corrections = torch.zeros((count, width), dtype=torch.int32) if int8 else None
+        scales = torch.zeros((count if int8 else 0, width))
+        corrections = torch.zeros(scales.shape, dtype=torch.int32)
         for index, (matrix, target) in enumerate(zip(matrices, packed, strict=True)):
-            weight = matrix.contiguous()
-            if scales is not None and corrections is not None:
-                self._pack_int8(weight, order, target, scales[index], corrections[index])
+            if isinstance(matrix, GroupedMatrix):
+                self._pack_levels(matrix, order, target, scales[index], corrections[index])
+            elif int8:
+                self._pack_int8(matrix.contiguous(), order, target, scales[index], corrections[index])
             else:
-                sizes = (inner, order.data_ptr(), len(order), inner)
+                weight, sizes = matrix.contiguous(), (inner, order.data_ptr(), len(order), inner)
                 self.library.pack(weight.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
         return LinearStruct(
             self._keep(packed),
             self._keep(None if bias is None else _packed_bias(bias, order, width)),
-            self._keep(scales),
-            self._keep(corrections),
+            self._keep(scales) if int8 else None,
+            self._keep(corrections) if int8 else None,
             None,
             count * len(order),
             padded,
-            int(int8),
-        )
-
-    def _pack_levels(
-        self,
-        matrices: Iterable[GroupedMatrix],
-        shape: tuple[int, ...],
-        is_gated: bool,
-        bias: Tensor | None = None,
-        is_stack: bool = False,
-    ) -> LinearStruct:
-        """As `_pack`, of int8 levels with a scale for each row."""
-        count, rows, inner = shape
-        order, width = _column_order(rows, is_gated, is_stack)
-        padded = -(-inner // 4) * 4
-        packed = self._arena.empty(count * width * padded, torch.int8).view(count, width, padded)
-        scales = torch.zeros((count, width))
-        corrections = torch.zeros((count, width), dtype=torch.int32)
-        for index, (matrix, target) in enumerate(zip(matrices, packed, strict=True)):
-            values = matrix.values.contiguous()
-            sums = values.sum(1, dtype=torch.int32) * (INT8_LEVELS + 1)
-            scales[index] = in_order(matrix.scales[:, 0], order, width)
-            corrections[index] = in_order(sums, order, width)
-            sizes = (inner, order.data_ptr(), len(order), inner)
-            self.library.pack_int8(values.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
-        return LinearStruct(
-            self._keep(packed),
-            self._keep(None if bias is None else _packed_bias(bias, order, width)),
-            self._keep(scales),
-            self._keep(corrections),
-            None,
-            count * len(order),
-            padded,
-            _INT8,
+            _INT8 if int8 else _ELEMENT,
         )
 
     def _pack_four_bits(
@@ -270,7 +252,10 @@ class Packer:
         bias: Tensor | None = None,
         is_stack: bool = False,
     ) -> LinearStruct:
-        """As `_pack`, of levels 0 to 15 or 4-bit floats in groups, which are the same ones in all matrices."""
+        """Matrices behind each other, as by `_pack`, of levels 0 to 15 or 4-bit floats in groups of inputs.
+
+        The groups, and the order of inputs, are the same in all of them.
+        """
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
         matrices = iter(matrices)
@@ -324,8 +309,19 @@ class Packer:
                 levels.data_ptr(), inner, places.data_ptr(), len(own), inner, target, self.num_threads
             )
 
+    def _pack_levels(
+        self, matrix: GroupedMatrix, order: Tensor, packed: Tensor, scales: Tensor, corrections: Tensor
+    ) -> None:
+        """Fill what `_pack_int8` does, of int8 levels that have a scale for each row."""
+        values, inner, width = matrix.values.contiguous(), matrix.values.shape[1], len(scales)
+        sums = values.sum(1, dtype=torch.int32) * (INT8_LEVELS + 1)
+        scales.copy_(in_order(matrix.scales[:, 0], order, width))
+        corrections.copy_(in_order(sums, order, width))
+        sizes = (inner, order.data_ptr(), len(order), inner)
+        self.library.pack_int8(values.data_ptr(), *sizes, packed.data_ptr(), self.num_threads)
+
     def _quantize(self, weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-        """As `quantize`, into the first rows of `levels`: the scale of each row, and the sum of its levels."""
+        """Quantize to the first rows of `levels`; returns the scale of each row, and the sum of its levels."""
         rows, inner = weight.shape
         scales, sums = torch.empty(rows), torch.empty(rows, dtype=torch.int32)
         places = (levels.data_ptr(), scales.data_ptr(), sums.data_ptr())
@@ -345,7 +341,10 @@ KEPT = frozenset({Kind.INT4, Kind.FLOAT4, Kind.INT8_BY_ROW})
 
 
 def why_unpacked(matrix: GroupedMatrix, is_stack: bool) -> str:
-    """As `Finisher.why_unpacked`."""
+    """The reason why compiled layers do not multiply a quantized matrix as it is; empty if they do.
+
+    `is_stack`: it is that of an expert.
+    """
     if matrix.kind not in KEPT:
         return f"{matrix.kind.value}, which int8 by row would round again"
     if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % _INT4_TOGETHER:

@@ -24,8 +24,8 @@ from torch import Tensor
 from inflight.config import FP8
 from inflight.engine.layers.quantized_linear import QuantizedLinear, Quantizing
 from inflight.errors import ConfigError
-from inflight.models import LayerWeights, Linear
-from inflight.models.finisher import Finisher
+from inflight.models import Linear
+from inflight.models.finisher import AsRead
 from inflight.models.levels import GroupedMatrix, Kind, Levels, float4_pairs
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,6 @@ class GroupedLinear(Linear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """As `Linear.dtype`."""
         return self.computed
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -81,7 +80,6 @@ class GroupedLinear(Linear):
         return F.linear(x, self.dequantized().to(x.dtype), self.bias)
 
     def at(self, index: int) -> Linear:
-        """As `Linear.at`."""
 
         def of(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[index]
@@ -137,7 +135,7 @@ def unpack(packed: Tensor, tile: int) -> Tensor:
 
 
 @dataclass(slots=True)
-class KeepingLevels(Finisher[LayerWeights, Linear]):
+class KeepingLevels(AsRead):
     """Keeps what the checkpoint has quantized, and everything else as it is read.
 
     Args:
@@ -160,26 +158,7 @@ class KeepingLevels(Finisher[LayerWeights, Linear]):
             except ConfigError:  # it does not multiply float8
                 self._float8 = None
 
-    def linear(self, linear: Linear, is_gated: bool = False) -> Linear:
-        """As `Finisher.linear`."""
-        return linear
-
-    def stack(
-        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> Linear:
-        """As `Finisher.stack`."""
-        first = next(matrices)
-        stacked = first.new_empty(shape)
-        for target, matrix in zip(stacked, chain((first,), matrices), strict=True):
-            target.copy_(matrix)
-        return Linear(stacked, bias)
-
-    def layer(self, layer: LayerWeights) -> LayerWeights:
-        """As `Finisher.layer`."""
-        return layer
-
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
-        """As `Finisher.why_unpacked`."""
         if not tile_of(matrix.group_size, matrix.scales.shape[1]):
             return f"groups of {matrix.group_size} inputs, which are no multiple of {_LEAST_GROUP}"
         if matrix.zeros is not None and (matrix.zeros.min() < 0 or matrix.zeros.max() > 255):
@@ -187,11 +166,9 @@ class KeepingLevels(Finisher[LayerWeights, Linear]):
         return ""
 
     def note_unpacked(self, name: str, reason: str) -> None:
-        """As `Finisher.note_unpacked`."""
         self._unpacked.setdefault(reason, []).append(name)
 
     def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> Linear:
-        """As `Finisher.keep_levels`."""
         self._kept[matrix.kind] += 1
         parts = self._parts(matrix)
         return self._made(matrix, parts, parts, bias)
@@ -199,7 +176,6 @@ class KeepingLevels(Finisher[LayerWeights, Linear]):
     def keep_stacked_levels(
         self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> Linear:
-        """As `Finisher.keep_stacked_levels`."""
         first = next(matrices)
         parts = self._parts(first)
         stacked = [None if part is None else part.new_empty((shape[0], *part.shape)) for part in parts]

@@ -40,13 +40,12 @@ class KernelLayerOperations(LayerOperations):
         self.parts = frozenset(part for part in parts if fitting[part])
 
     def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """As `LayerOperations.add_norm`; LayerNorms are torch's."""
+        """By a kernel where the norm is an RMSNorm: LayerNorms are torch's."""
         if norm is None or norm.bias is not None or ADD_NORM not in self.parts:
             return super().add_norm(x, computed, norm)
         return add_norm(x, computed, norm.weight, self.decoder.norm_eps)
 
     def rotation(self, all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> Any:
-        """As `LayerOperations.rotation`."""
         if HEADS not in self.parts:
             return super().rotation(all_cos, all_sin, positions)
         return all_cos, all_sin, positions
@@ -60,7 +59,6 @@ class KernelLayerOperations(LayerOperations):
         layer: int,
         cache: KvCache,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `LayerOperations.heads`."""
         if HEADS not in self.parts:
             return super().heads(qkv, norms, rotation, places, layer, cache)
         heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
@@ -77,7 +75,6 @@ class KernelLayerOperations(LayerOperations):
         return queries, keys, qkv[:, heads + kv_heads :]
 
     def activate(self, inner: Tensor) -> Tensor:
-        """As `LayerOperations.activate`."""
         if ACTIVATION not in self.parts:
             return super().activate(inner)
         return gated_activation(inner, self.decoder.activation)

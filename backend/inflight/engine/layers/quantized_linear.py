@@ -59,7 +59,6 @@ class QuantizedLinear(Linear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """As `Linear.dtype`."""
         return self.computed
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -67,7 +66,6 @@ class QuantizedLinear(Linear):
         return y if self.bias is None else y.add_(self.bias)
 
     def at(self, index: int) -> Linear:
-        """As `Linear.at`."""
         bias = None if self.bias is None else self.bias[index]
         return replace(self, weight=self.weight[index], scales=self.scales[index], bias=bias)
 
@@ -111,14 +109,12 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         self._round = find_float8_rounding(self.device, self.computed)
 
     def linear(self, linear: Linear, is_gated: bool = False) -> Linear:
-        """As `Finisher.linear`."""
         levels, scales = self._quantize(linear.weight)
         return self._made(levels, scales, linear.bias)
 
     def stack(
         self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> Linear:
-        """As `Finisher.stack`."""
         first = next(matrices)
         levels = torch.empty(shape, dtype=_level_dtype(self.kind), device=first.device)
         scales = torch.empty(shape[:2], device=first.device)
@@ -127,7 +123,6 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         return self._made(levels, scales, bias)
 
     def layer(self, layer: LayerWeights) -> LayerWeights:
-        """As `Finisher.layer`."""
         return layer
 
     def _quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,6 @@ class _PagedAttention(AttentionCalls):
         mask: Any,
         options: Mapping[str, Any],
     ) -> Tensor:
-        """As `AttentionCalls.attend`."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         queries, keys, values = (
             rows[0].transpose(0, 1).to(self.cache.dtype).contiguous() for rows in (query, key, value)
@@ -193,7 +192,6 @@ class TransformersDecoder:
         return output.last_hidden_state[0]
 
     def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
-        """As `Decoder.forward_to_logits`."""
         return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:

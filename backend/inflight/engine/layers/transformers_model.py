@@ -257,7 +257,7 @@ class _Notes(AttentionCalls):
         mask: Any,
         options: Mapping[str, Any],
     ) -> Tensor:
-        """As `AttentionCalls.attend`, but zeros."""
+        """Note what the layer is called with; returns zeros."""
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise self.refuse(f"a layer of attention, {type(module).__name__}, has no layer_idx")

@@ -102,7 +102,6 @@ class SplitAttention:
         }
 
     def attend(self, index: int, queries: Any, keys: Any, values: Any, window: AttentionWindow | None) -> Any:
-        """As `NetworkAttention.attend`."""
         graph, heads, dim = self._graph, self._held.num_heads, self._held.head_dim
         all_keys, all_values = self._caches.write(index, keys, values)
         chunk_mask, generation_mask = self._masks[window]
@@ -156,7 +155,6 @@ class PackedAttention:
         self._lengths = graph.input("kv_lengths", "int32", (settings.max_batch_size,))
 
     def attend(self, index: int, queries: Any, keys: Any, values: Any, window: AttentionWindow | None) -> Any:
-        """As `NetworkAttention.attend`."""
         graph = self._graph
         all_keys, all_values = self._caches.write(index, keys, values)
         lengths = self._caches.update_lengths, self._lengths

@@ -129,7 +129,6 @@ class TensorRtDecoder:
         return found[0]["hidden"] if len(found) == 1 else torch.cat([each["hidden"] for each in found])
 
     def forward_to_logits(self, packed: PackedBatch, cache: RowCache, hidden: Tensor | None = None) -> Tensor:
-        """As `Decoder.forward_to_logits`."""
         return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:

@@ -92,11 +92,9 @@ class RowCache:
         return keys, values
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """As `KvCache.copy`."""
         self._known_blocks().copy(sources, targets)
 
     def clear(self, block_ids: Tensor) -> None:
-        """As `KvCache.clear`."""
         self._known_blocks().clear(block_ids)
 
     def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:

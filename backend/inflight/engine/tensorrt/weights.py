@@ -94,7 +94,6 @@ class _Reading(Finisher[Layer[Matrix], Matrix]):
     def keep_stacked_levels(
         self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> Matrix:
-        """As `stack`."""
         assert bias is None, "checked: experts with biases are refused"
         return self._kept(list(matrices), 0 if is_gated else 1, None)
 

@@ -169,7 +169,7 @@ class CacheReader {
   int64_t block_ = 0, offset_ = 0;
 };
 
-// Some of them, which stay in a core's first-level cache while all rows of a tile are worked on.
+// Some of these groups, which stay in a core's first-level cache while all rows of a tile are worked on.
 struct GroupRange {
   int begin, end;
 };
@@ -177,7 +177,8 @@ struct GroupRange {
 // f(range) for all ranges of `count` groups.
 template <class F>
 inline void in_ranges(int count, const F& f) {
-  for (int begin = 0; begin < count; begin += kGroupsInCache) f(GroupRange{begin, std::min(begin + kGroupsInCache, count)});
+  for (int begin = 0; begin < count; begin += kGroupsInCache)
+    f(GroupRange{begin, std::min(begin + kGroupsInCache, count)});
 }
 
 // scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. Meanwhile, with
@@ -223,8 +224,8 @@ inline void score(const TileState<E>& state, float (*scores)[kGroupsAtOnce * kLa
 }
 
 template <class E, class C, int kRows>
-inline void score_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups, const GroupRange& range, int head_dim,
-                       int64_t pair_stride, float scale) {
+inline void score_rows(TileState<E>& state, int first_row, const KeyGroups<C>& groups, const GroupRange& range,
+                       int head_dim, int64_t pair_stride, float scale) {
   constexpr int kAtOnce = scored_groups(kRows);
   int g = range.begin;
   for (; g + kAtOnce <= range.end; g += kAtOnce)
@@ -240,8 +241,8 @@ inline void fetch_lines(const Stored* first, int num_lines, int64_t stride) {
     prefetch(first);
 }
 
-// sums[m][d] += weights[m][key] * values[key][d] for kParts registers of d (or fewer) from `first_d` on. Meanwhile memory brings the
-// same d of the keys that come next.
+// sums[m][d] += weights[m][key] * values[key][d] for kParts registers of d from `first_d` on, the last as far as
+// `last_mask` goes. Meanwhile memory brings the same d of the keys that come next.
 template <class E, class C, int kRows, int kParts>
 inline void add_values(TileState<E>& state, int first_row, int first_d, const KeyGroups<C>& groups,
                        const GroupRange& range, const KeyGroups<C>& ahead, int head_dim, int64_t pair_stride,

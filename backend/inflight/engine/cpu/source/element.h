@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "lanes.h"
 #include "products.h"
@@ -46,5 +47,18 @@ struct F32 : FloatPairs {
     std::memcpy(target, first, count * sizeof(Stored));
   }
 };
+
+// max |value|, NaN where any of them is.
+template <class E>
+inline float largest_magnitude(const typename E::Stored* values, int count) {
+  Floats largest = floats(0.0f);
+  Mask no_number = no_lanes();
+  for (int i = 0; i < count; i += kLanes) {
+    const Floats x = E::load(values + i, first_lanes(count - i));
+    no_number |= is_no_number(x);
+    largest = max(largest, abs(x));
+  }
+  return no_number ? std::numeric_limits<float>::quiet_NaN() : largest_of(largest);
+}
 
 }  // namespace inflight

@@ -64,15 +64,7 @@ void quantize_groups(const typename E::Stored* source, int count, const int32_t*
   }
   for (int group = 0; group < groups; ++group, source += size, count -= size) {
     const int here = std::min(size, count);
-    Floats largest = floats(0.0f);
-    Mask no_number = no_lanes();
-    for (int i = 0; i < here; i += kLanes) {
-      const Floats x = E::load(source + i, first_lanes(here - i));
-      no_number |= is_no_number(x);
-      largest = max(largest, abs(x));
-    }
-    const float most = largest_of(largest);
-    const float scale = no_number ? std::numeric_limits<float>::quiet_NaN() : most / 127.0f;
+    const float most = largest_magnitude<E>(source, here), scale = most / 127.0f;
     const Floats factor = floats(most > 0 ? 127.0f / most : 0.0f);
     Ints total = ints(0);
     auto* levels = target + Int4::kOfGroup;

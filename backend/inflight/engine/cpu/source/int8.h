@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 
 #include "element.h"
 
@@ -15,15 +14,7 @@ namespace inflight {
 // One row; returns its scale. `padded` is a multiple of 4 and at least `count`.
 template <class E>
 float quantize_row(const typename E::Stored* source, int count, int padded, uint8_t* target) {
-  Floats largest = floats(0.0f);
-  Mask no_number = no_lanes();
-  for (int i = 0; i < count; i += kLanes) {
-    const Floats x = E::load(source + i, first_lanes(count - i));
-    no_number |= is_no_number(x);
-    largest = max(largest, abs(x));
-  }
-  const float most = largest_of(largest);
-  const float scale = no_number ? std::numeric_limits<float>::quiet_NaN() : most / 127.0f;
+  const float most = largest_magnitude<E>(source, count);
   const Floats factor = floats(most > 0 ? 127.0f / most : 0.0f);
   for (int i = 0; i < padded; i += kLanes) {
     const Floats x = E::load(source + i, first_lanes(count - i));
@@ -31,16 +22,13 @@ float quantize_row(const typename E::Stored* source, int count, int padded, uint
     q = add(q, ints(128));
     store_bytes(target + i, q, first_lanes(padded - i));
   }
-  return scale;
+  return most / 127.0f;
 }
 
-// A row of a weight matrix to -127 .. 127; what `quantize` of packing.py does, to the bit.
+// A row of a weight matrix to -127 .. 127; what `quantize_int8` of engine/quantize.py does, to the bit.
 template <class E>
 void quantize_weights(const typename E::Stored* source, int count, int8_t* target, float* scale, int32_t* sum) {
-  Floats largest = floats(0.0f);
-  for (int i = 0; i < count; i += kLanes)
-    largest = max(largest, abs(E::load(source + i, first_lanes(count - i))));
-  *scale = largest_of(largest) / 127.0f;
+  *scale = largest_magnitude<E>(source, count) / 127.0f;
   const Floats divisor = floats(std::max(*scale, 1e-30f));
   Ints total = ints(0);
   for (int i = 0; i < count; i += kLanes) {

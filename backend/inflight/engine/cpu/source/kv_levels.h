@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 
 #include "element.h"
 #include "products.h"
@@ -65,15 +64,8 @@ struct Rounded {
 // The levels [count] of a head's numbers; returns their scale.
 template <class E, class Levels>
 float round_head(const typename E::Stored* numbers, int count, uint8_t* levels) {
-  Floats largest = floats(0.0f);
-  Mask no_number = no_lanes();
-  for (int i = 0; i < count; i += kLanes) {
-    const Floats x = E::load(numbers + i, first_lanes(count - i));
-    no_number |= is_no_number(x);
-    largest = max(largest, abs(x));
-  }
-  const float least = std::max(largest_of(largest) / Levels::kLargest, 1e-30f);
-  const float scale = no_number ? std::numeric_limits<float>::quiet_NaN() : least;
+  // In this order NaN stays NaN.
+  const float scale = std::max(largest_magnitude<E>(numbers, count) / Levels::kLargest, 1e-30f);
   for (int i = 0; i < count; i += kLanes) {
     const Mask mask = first_lanes(count - i);
     const Floats x = div(E::load(numbers + i, mask), floats(scale));

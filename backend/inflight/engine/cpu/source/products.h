@@ -6,6 +6,8 @@
 // pair becomes kWords words of four bytes, which one lane of a multiply-add takes one after the other.
 #pragma once
 
+#include <cstring>
+
 #include "lanes.h"
 
 namespace inflight {
@@ -16,6 +18,26 @@ constexpr int kPanel = 32;  // columns
 struct Ahead {
   const char *first, *second;
   int step;
+};
+
+// Pairs of float32, which are single numbers, as every target has them.
+struct LoneFloats {
+  using Stored = float;
+  using Operand = Stored;
+  using Pairs = Floats;
+  using Sums = Floats;
+  static constexpr int kPair = 1, kWords = 1;
+
+  static Sums zero() { return floats(0.0f); }
+  static Pairs load_pairs(const Stored* source) { return load(source); }
+  static Pairs load_pairs(const Stored* source, Mask mask) { return load(source, mask); }
+  static Pairs broadcast_pair(const Stored* source) { return floats(*source); }
+  static void load_operand(Operand* target, const Stored* source, int count) {
+    std::memcpy(target, source, count * sizeof *target);
+  }
+  static void store_operand(Operand* target, Floats values) { store(target, values); }
+  static Pairs broadcast_operand(const Operand* source) { return broadcast_pair(source); }
+  static Sums multiply_add(Sums total, Pairs a, Pairs b) { return fmadd(a, b, total); }
 };
 
 }  // namespace inflight

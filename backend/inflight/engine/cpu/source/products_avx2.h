@@ -80,24 +80,8 @@ struct BfloatPairs : FloatRegisters {
   }
 };
 
-struct FloatPairs : FloatRegisters {
-  using Stored = float;
-  using Operand = float;
-  using Pairs = Floats;
-  using Sums = Floats;
-  static constexpr int kPair = 1, kWords = 1;
-
-  static Sums zero() { return floats(0.0f); }
-  static Pairs load_pairs(const Stored* source) { return load(source); }
-  static Pairs load_pairs(const Stored* source, Mask mask) { return load(source, mask); }
-  static Pairs broadcast_pair(const Stored* source) { return floats(*source); }
-  static void load_operand(Operand* target, const Stored* source, int count) {
-    std::memcpy(target, source, count * sizeof *target);
-  }
-  static void store_operand(Operand* target, Floats values) { store(target, values); }
-  static Pairs broadcast_operand(const Operand* source) { return broadcast_pair(source); }
-  static Sums multiply_add(Sums total, Pairs a, Pairs b) { return fmadd(a, b, total); }
-  using FloatRegisters::multiply_add;
+struct FloatPairs : LoneFloats, FloatRegisters {
+  using FloatRegisters::multiply_add, LoneFloats::multiply_add;
   static Register load_word(const void* source, int) { return _mm256_loadu_ps(static_cast<const float*>(source)); }
 };
 

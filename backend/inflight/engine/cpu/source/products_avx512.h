@@ -50,24 +50,7 @@ struct BfloatPairs {
   }
 };
 
-struct FloatPairs {
-  using Stored = float;
-  using Operand = Stored;
-  using Pairs = __m512;
-  using Sums = Floats;
-  static constexpr int kPair = 1, kWords = 1;
-
-  static Sums zero() { return floats(0.0f); }
-  static Pairs load_pairs(const Stored* source) { return load(source); }
-  static Pairs load_pairs(const Stored* source, Mask mask) { return load(source, mask); }
-  static Pairs broadcast_pair(const Stored* source) { return floats(*source); }
-  static void load_operand(Operand* target, const Stored* source, int count) {
-    std::memcpy(target, source, count * sizeof *target);
-  }
-  static void store_operand(Operand* target, Floats values) { store(target, values); }
-  static Pairs broadcast_operand(const Operand* source) { return broadcast_pair(source); }
-  static Sums multiply_add(Sums total, Pairs a, Pairs b) { return fmadd(a, b, total); }
-};
+using FloatPairs = LoneFloats;
 
 struct Int8 {
   using Stored = uint8_t;  // of activations; weights are int8_t in the same places

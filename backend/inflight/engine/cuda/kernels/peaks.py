@@ -82,9 +82,7 @@ class KernelRowKernels(RowKernels):
     """`RowKernels` on a GPU: the highest logits by the kernels here, the rest by torch's operators."""
 
     def find_peaks(self, logits: Tensor) -> Peaks:
-        """As `RowKernels.find_peaks`."""
         return find_peaks(logits)
 
     def find_likeliest(self, rows: Rows, indices: NDArray[np.int64]) -> Tensor:
-        """As `RowKernels.find_likeliest`."""
         return find_peaks(select_rows(rows.logits, indices)).tokens
