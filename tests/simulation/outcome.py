@@ -29,6 +29,7 @@ class Outcome:
         reused, missed: Full blocks that a (request id, sequence index) found in the cache, or did not.
         copied: Blocks that it found in part, and whose beginnings were copied.
         num_exact_reuses: Starts of which it was certain what they had to find.
+        num_from_snapshots: Starts that began with a snapshot of recurrent state.
         num_divided_contexts: Iterations in which the policy for chunks made a difference.
         num_full_pipelines: Iterations with a batch in every stage of several.
         num_ahead: Batches that began while the one before was in flight, on a device that overlaps iterations.
@@ -56,6 +57,7 @@ class Outcome:
     num_failed_iterations: int = 0
     num_pauses: int = 0
     num_exact_reuses: int = 0
+    num_from_snapshots: int = 0
     num_divided_contexts: int = 0
     num_full_pipelines: int = 0
     num_ahead: int = 0

@@ -71,6 +71,11 @@ class Scenario:
         limits = replace(self.limits, num_micro_batches=num_micro_batches, overlaps_iterations=False)
         return replace(self, limits=limits)
 
+    def with_state(self) -> Scenario:
+        """The same on a model with recurrent state, and few snapshots of it or many."""
+        num_snapshots = random.Random(self.seed).choice([0, 1, 2, 5, 500, 500])
+        return replace(self, limits=replace(self.limits, has_state=True, num_state_snapshots=num_snapshots))
+
     def in_turn(self) -> Scenario:
         """The same with each batch back before the next is made."""
         return self.pipelined(1)

@@ -23,6 +23,7 @@ from inflight.core.kv.block_keys import CacheRules
 from inflight.core.kv.block_pool import BlockPool
 from inflight.core.kv.kv_events import KvEventLog, StoredBlock, block_hash
 from inflight.core.kv.retention import Retention
+from inflight.core.kv.state_snapshots import StateSnapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class PrefixMatch:
         is_promised: Whether a running sequence is computing the first block that was not found.
         source: A block that begins with the same tokens as the first block that was not found.
         num_copied_tokens: How many tokens of `source` are the sequence's; 0: there is no such block.
+        num_found: Full blocks found in the cache. With recurrent state, only those up to a snapshot are in
+            `block_ids`.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -42,6 +45,7 @@ class PrefixMatch:
     is_promised: bool = False
     source: int = 0
     num_copied_tokens: int = 0
+    num_found: int = 0
 
 
 class BlockCounts(NamedTuple):
@@ -88,6 +92,7 @@ class _Table:
     # Per beam, what follows. Never empty, so that what is written next is always here. Kept apart from the common
     # beginning, so that a step costs what the beams differ in and not what they have in common.
     tails: list[list[int]]
+    snapshot: int = -1  # of the recurrent state that it begins with
 
     @property
     def promised(self) -> list[bytes]:
@@ -115,13 +120,21 @@ class KvCacheManager:
         num_taken_blocks, num_reused_blocks, num_missed_blocks: Blocks taken from the free ones, found in the cache
             at admissions, and not found there, since the start.
         events: What happens to the content of blocks; None: nobody wants to know.
+        states: Snapshots of recurrent state; None for a model without.
     """
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, events: KvEventLog | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        events: KvEventLog | None = None,
+        states: StateSnapshots | None = None,
+    ) -> None:
         self.events = events
         if events is not None:
             events.created(num_blocks)
-        self.pool = BlockPool(num_blocks, events)
+        self.states = states
+        self.pool = BlockPool(num_blocks, events, states)
         self.tokens_per_block = tokens_per_block
         self.num_reserved = 0
         self.num_taken_blocks = 0
@@ -153,6 +166,10 @@ class KvCacheManager:
         """(source, target) of the block that a sequence was admitted with a part of; None if there is none."""
         return self._tables[key].copy
 
+    def snapshot(self, key: int) -> int:
+        """The snapshot of recurrent state that a sequence was admitted with; -1: it begins without tokens."""
+        return self._tables[key].snapshot
+
     def held(self, key: int) -> tuple[int, int]:
         """(distinct blocks held, blocks reserved beyond them) of a running sequence."""
         table = self._tables[key]
@@ -176,12 +193,30 @@ class KvCacheManager:
                 is_promised = digest in self._promises
                 break
             block_ids.append(block_id)
+        if self.states is not None:
+            return self._match_state(self.states, digests[: self._num_sought(len(token_ids))], block_ids)
         num_held = sum(map(self.pool.is_held, block_ids))
         place = len(block_ids)
         start, end = place * self.tokens_per_block, len(token_ids) - 1
         rest = rules.content(token_ids, start, min(start + self.tokens_per_block, end))
         beginning = self.pool.find_beginning(digests[place - 1] if place else rules.scope, rest)
-        return PrefixMatch(tuple(block_ids), num_held, is_promised, *beginning)
+        return PrefixMatch(tuple(block_ids), num_held, is_promised, *beginning, place)
+
+    def _match_state(
+        self, states: StateSnapshots, digests: Sequence[bytes], block_ids: Sequence[int]
+    ) -> PrefixMatch:
+        """The found blocks up to the last snapshot: the rest is computed for the state behind them.
+
+        So no part of a block is copied, and what a sequence may wait for is a snapshot further on.
+        """
+        place = states.find(digests[: len(block_ids)])
+        used = tuple(block_ids[:place])
+        return PrefixMatch(
+            used,
+            num_held=sum(map(self.pool.is_held, used)),
+            is_promised=states.is_promised(digests[place:]),
+            num_found=len(block_ids),
+        )
 
     def _num_sought(self, num_tokens: int) -> int:
         """Full blocks that leave at least one token to compute."""
@@ -236,6 +271,14 @@ class KvCacheManager:
         self.num_reserved += table.reserved
         self.num_reused_blocks += table.num_reused
         self.num_missed_blocks += missed
+        if self.states is not None:
+            boundaries = {match.num_found, self._num_sought(known.num_tokens)} if known else set[int]()
+            planned = {
+                count * self.tokens_per_block: digests[count - 1] for count in boundaries if count > shared
+            }
+            self.states.start(key, planned)
+            if shared:
+                table.snapshot = self.states.use(digests[shared - 1])
 
     def _take_copy(self, table: _Table, source: int) -> None:
         """Take the block that the found beginning is copied to. It may be the source itself, if that was free."""
@@ -368,6 +411,8 @@ class KvCacheManager:
                 self.events.stored(table.parent if index else None, block)
             table.parent = digest
             table.num_published += 1
+            if self.states is not None:
+                self.states.computed(key, start + size, digest)
 
     def _end_promise(self, digest: bytes) -> None:
         """Withdraw one sequence's promise: it has published the block, or never will."""
@@ -388,6 +433,8 @@ class KvCacheManager:
         """Release a sequence's blocks and reservation, if it has any, and the digests computed while it waited."""
         self._prompts.pop(key, None)
         table = self._tables.pop(key, None)
+        if self.states is not None:
+            self.states.release(key)
         if table is not None:
             self.num_reserved -= table.reserved
             for digest in table.promised:
@@ -402,7 +449,9 @@ class KvCacheManager:
         The counts since the start stay.
         """
         self.pool.forget_all()
-        self.pool = BlockPool(self.pool.num_blocks, self.events)
+        if self.states is not None:
+            self.states.clear()
+        self.pool = BlockPool(self.pool.num_blocks, self.events, self.states)
         self.num_reserved = 0
         self._tables.clear()
         self._prompts.clear()

@@ -8,17 +8,24 @@ slot for each beam; its context runs in the first of them.
 The device applies a batch in this order:
 
 1. put the adapters of `adapter_loads` into their pages; forget `released_slots`, remember `starts`, each with its
-   adapter, which stays in its pages as long as the slot is the sequence's;
+   adapter, which stays in its pages as long as the slot is the sequence's, and with the recurrent state of its
+   snapshot or of no tokens;
 2. copy the blocks of `block_copies`;
 3. apply `moves`, all at once: each takes over the state of a beam as it was before any of them;
 4. put the blocks of `replaced_blocks` in their places, then append `new_blocks` to the block tables;
-5. one packed forward pass over the rows of `context`, then those of `generation_slots`.
+5. one packed forward pass over the rows of `context`, then those of `generation_slots`, which saves the states of
+   `state_saves`, each as it is after the token that is named.
+
+A **recurrent state** is what some models remember of a sequence beside its blocks: one state of fixed size for
+each slot, after all tokens that are computed, accepted drafts included and rejected ones not. A beam that moves
+takes over its parent's.
 
 A batch fails when `forward` or `decode` raises, for whatever reason and however far it got. Then
 
 - what the device remembers of the slots that the batch named (starts, blocks, rows) is void, and so is what it
   wrote into blocks: only this batch's sequences had them to write to; but where `decode` raises, a batch that was
   forwarded meanwhile may have started some of these slots again, for sequences that had no row in this one;
+- so are the snapshots that its `state_saves` named;
 - so are the pages that its `adapter_loads` named: the adapters are loaded again, and sequences that use them
   in batches that were made before the failure was known are started anew as well. A row whose adapter's pages
   hold nothing of use must not harm the other rows of such a batch;
@@ -60,6 +67,8 @@ class SlotStart:
         token_ids: Every token known so far, prompt and generated, if choosing the next one looks back at them
             or what has been generated decides what may come (`Request.starts_with_tokens`); else empty.
         adapter: The first page of its adapter, which is on the device until the sequence leaves; -1: none.
+        snapshot: The snapshot of recurrent state that it begins with, behind the blocks in its table; -1: the
+            state of no tokens.
     """
 
     slot: int
@@ -67,6 +76,23 @@ class SlotStart:
     sequence_index: int = 0
     token_ids: tuple[int, ...] = ()
     adapter: int = -1
+    snapshot: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StateSave:
+    """The recurrent state of a slot is to be copied to a snapshot.
+
+    Attributes:
+        slot: The slot, which has a row in the batch.
+        num_tokens: The state is that after so many tokens of the sequence: the last of them is in the batch's rows
+            of the slot, inside a chunk or at its end, and no draft.
+        snapshot: 0 .. num_state_snapshots - 1; what it held before is of no use any more.
+    """
+
+    slot: int
+    num_tokens: int
+    snapshot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +183,7 @@ class ScheduledBatch:
         context: Chunks of known tokens, at most one per slot.
         generation_slots: Slots that feed back their own last token; no slot is also in `context`.
         beam_groups: The sampled rows that belong to beam searches.
+        state_saves: Snapshots to take of recurrent states.
         samples_on_device: Whether the device is to remember the tokens that it chooses before `decode` tells
             them: the next batch, which feeds them, is forwarded first. That one has no row that depends on a
             token of a sequence that needs the host (`Request.needs_host`).
@@ -174,6 +201,7 @@ class ScheduledBatch:
     context: tuple[ContextChunk, ...] = ()
     generation_slots: tuple[int, ...] = ()
     beam_groups: tuple[BeamGroup, ...] = ()
+    state_saves: tuple[StateSave, ...] = ()
     samples_on_device: bool = False
 
     @property
@@ -287,6 +315,8 @@ class EngineLimits:
         max_adapter_rank: Largest rank of an adapter.
         shares_blocks: Whether a block may be more than one sequence's; without it sequences of one request compute
             their prompt each, and there are neither searches nor reuse.
+        has_state: Whether a slot remembers a recurrent state beside its blocks.
+        num_state_snapshots: How many copies of such states it has room for, beside those of the slots.
     """
 
     vocab_size: int
@@ -304,6 +334,8 @@ class EngineLimits:
     adapter_page_rank: int = 8
     max_adapter_rank: int = 0
     shares_blocks: bool = True
+    has_state: bool = False
+    num_state_snapshots: int = 0
 
     def adapter_pages(self, rank: int) -> int:
         """How many pages an adapter of this rank takes."""
