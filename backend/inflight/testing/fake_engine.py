@@ -3,9 +3,9 @@
 A row's next token is a digest of everything its block table holds, of what is in its adapter's pages, and of its
 recurrent state where that is not the digest of the prefix. So any slip in scheduling changes the tokens: a wrong
 block, a block shared too early or freed too soon, a missing copy, a token computed twice or not at all, a page
-that is overwritten while it is in use, the state of another slot or of another position. The `expected_*` functions of
-`fake_model` say what the tokens should have been. External drafts are verified as drafts without logits are. There
-is no model and no clock. Only the loop thread calls it.
+that is overwritten while it is in use, the state of another slot or of another position. The `expected_*`
+functions of `fake_model` say what the tokens should have been. External drafts are verified as drafts without
+logits are. There is no model and no clock. Only the loop thread calls it.
 """
 
 from __future__ import annotations

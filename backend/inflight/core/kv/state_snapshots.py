@@ -7,7 +7,7 @@ a snapshot.
 
 A sequence saves snapshots
 
-1. at the last boundary of its known tokens that leaves one to compute, for its siblings and for the same prompt again;
+1. at the last boundary before its last known token, for its siblings or a request with the same prompt;
 2. where the blocks that it found in the cache end, if no snapshot was there: others share the prefix that far;
 3. at each boundary that it generates past, in place of the one before, for the next turn of a conversation.
 
