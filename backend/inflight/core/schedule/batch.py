@@ -16,8 +16,8 @@ The device applies a batch in this order:
 5. one packed forward pass over the rows of `context`, then those of `generation_slots`; it copies recurrent
    states to the snapshots of `state_saves`.
 
-The **recurrent state** of a slot, which some models have beside the blocks, is of fixed size and covers every token
-computed in the slot, accepted drafts included and rejected ones not. A beam that moves copies its parent's.
+The **recurrent state** of a slot, which some models have beside the blocks, is of fixed size and covers every
+token computed in the slot, accepted drafts included and rejected ones not. A beam that moves copies its parent's.
 
 A batch fails when `forward` or `decode` raises, for whatever reason and at whatever point. Then
 
