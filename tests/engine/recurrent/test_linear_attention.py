@@ -79,9 +79,7 @@ def test_a_scan_without_the_delta_rule_is_transformers_mamba() -> None:
     num_tokens, groups = 100, 1
     generator = torch.Generator().manual_seed(2)
     x = torch.randn((1, num_tokens, HEADS, VALUE_DIM), generator=generator)
-    inputs, outputs_ = (
-        torch.randn((1, num_tokens, groups, KEY_DIM), generator=generator) for _ in range(2)
-    )
+    inputs, outputs_ = (torch.randn((1, num_tokens, groups, KEY_DIM), generator=generator) for _ in range(2))
     step_sizes = torch.rand((1, num_tokens, HEADS), generator=generator)
     rates = -torch.rand(HEADS, generator=generator)
     expected = modeling_mamba2.mamba2_chunk_scan(

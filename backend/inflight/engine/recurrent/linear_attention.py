@@ -1,15 +1,15 @@
 """Linear attention with decay, in torch's operators: what gated DeltaNet and Mamba-2 compute of their states.
 
-A head's state S [key_dim, value_dim] is a map from keys to values. Each token decays it, writes its value at its key,
-and reads it at its query:
+A head's state S [key_dim, value_dim] is a map from keys to values. Each token decays it, writes its value at its
+key, and reads it at its query:
 
     S = exp(log_decay) S
     S = S + k^T v                       (Mamba-2)
     S = S + k^T (beta (v - k S))        (delta rule: what the state holds at the key already is not written again)
     output = q S
 
-`step` does that for one token of each of many sequences. `scan` computes many tokens of one sequence in parallel, in
-pieces of `PIECE` tokens: within a piece as attention with a mask of decays, and from piece to piece by the state.
+`step` does that for one token of each of many sequences. `scan` computes many tokens of one sequence in pieces of
+`PIECE` tokens: within a piece in parallel, as attention with a mask of decays; from piece to piece by the state.
 
 References: Dao and Gu, Transformers are SSMs, 2024; Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
 """

@@ -1,0 +1,218 @@
+"""The recurrent layers in torch's operators: from a layer's product to what its output projection takes.
+
+A sequence's state has two parts: the inputs of the convolution's last tokens [conv_channels, conv_width - 1], and
+the state of linear attention, `RecurrentConfig.state_shape` in float32, or an empty tensor without one. `scan` gives
+one sequence its next tokens, `step` gives each of many sequences its next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.engine.recurrent import linear_attention
+from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, RecurrentWeights
+
+State = tuple[Tensor, Tensor]
+"""The convolution's, and that of linear attention."""
+
+Heads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""Queries, keys and values, the logarithm of the decay, and beta, as `linear_attention.step` takes them."""
+
+_L2_EPS = 1e-6
+
+
+class Mixer:
+    """A recurrent layer of one kind; subclasses say which columns are what.
+
+    Args:
+        weights: The layer's.
+        activation: Of the convolution, float32 to float32.
+    """
+
+    def __init__(self, weights: RecurrentWeights[Any], activation: Callable[[Tensor], Tensor]) -> None:
+        self._weights = weights
+        self._activation = activation
+
+    def scan(self, projected: Tensor, state: State) -> tuple[Tensor, State]:
+        """Give one sequence its next tokens.
+
+        Args:
+            projected: The product's rows [tokens, projected_width].
+            state: Before the first of them.
+
+        Returns:
+            What the output projection takes [tokens, output_width], and the state after the last token.
+        """
+        inputs = self._conv_inputs(projected)
+        known = torch.cat((state[0], inputs.T), dim=1)
+        weights = self._weights
+        convolved = F.conv1d(
+            known.unsqueeze(0).float(),
+            weights.conv.unsqueeze(1),
+            weights.conv_bias,
+            groups=len(weights.conv),
+        )
+        rows = convolved.squeeze(0).T.to(projected.dtype)
+        output, new_state = self._read(rows, projected, state[1], linear_attention.scan)
+        return output, (known[:, len(inputs) :].clone(), new_state)
+
+    def step(self, projected: Tensor, states: State) -> tuple[Tensor, State]:
+        """Give each sequence its next token: rows [sequences, …], states [sequences, …]."""
+        inputs = self._conv_inputs(projected)
+        known = torch.cat((states[0], inputs.unsqueeze(2)), dim=2)
+        convolved = (known.float() * self._weights.conv).sum(2)
+        if self._weights.conv_bias is not None:
+            convolved = convolved + self._weights.conv_bias
+        output, new_states = self._read(
+            convolved.to(projected.dtype), projected, states[1], linear_attention.step
+        )
+        return output, (known[:, :, 1:], new_states)
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        """The convolution's inputs [rows, conv_channels]."""
+        raise NotImplementedError
+
+    def _read(
+        self,
+        convolved: Tensor,
+        projected: Tensor,
+        state: Tensor,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """The output of rows, and the new state of linear attention."""
+        raise NotImplementedError
+
+
+class GatedDeltaMixer(Mixer):
+    """Gated DeltaNet."""
+
+    def __init__(
+        self, config: GatedDelta, weights: RecurrentWeights[Any], activation: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(weights, activation)
+        self._config = config
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        return projected[:, : self._config.conv_channels]
+
+    def _read(
+        self,
+        convolved: Tensor,
+        projected: Tensor,
+        state: Tensor,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        config, weights = self._config, self._weights
+        assert weights.decay is not None and weights.step_bias is not None and weights.norm is not None
+        key_width, num_heads = config.num_key_heads * config.key_dim, config.num_value_heads
+        rows = self._activation(convolved).float()
+        queries, keys, values = rows.split((key_width, key_width, config.output_width), dim=1)
+        queries, keys = (self._normalize(each) for each in (queries, keys))
+        rest = projected[:, config.conv_channels :]
+        gates, beta, steps = rest.split((config.output_width, num_heads, num_heads), dim=1)
+        log_decay = weights.decay * F.softplus(steps.float() + weights.step_bias)
+        values = values.unflatten(1, (num_heads, -1))
+        scaled = queries * config.key_dim**-0.5
+        read, new_state = attend(scaled, keys, values, log_decay, beta.sigmoid().float(), state)
+        read = F.rms_norm(read.to(projected.dtype).float(), (config.value_dim,), eps=config.norm_eps)
+        read = weights.norm * read.to(projected.dtype)
+        gated = read.float() * F.silu(gates.float()).unflatten(1, (num_heads, -1))
+        return gated.flatten(1).to(projected.dtype), new_state
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        """Heads of queries or keys of length 1, one for each value head."""
+        config = self._config
+        heads = x.unflatten(1, (config.num_key_heads, config.key_dim))
+        heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _L2_EPS)
+        return heads.repeat_interleave(config.num_value_heads // config.num_key_heads, dim=1)
+
+
+class Mamba2Mixer(Mixer):
+    """Mamba-2."""
+
+    def __init__(
+        self, config: Mamba2, weights: RecurrentWeights[Any], activation: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(weights, activation)
+        self._config = config
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        width = self._config.output_width
+        return projected[:, width : width + self._config.conv_channels]
+
+    def _read(
+        self,
+        convolved: Tensor,
+        projected: Tensor,
+        state: Tensor,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        config, weights = self._config, self._weights
+        assert weights.decay is not None and weights.step_bias is not None
+        group_width = config.num_groups * config.state_dim
+        rows = self._activation(convolved).float()
+        values, keys, queries = rows.split((config.output_width, group_width, group_width), dim=1)
+        values = values.unflatten(1, (config.num_heads, config.head_dim))
+        steps = projected[:, -config.num_heads :].float() + weights.step_bias
+        steps = F.softplus(steps).clamp(*config.step_limit)
+        read, new_state = attend(
+            self._by_head(queries),
+            self._by_head(keys),
+            values * steps.unsqueeze(-1),
+            steps * weights.decay,
+            None,
+            state,
+        )
+        if weights.skip is not None:
+            read = read + values * weights.skip.unsqueeze(-1)
+        gated = read.flatten(1) * F.silu(projected[:, : config.output_width].float())
+        if weights.norm is None:
+            return gated.to(projected.dtype), new_state
+        groups = gated.unflatten(1, (config.num_groups, -1))
+        normed = F.rms_norm(groups, (groups.shape[-1],), eps=config.norm_eps).flatten(1)
+        return (weights.norm * normed.to(projected.dtype)).to(projected.dtype), new_state
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        config = self._config
+        groups = x.unflatten(1, (config.num_groups, config.state_dim))
+        return groups.repeat_interleave(config.num_heads // config.num_groups, dim=1)
+
+
+class ShortConvMixer(Mixer):
+    """A gated short convolution."""
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        gates, _, inputs = projected.chunk(3, dim=1)
+        return gates * inputs
+
+    def _read(
+        self,
+        convolved: Tensor,
+        projected: Tensor,
+        state: Tensor,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        return projected.chunk(3, dim=1)[1] * convolved, state
+
+
+def make_mixer(
+    config: RecurrentConfig, weights: RecurrentWeights[Any], activation: Callable[[Tensor], Tensor]
+) -> Mixer:
+    """The mixer of a layer; `activation` is that of the convolution, which `ShortConv` has none of."""
+    if isinstance(config, GatedDelta):
+        return GatedDeltaMixer(config, weights, activation)
+    if isinstance(config, Mamba2):
+        return Mamba2Mixer(config, weights, activation)
+    return ShortConvMixer(weights, activation)
+
+
+def empty_state(config: RecurrentConfig, dtype: torch.dtype, device: torch.device, *leading: int) -> State:
+    """States before any token, zero; `leading` dimensions come first."""
+    conv = torch.zeros((*leading, config.conv_channels, config.conv_width - 1), dtype=dtype, device=device)
+    shape = config.state_shape or (0,)
+    return conv, torch.zeros((*leading, *shape), dtype=torch.float32, device=device)
