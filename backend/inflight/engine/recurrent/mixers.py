@@ -1,7 +1,7 @@
 """The recurrent layers in torch's operators: from a layer's product to what its output projection takes.
 
 A sequence's state has two parts: the inputs of the convolution's last tokens [conv_channels, conv_width - 1], and
-the state of linear attention, `RecurrentConfig.state_shape` in float32, or an empty tensor without one. `scan` gives
+the state of linear attention, `RecurrentConfig.state_shape` in float32, or an empty tensor without. `scan` gives
 one sequence its next tokens, `step` gives each of many sequences its next one.
 """
 
