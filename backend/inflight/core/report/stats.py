@@ -1,7 +1,7 @@
 """Statistics of one iteration: plain counters, and the JSON objects that are made of them.
 
-Keys, their spelling and the timestamp's format are the specification's (The Batch Manager, Statistics). What the
-Executor API makes of the same counters is in `executor_stats`.
+Keys, their spelling and the timestamp's format are the specification's (The Batch Manager, Statistics). The
+Executor API's statistics, made of the same counters, are in `inflight.executor_stats`.
 """
 
 from __future__ import annotations
