@@ -147,8 +147,8 @@ def _make_grammars(
     parameters: Parameters, path: str, vocabulary: GuideVocabulary | None, vocab_size: int
 ) -> Grammars | None:
     """The grammars for a vocabulary of `vocab_size`; None without a tokenizer."""
-    from inflight.guided.backend import make_backend
     from inflight.guided.grammars import Grammars
+    from inflight.guided.make_backend import make_backend
     from inflight.guided.vocabulary import GuideVocabulary
 
     if vocabulary is None:
