@@ -18,6 +18,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from inflight.checkpoint_config import DTYPES
 from inflight.errors import ConfigError
 from inflight.hub import checkpoint_name
 from inflight.models.checkpoint import Checkpoint
@@ -36,7 +37,7 @@ from inflight.models.decoder_weights import (
 from inflight.models.finisher import AsRead, Finisher, NotRead
 from inflight.models.levels import GroupedMatrix, Kind, stack_rows
 from inflight.models.quantized_tensors import unpack_quantized
-from inflight.models.registry import DTYPES, ModelDescription
+from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part, Range
 from inflight.models.stacked_experts import unstack_experts
 from inflight.progress import load_progress
