@@ -18,19 +18,19 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from inflight.adapters.lora_modules import Module, ModuleSize, module_sizes
+from inflight.adapters.lora_modules import PROJECTIONS, Module, ModuleSize, module_sizes
 from inflight.adapters.peft_config import CONFIG_FILE, PeftConfig
 from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.families import FAMILIES, WeightNames
+from inflight.models.families import FAMILIES, FUSED_GATE_UP, FUSED_QKV, WeightNames
 from inflight.models.registry import ModelDescription
 
 _SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _PREFIX = "base_model.model."
 _ROLE = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)(\.weight)?$")
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_FUSED = {"self_attn.qkv_proj": Module.ATTN_QKV, "mlp.gate_up_proj": Module.MLP_GATE_UP}
+_FUSED = {FUSED_QKV: Module.ATTN_QKV, FUSED_GATE_UP: Module.MLP_GATE_UP}
 """What some versions of a model call layers that its family has apart."""
 _ROWS_AT_ONCE = 2048
 
@@ -116,9 +116,9 @@ def modules_by_name(names: WeightNames) -> dict[str, Module]:
     """
     if not names.qkv:  # latent attention, of which nothing can be changed
         return {}
-    qkv = (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V) if len(names.qkv) > 1 else (Module.ATTN_QKV,)
+    qkv = PROJECTIONS["qkv"] if len(names.qkv) > 1 else (Module.ATTN_QKV,)
     # In a gated MLP the first is what the activation is applied to, as is the only one of a plain MLP.
-    up = (Module.MLP_H_TO_4H, Module.MLP_GATE)[: len(names.up)]
+    up = PROJECTIONS["up"][: len(names.up)]
     found = dict(zip((*names.qkv, *names.up), (*qkv, *up), strict=True))
     found |= {name: module for name, module in _FUSED.items() if name in found}
     if names.qkv_by_head:

@@ -24,6 +24,9 @@ _ACTIVATIONS: dict[str, Activation] = {
 _DEFAULT_WINDOW = 4096  # transformers' default where the key is absent; null means none
 DEFAULT_FULL_LAYERS = 28
 
+FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
+"""Llama's projections where a checkpoint, or an adapter, has them as one module."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertStacks:

@@ -8,6 +8,8 @@ from typing import Any
 from inflight.models.config_file import ConfigFile
 from inflight.models.decoder_config import DecoderConfig, QkNorm, RopeConfig
 from inflight.models.families.family import (
+    FUSED_GATE_UP,
+    FUSED_QKV,
     Family,
     WeightNames,
     read_activation,
@@ -270,7 +272,7 @@ LLAMA_FAMILIES = (
         "phi3",
         "Phi3ForCausalLM",
         _read_phi3,
-        replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+        replace(LLAMA_NAMES, qkv=(FUSED_QKV,), up=(FUSED_GATE_UP,)),
         {"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
     ),
     Family(
