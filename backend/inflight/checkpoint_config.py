@@ -134,6 +134,12 @@ class ConfigFile:
             raise self.error(key, expected)
         return value
 
+    def with_values(self, values: Mapping[str, Any]) -> ConfigFile:
+        """The same file with other values of some keys; what is read of it counts as read here, too."""
+        changed = ConfigFile(self.path, {**self.values, **values}, self._section)
+        changed._read = self._read
+        return changed
+
     def child(self, key: str) -> ConfigFile:
         """The object under `key`."""
         value = self.value(key)

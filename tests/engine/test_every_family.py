@@ -50,6 +50,11 @@ CASE_OF = {
     "gpt_neox": "neox",
     "opt": "opt",
     "gpt_oss": "gpt-oss",
+    "qwen3_5_text": "qwen3.5",
+    "qwen3_5_moe_text": "qwen3.5-moe",
+    "qwen3_next": "qwen3-next",
+    "granitemoehybrid": "granite-hybrid-moe",
+    "lfm2": "lfm2",
 }
 """A model of the zoo for each family."""
 NEW = [

@@ -78,6 +78,32 @@ _DEEPSEEK = {
     "routed_scaling_factor": 1.5,
 }
 
+_DELTA = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_MAMBA2 = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "layer_types": ["mamba", "attention", "mamba", "attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+    "shared_intermediate_size": 72,
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-gqa": ("Llama", {"num_key_value_heads": 2}),
@@ -234,6 +260,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "qwen3.5": ("Qwen3_5", _DELTA),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            **_DELTA,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **_DELTA,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "norm_topk_prob": True,
+        },
+    ),
+    "granite-hybrid": ("GraniteMoeHybrid", {**_MAMBA2, "num_local_experts": 0}),
+    "granite-hybrid-moe": ("GraniteMoeHybrid", {**_MAMBA2, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "block_multiple_of": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
     "neox": ("GPTNeoX", {}),
     "neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "relu"}),
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 64, "init_std": 0.3}),
@@ -368,7 +428,8 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
     foreign = {"GPTNeoX": ("num_key_value_heads",), "OPT": ("num_key_value_heads", "intermediate_size")}
     for name in foreign.get(family, ()):
         del values[name]
-    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    has_text_config = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+    config_name = f"{family}TextConfig" if has_text_config else f"{family}Config"
     config = getattr(transformers, config_name)(**{**values, **changes})
     torch.manual_seed(seed)
     class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"

@@ -72,9 +72,10 @@ class ModuleSize:
 def module_sizes(decoder: DecoderConfig) -> dict[Module, ModuleSize]:
     """The modules of a decoder that adapters may change.
 
-    Of one with experts, those of its attention. Of one with latent attention none: its projections have no ids.
+    Of one with experts, those of its attention. Of one with latent attention or recurrent layers none: their
+    projections have no ids.
     """
-    if decoder.latent is not None:
+    if decoder.latent is not None or decoder.recurrent is not None:
         return {}
     hidden, inner = decoder.hidden_size, decoder.intermediate_size
     query, kv = decoder.query_size, decoder.kv_size

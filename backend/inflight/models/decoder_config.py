@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from inflight.models.recurrent import RecurrentConfig
+
 NormKind = Literal["rms", "layer"]
 NormPlacement = Literal["before", "after", "around"]
 QkNorm = Literal["heads", "projection"]
@@ -265,6 +267,9 @@ class DecoderConfig:
         embedding_scale: Multiplies the embeddings of tokens.
         residual_scale: Multiplies what attention and MLP add to the residual stream.
         logits_scale: Multiplies the logits.
+        attention_gate: What attention reads is multiplied by sigmoid(a linear layer as wide as the queries).
+        recurrent: What some layers have in the place of attention; None: none has.
+        recurrent_layers: Per layer whether it has that; empty if no layer has.
         experts: What some layers have instead of an MLP; None: none has.
         num_draft_layers: How many more layers a checkpoint may have, which guess further tokens and are not read.
         latent: How keys and values are compressed, and what num_kv_heads and head_dim then mean; None: they are
@@ -304,6 +309,9 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    attention_gate: bool = False
+    recurrent: RecurrentConfig | None = None
+    recurrent_layers: tuple[bool, ...] = ()
     clamped_swiglu: ClampedSwiglu | None = None
     experts: ExpertsConfig | None = None
     num_draft_layers: int = 0
@@ -319,6 +327,15 @@ class DecoderConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts instead of the MLP."""
         return self.experts is not None and self.experts.layers[layer]
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer has a recurrent state in the place of attention."""
+        return bool(self.recurrent_layers) and self.recurrent_layers[layer]
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers with attention, whose keys and values are cached."""
+        return self.num_layers - sum(self.recurrent_layers)
 
     @property
     def score_scale(self) -> float:

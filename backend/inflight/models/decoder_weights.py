@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.models.recurrent import RecurrentWeights
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -91,8 +93,10 @@ class Layer(Generic[LinearT]):
     Attributes:
         attention_norm: Before attention; None if there is none.
         attention_post_norm: On what attention gives; None if there is none.
-        qkv: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size]. Of latent
-            attention queries, or what they are projected from, the compressed latent and the shared key.
+        qkv: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size]; with
+            `attention_gate` the gates of the query heads behind them. Of latent attention queries, or what they
+            are projected from, the compressed latent and the shared key. Of a recurrent layer its product, the
+            rows of `RecurrentConfig.sections`.
         query_norm: Over each query head [head_dim], or over all [query_size]; None without qk_norm.
         key_norm: Over each key head [head_dim], or over all [kv_size]; None without qk_norm.
         output: [hidden_size, num_heads * output_head_dim].
@@ -104,6 +108,8 @@ class Layer(Generic[LinearT]):
         down: [hidden_size, intermediate_size]; None likewise.
         latent: None unless attention is latent.
         sinks: The learned score of each query head, [num_heads]; None if there are none.
+        recurrent: The weights between the product and the output projection of a recurrent layer; None in one with
+            attention.
     """
 
     attention_norm: Norm | None
@@ -119,6 +125,7 @@ class Layer(Generic[LinearT]):
     experts: ExpertWeights[LinearT] | None = None
     latent: LatentWeights | None = None
     sinks: Tensor | None = None
+    recurrent: RecurrentWeights | None = None
 
 
 LayerWeights = Layer[Linear]

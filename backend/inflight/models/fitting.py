@@ -87,10 +87,15 @@ def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
     if decoder.tied_embeddings and head in checkpoint.tensors:
         expected[head] = (decoder.vocab_size, decoder.hidden_size)
     ignored = model.names.ignored or ("\0",)
+    if left_out := [name for name in checkpoint.tensors if name.startswith(model.names.left_out or "\0")]:
+        _logger.info("%s: not read: %s", checkpoint.folder, _some(left_out))
     unexpected = [
         name
         for name in checkpoint.tensors
-        if name not in expected and not name.endswith(ignored) and not _is_of_draft_layer(name, model)
+        if name not in expected
+        and not name.endswith(ignored)
+        and not name.startswith(model.names.left_out or ignored)
+        and not _is_of_draft_layer(name, model)
     ]
     if missing or unexpected:
         raise ConfigError(

@@ -56,6 +56,13 @@ class Shard:
         """Raise ConfigError, with sizes that would do, if the model cannot be split so."""
         if self.moe_ep_size > 1:
             self._check_experts(decoder)
+        if decoder.recurrent is not None and self.size > 1:
+            try:
+                decoder.recurrent.divided(self.size)
+            except ValueError as error:
+                raise ConfigError(
+                    f"tensor parallelism over {self.size} ranks does not divide this model: {error}"
+                ) from None
         heads, kv_heads, inner = decoder.num_heads, decoder.num_kv_heads, math.gcd(*self._mlp_widths(decoder))
         sizes = tensor_parallel_sizes(heads, kv_heads, inner)
         if self.size in sizes:
@@ -99,6 +106,7 @@ class Shard:
             num_heads=decoder.num_heads // self.size,
             num_kv_heads=max(1, decoder.num_kv_heads // self.size),
             intermediate_size=decoder.intermediate_size // self.size,
+            recurrent=decoder.recurrent and decoder.recurrent.divided(self.size),
         )
 
     def query_rows(self, decoder: DecoderConfig) -> Range:
@@ -160,6 +168,7 @@ class Part:
             num_layers=end - begin,
             ropes=decoder.ropes[begin:end],
             sliding_windows=decoder.sliding_windows[begin:end],
+            recurrent_layers=decoder.recurrent_layers[begin:end],
         )
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from inflight.models.decoder_config import ExpertsConfig, LatentAttention
-from inflight.models.families.family import ExpertNames, LatentNames, MlpNames
+from inflight.models.families.family import ExpertNames, LatentNames, MlpNames, RecurrentNames
+from inflight.models.recurrent import GatedDelta, RecurrentConfig, Section, total_size
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part, Range
 
@@ -37,6 +38,7 @@ class TensorPlan:
         columns: How many columns these have; None for vectors.
         kept: Which of the columns are wanted.
         transposed: Whether the checkpoint has columns for rows.
+        is_conv: Whether the checkpoint has [rows, 1, columns].
         dtype: What it is kept as, whatever the model is; None: as the model.
     """
 
@@ -44,6 +46,7 @@ class TensorPlan:
     columns: int | None = None
     kept: Range = (0, 0)
     transposed: bool = False
+    is_conv: bool = False
     dtype: torch.dtype | None = None
 
     @property
@@ -60,12 +63,16 @@ class TensorPlan:
         """Shape of a part in the file."""
         if self.columns is None:
             return (rows,)
+        if self.is_conv:
+            return (rows, 1, self.columns)
         return (self.columns, rows) if self.transposed else (rows, self.columns)
 
     def wanted(self, stored: Tensor, rows: Range) -> Tensor:
         """The given rows of a stored tensor, without the columns that are not kept."""
         if self.columns is None:
             return stored[slice(*rows)]
+        if self.is_conv:
+            return stored[slice(*rows), 0, slice(*self.kept)]
         return (stored.T if self.transposed else stored)[slice(*rows), slice(*self.kept)]
 
 
@@ -124,6 +131,18 @@ class ExpertsPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentPlan:
+    """`RecurrentWeights`; `decay` is stored as the logarithm of minus it."""
+
+    conv: TensorPlan
+    conv_bias: TensorPlan | None
+    decay: TensorPlan | None
+    step_bias: TensorPlan | None
+    skip: TensorPlan | None
+    norm: TensorPlan | None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlan:
     """A `Layer`, its tensors in the order in which they are read."""
 
@@ -140,6 +159,7 @@ class LayerPlan:
     mlp_norm: NormPlan | None
     mlp_post_norm: NormPlan | None
     sinks: TensorPlan | None
+    recurrent: RecurrentPlan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +238,17 @@ class _Planner:
             return self._norm(prefix + module, decoder.hidden_size) if module else None
 
         queries, keys = shard.query_rows(decoder), (decoder.kv_size, shard.kv_rows(decoder))
-        if decoder.latent is None:
+        is_recurrent, latent = decoder.is_recurrent(index), None
+        if is_recurrent:
+            assert decoder.recurrent is not None and names.recurrent is not None, (
+                "the family names its modules"
+            )
+            qkv = self._recurrent_product(prefix, names.recurrent, decoder.recurrent)
+        elif decoder.latent is None and decoder.attention_gate:
+            qkv = self._gated_qkv(prefix, attention.qkv)
+        elif decoder.latent is None:
             rows = (decoder.query_size, queries), keys, keys
-            qkv, latent = self._column_parallel(prefix, attention.qkv, rows, decoder.qkv_bias), None
+            qkv = self._column_parallel(prefix, attention.qkv, rows, decoder.qkv_bias)
         else:
             assert attention.latent is not None, "a family with latent attention names its modules"
             qkv, latent = self._latent(prefix, attention.latent, decoder.latent)
@@ -238,19 +266,110 @@ class _Planner:
             down=down,
             experts=experts,
             attention_norm=norm(norms.attention),
-            query_norm=self._head_norm(prefix + attention.query_norm, (decoder.query_size, queries)),
-            key_norm=self._head_norm(prefix + attention.key_norm, keys),
-            output=self._row_parallel(
-                prefix + attention.output,
-                decoder.num_heads * decoder.output_head_dim,
-                shard.head_rows(decoder, decoder.output_head_dim),
-                decoder.output_bias,
-            ),
+            query_norm=None
+            if is_recurrent
+            else self._head_norm(prefix + attention.query_norm, (decoder.query_size, queries)),
+            key_norm=None if is_recurrent else self._head_norm(prefix + attention.key_norm, keys),
+            output=self._recurrent_output(prefix) if is_recurrent else self._attention_output(prefix),
             attention_post_norm=norm(norms.attention_post),
             mlp_norm=norm(norms.mlp),
             mlp_post_norm=norm(norms.mlp_post),
-            sinks=self._sinks(prefix) if decoder.learned_sinks else None,
+            sinks=self._sinks(prefix) if decoder.learned_sinks and not is_recurrent else None,
+            recurrent=self._recurrent(prefix) if is_recurrent else None,
         )
+
+    def _attention_output(self, prefix: str) -> LinearPlan:
+        decoder = self._decoder
+        own = self._part.shard.head_rows(decoder, decoder.output_head_dim)
+        columns = decoder.num_heads * decoder.output_head_dim
+        return self._row_parallel(prefix + self._names.attention.output, columns, own, decoder.output_bias)
+
+    def _gated_qkv(self, prefix: str, modules: tuple[str, ...]) -> LinearPlan:
+        """Queries, keys, values and gates; a head's query and gate are behind each other in the checkpoint."""
+        decoder, shard = self._decoder, self._part.shard
+        size, (first, last) = decoder.head_dim, shard.split(decoder.num_heads)
+        queries, gates = (
+            tuple(((2 * head + kind) * size, (2 * head + kind + 1) * size) for head in range(first, last))
+            for kind in range(2)
+        )
+        query, key, value = (prefix + module for module in modules)
+        own_keys = (shard.kv_rows(decoder),)
+        parts = (
+            Rows(query, 2 * decoder.query_size, queries),
+            Rows(key, decoder.kv_size, own_keys),
+            Rows(value, decoder.kv_size, own_keys),
+            Rows(query, 2 * decoder.query_size, gates),
+        )
+        return self._linear(parts, decoder.hidden_size, (0, decoder.hidden_size), decoder.qkv_bias)
+
+    # ------------------------------------------------------------------ layers with recurrent state
+
+    def _recurrent_product(self, prefix: str, names: RecurrentNames, config: RecurrentConfig) -> LinearPlan:
+        sections, parts = list(config.sections), list[Rows]()
+        for module, count in names.product:
+            ranges = self._by_key_head if names.by_key_head else self._in_sections
+            own, sections = sections[:count], sections[count:]
+            parts.append(Rows(prefix + module, total_size(tuple(own)), ranges(tuple(own))))
+        hidden = self._decoder.hidden_size
+        return self._linear(tuple(parts), hidden, (0, hidden), config.has_bias)
+
+    def _in_sections(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
+        """This shard's rows of sections that are behind each other."""
+        begins = accumulate((section.size for section in sections), initial=0)
+        owns = (self._part.shard.split(section.count) for section in sections)
+        return tuple(
+            (begin + first * section.width, begin + last * section.width)
+            for begin, section, (first, last) in zip(begins, sections, owns)
+        )
+
+    def _by_key_head(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
+        """This shard's rows of sections, section by section, that are stored one key head after the other."""
+        recurrent = self._decoder.recurrent
+        assert isinstance(recurrent, GatedDelta), "others have no key heads"
+        widths = [section.size // recurrent.num_key_heads for section in sections]
+        heads = range(*self._part.shard.split(recurrent.num_key_heads))
+        return tuple(
+            (head * sum(widths) + begin, head * sum(widths) + begin + width)
+            for begin, width in zip(accumulate(widths, initial=0), widths)
+            for head in heads
+        )
+
+    def _recurrent_output(self, prefix: str) -> LinearPlan:
+        names, config = self._names.recurrent, self._decoder.recurrent
+        assert names is not None and config is not None, "the layer is recurrent"
+        own = self._part.shard.split(config.output_width)
+        return self._row_parallel(prefix + names.output, config.output_width, own, config.has_bias)
+
+    def _recurrent(self, prefix: str) -> RecurrentPlan:
+        """The weights of a recurrent layer between product and output; float32 but for the norm."""
+        names, config = self._names.recurrent, self._decoder.recurrent
+        assert names is not None and config is not None, "the layer is recurrent"
+        columns = self._in_sections(config.conv_sections)
+        conv = Rows(f"{prefix}{names.conv}.weight", total_size(config.conv_sections), columns)
+        bias = replace(conv, name=f"{prefix}{names.conv}.bias")
+
+        def of_heads(name: str) -> TensorPlan | None:
+            own = Rows(prefix + name, config.num_heads, (self._part.shard.split(config.num_heads),))
+            return TensorPlan((own,), dtype=torch.float32) if name else None
+
+        norm = Rows(f"{prefix}{names.norm}.weight", total_size(config.norm_sections), self._norm_rows(config))
+        return RecurrentPlan(
+            conv=TensorPlan(
+                (conv,), config.conv_width, (0, config.conv_width), is_conv=True, dtype=torch.float32
+            ),
+            conv_bias=TensorPlan((bias,), dtype=torch.float32) if config.has_conv_bias else None,
+            decay=of_heads(names.decay),
+            step_bias=of_heads(names.step_bias),
+            skip=of_heads(names.skip),
+            norm=TensorPlan((norm,)) if names.norm else None,
+        )
+
+    def _norm_rows(self, config: RecurrentConfig) -> tuple[Range, ...]:
+        """This shard's weights of the norm; all of one that the heads share."""
+        sections = config.norm_sections
+        if all(section.count == 1 for section in sections):
+            return tuple((0, section.size) for section in sections)
+        return self._in_sections(sections)
 
     def _latent(
         self, prefix: str, names: LatentNames, config: LatentAttention

@@ -25,6 +25,7 @@ from inflight.models.decoder_weights import (
 )
 from inflight.models.finisher import Finisher
 from inflight.models.levels import GroupedMatrix, stack_rows
+from inflight.models.recurrent import RecurrentWeights
 from inflight.models.weight_plan import (
     DecoderPlan,
     ExpertsPlan,
@@ -32,6 +33,7 @@ from inflight.models.weight_plan import (
     LayerPlan,
     LinearPlan,
     NormPlan,
+    RecurrentPlan,
     StackPlan,
     TensorPlan,
 )
@@ -96,6 +98,18 @@ class WeightReader(Generic[LayerT, LinearT]):
             mlp_norm=self._norm_or_none(plan.mlp_norm),
             mlp_post_norm=self._norm_or_none(plan.mlp_post_norm),
             sinks=self._vector(plan.sinks),
+            recurrent=None if plan.recurrent is None else self._recurrent(plan.recurrent),
+        )
+
+    def _recurrent(self, plan: RecurrentPlan) -> RecurrentWeights:
+        decay = self._vector(plan.decay)
+        return RecurrentWeights(
+            conv=self._tensor(plan.conv),
+            conv_bias=self._vector(plan.conv_bias),
+            decay=None if decay is None else -decay.exp(),
+            step_bias=self._vector(plan.step_bias),
+            skip=self._vector(plan.skip),
+            norm=self._vector(plan.norm),
         )
 
     def _latent(self, plan: LatentPlan) -> LatentWeights:

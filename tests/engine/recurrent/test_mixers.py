@@ -16,7 +16,14 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from inflight.engine.recurrent.mixers import Mixer, empty_state, make_mixer
-from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, RecurrentWeights, ShortConv
+from inflight.models.recurrent import (
+    GatedDelta,
+    Mamba2,
+    RecurrentConfig,
+    RecurrentWeights,
+    ShortConv,
+    total_size,
+)
 
 HIDDEN = 32
 NUM_TOKENS = 75
@@ -38,7 +45,6 @@ def gated_delta() -> Layer:
     config = GatedDelta(2, 4, 8, 12, 4, settings.rms_norm_eps)
     projections = module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a
     weights = RecurrentWeights(
-        None,
         module.conv1d.weight.squeeze(1),
         decay=-module.A_log.exp(),
         step_bias=module.dt_bias,
@@ -68,7 +74,6 @@ def mamba2() -> Layer:
     module = randomized(GraniteMoeHybridMambaLayer(settings, 0))
     config = Mamba2(8, 8, 16, 2, 4, settings.rms_norm_eps)
     weights = RecurrentWeights(
-        None,
         module.conv1d.weight.squeeze(1),
         module.conv1d.bias,
         decay=-module.A_log.exp(),
@@ -83,7 +88,7 @@ def short_conv() -> Layer:
     settings = Lfm2Config(hidden_size=HIDDEN, conv_L_cache=3, conv_bias=True, num_hidden_layers=2)
     module = randomized(Lfm2ShortConv(settings, 0))
     config = ShortConv(HIDDEN, 3)
-    weights = RecurrentWeights(None, module.conv.weight.squeeze(1), module.conv.bias)
+    weights = RecurrentWeights(module.conv.weight.squeeze(1), module.conv.bias)
     return module, config, make_mixer(config, weights, F.silu), module.in_proj, module.out_proj
 
 
@@ -111,7 +116,7 @@ def start(config: RecurrentConfig, *leading: int):
 def test_a_sequence_at_once_is_what_transformers_computes(layer: Layer) -> None:
     module, config, mixer, project, output = layer
     x = hidden_states()
-    assert project(x).shape[1] == config.projected_width
+    assert project(x).shape[1] == total_size(config.sections)
     computed, _ = mixer.scan(project(x), start(config))
     assert computed.shape == (NUM_TOKENS, config.output_width)
     torch.testing.assert_close(output(computed), module(x[None])[0], rtol=1e-4, atol=1e-4)

@@ -41,10 +41,9 @@ class Driver:
         self.table.apply(batch)
         self.states.apply(batch)
         packed = pack(batch, self.table)
-        plan = self.states.plan(batch, packed)
+        self.states.begin(batch, packed)
         outputs = [
-            self.states.run(layer, self.mixer, self.rows[packed.token_ids], plan)
-            for layer in range(NUM_LAYERS)
+            self.states.run(layer, self.mixer, self.rows[packed.token_ids]) for layer in range(NUM_LAYERS)
         ]
         self.table.advance(batch)
         torch.testing.assert_close(outputs[0], outputs[1])

@@ -1,6 +1,6 @@
 """The recurrent layers in torch's operators: from a layer's product to what its output projection takes.
 
-A sequence's state has two parts: the inputs of the convolution's last tokens [conv_channels, conv_width - 1], and
+A sequence's state has two parts: the inputs of the convolution's last tokens [columns, conv_width - 1], and
 the state of linear attention, `RecurrentConfig.state_shape` in float32, or an empty tensor without. `scan` gives
 one sequence its next tokens, `step` gives each of many sequences its next one.
 """
@@ -8,14 +8,13 @@ one sequence its next tokens, `step` gives each of many sequences its next one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.engine.recurrent import linear_attention
-from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, RecurrentWeights
+from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, RecurrentWeights, total_size
 
 State = tuple[Tensor, Tensor]
 """The convolution's, and that of linear attention."""
@@ -34,7 +33,7 @@ class Mixer:
         activation: Of the convolution, float32 to float32.
     """
 
-    def __init__(self, weights: RecurrentWeights[Any], activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]) -> None:
         self._weights = weights
         self._activation = activation
 
@@ -42,7 +41,7 @@ class Mixer:
         """Give one sequence its next tokens.
 
         Args:
-            projected: The product's rows [tokens, projected_width].
+            projected: The product's rows [tokens, columns of `sections`].
             state: Before the first of them.
 
         Returns:
@@ -74,7 +73,7 @@ class Mixer:
         return output, (known[:, :, 1:], new_states)
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
-        """The convolution's inputs [rows, conv_channels]."""
+        """The convolution's inputs [rows, columns]."""
         raise NotImplementedError
 
     def _read(
@@ -92,13 +91,13 @@ class GatedDeltaMixer(Mixer):
     """Gated DeltaNet."""
 
     def __init__(
-        self, config: GatedDelta, weights: RecurrentWeights[Any], activation: Callable[[Tensor], Tensor]
+        self, config: GatedDelta, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__(weights, activation)
         self._config = config
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
-        return projected[:, : self._config.conv_channels]
+        return projected[:, : total_size(self._config.conv_sections)]
 
     def _read(
         self,
@@ -113,7 +112,7 @@ class GatedDeltaMixer(Mixer):
         rows = self._activation(convolved).float()
         queries, keys, values = rows.split((key_width, key_width, config.output_width), dim=1)
         queries, keys = (self._normalize(each) for each in (queries, keys))
-        rest = projected[:, config.conv_channels :]
+        rest = projected[:, total_size(config.conv_sections) :]
         gates, beta, steps = rest.split((config.output_width, num_heads, num_heads), dim=1)
         log_decay = weights.decay * F.softplus(steps.float() + weights.step_bias)
         values = values.unflatten(1, (num_heads, -1))
@@ -136,14 +135,14 @@ class Mamba2Mixer(Mixer):
     """Mamba-2."""
 
     def __init__(
-        self, config: Mamba2, weights: RecurrentWeights[Any], activation: Callable[[Tensor], Tensor]
+        self, config: Mamba2, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__(weights, activation)
         self._config = config
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         width = self._config.output_width
-        return projected[:, width : width + self._config.conv_channels]
+        return projected[:, width : width + total_size(self._config.conv_sections)]
 
     def _read(
         self,
@@ -201,7 +200,7 @@ class ShortConvMixer(Mixer):
 
 
 def make_mixer(
-    config: RecurrentConfig, weights: RecurrentWeights[Any], activation: Callable[[Tensor], Tensor]
+    config: RecurrentConfig, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
 ) -> Mixer:
     """The mixer of a layer; `activation` is that of the convolution, which `ShortConv` has none of."""
     if isinstance(config, GatedDelta):
@@ -213,6 +212,8 @@ def make_mixer(
 
 def empty_state(config: RecurrentConfig, dtype: torch.dtype, device: torch.device, *leading: int) -> State:
     """States before any token, zero; `leading` dimensions come first."""
-    conv = torch.zeros((*leading, config.conv_channels, config.conv_width - 1), dtype=dtype, device=device)
+    conv = torch.zeros(
+        (*leading, total_size(config.conv_sections), config.conv_width - 1), dtype=dtype, device=device
+    )
     shape = config.state_shape or (0,)
     return conv, torch.zeros((*leading, *shape), dtype=torch.float32, device=device)

@@ -1,8 +1,8 @@
 """The recurrent states of every slot, and their snapshots, on the device.
 
 One row of memory for each slot, then one that no sequence has, then one for each snapshot. A chunk is computed in
-segments, which end where a state is to be saved. Its drafts are computed from the state before them, which does not
-change: their rows are kept, and the accepted ones are given to the state once they are known. Loop thread.
+segments, which end where a state is to be saved. Its drafts are computed from the state before them, which stays:
+their rows are kept, and the accepted ones are given to the state once they are known. Loop thread.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class RecurrentStates:
         self._parts = empty_state(config, dtype, device, num_layers, num_rows)
         self._first_snapshot = num_slots + 1
         self._device = device
+        self._plan: StatePlan | None = None
         self._drafts: dict[int, dict[int, tuple[Mixer, Tensor]]] = {}  # by slot and layer
 
     def apply(self, batch: ScheduledBatch) -> None:
@@ -102,8 +103,11 @@ class RecurrentStates:
             self._copy([(slot, self._first_snapshot + snapshot) for slot, snapshot in restored])
         self._copy([(move.slot, move.parent_slot) for move in batch.moves])
 
-    def plan(self, batch: ScheduledBatch, packed: PackedBatch) -> StatePlan:
-        """Divide the rows of a batch, as `pack` has laid them out, into what is computed at once."""
+    def begin(self, batch: ScheduledBatch, packed: PackedBatch) -> None:
+        """Get ready to `run` the rows of a batch, as `pack` has laid them out."""
+        self._plan = self._divide(batch, packed)
+
+    def _divide(self, batch: ScheduledBatch, packed: PackedBatch) -> StatePlan:
         saves: dict[int, list[StateSave]] = {}
         for save in batch.state_saves:
             saves.setdefault(save.slot, []).append(save)
@@ -137,18 +141,19 @@ class RecurrentStates:
             segments.append(Segment(chunk.slot, certain, certain + chunk.num_draft_tokens, is_draft=True))
         return segments
 
-    def run(self, layer: int, mixer: Mixer, projected: Tensor, plan: StatePlan) -> Tensor:
+    def run(self, layer: int, mixer: Mixer, projected: Tensor) -> Tensor:
         """Compute a layer's rows, and move its states on.
 
         Args:
             layer: Which of the recurrent layers.
             mixer: The layer.
-            projected: The rows of its product [rows, projected_width].
-            plan: Which row is whose.
+            projected: The rows of its product [rows, columns of `sections`].
 
         Returns:
             What the layer's output projection takes, [rows, output_width].
         """
+        plan = self._plan
+        assert plan is not None, "begin comes before run"
         outputs = [self._scan(layer, mixer, projected, segment) for segment in plan.segments]
         if len(plan.generation_slots):
             slots = plan.generation_slots

@@ -13,6 +13,7 @@ from inflight.models.families.gpt import GPT_FAMILIES
 from inflight.models.families.gpt_oss import GPT_OSS
 from inflight.models.families.llama import LLAMA_FAMILIES
 from inflight.models.families.mixtures import MIXTURE_FAMILIES
+from inflight.models.families.recurrent import RECURRENT_FAMILIES
 
 FAMILIES: tuple[Family, ...] = (
     *LLAMA_FAMILIES,
@@ -20,6 +21,7 @@ FAMILIES: tuple[Family, ...] = (
     *DEEPSEEK_FAMILIES,
     GPT_OSS,
     *GEMMA_FAMILIES,
+    *RECURRENT_FAMILIES,
     *GPT_FAMILIES,
 )
 

@@ -150,6 +150,31 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentNames:
+    """The modules of a layer with recurrent state, below the layer.
+
+    Attributes:
+        product: The modules of the product, and how many of `RecurrentConfig.sections` each has, in their order.
+        conv: The convolution.
+        output: Output projection.
+        decay: The logarithm of minus the decay, by the tensor's whole name, like the next two; "" for none.
+        step_bias: Added to step sizes; "" if there is none.
+        skip: The part of values that goes to the output; "" if there is none.
+        norm: Norm of the output; "" if there is none.
+        by_key_head: A module of the product has one key head's rows of all its sections, then the next head's.
+    """
+
+    product: tuple[tuple[str, int], ...]
+    conv: str
+    output: str
+    decay: str = ""
+    step_bias: str = ""
+    skip: str = ""
+    norm: str = ""
+    by_key_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WeightNames:
     """Names of modules; `.weight` and `.bias` are added where a tensor is looked up.
 
@@ -162,10 +187,12 @@ class WeightNames:
         attention: Of each layer.
         mlp: Of each layer that has no experts.
         experts: Of the layers that have experts; None if there are none.
+        recurrent: Of the layers that have a recurrent state; None if there are none.
         lm_head: Output projection, by its whole name.
         position_embedding: Learned positions, below `base`; "" if there are none.
         transposed: Linear weights are stored [in, out].
         ignored: Suffixes of tensors that some versions save and that no forward pass needs.
+        left_out: Prefixes of tensors of other parts of the checkpoint, such as draft layers, which are not read.
     """
 
     base: str
@@ -176,10 +203,12 @@ class WeightNames:
     attention: AttentionNames
     mlp: MlpNames
     experts: ExpertNames | None = None
+    recurrent: RecurrentNames | None = None
     lm_head: str = "lm_head"
     position_embedding: str = ""
     transposed: bool = False
     ignored: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,20 +27,18 @@ _MIXTRAL_NAMES = replace(
         stacks=ExpertStacks(router="mlp.gate"),
     ),
 )
-_MOE_NAMES = replace(
-    LLAMA_NAMES,
-    experts=ExpertNames(
-        router="mlp.gate",
-        prefix="mlp.experts.{}.",
-        each=MlpNames(up=("gate_proj", "up_proj"), down="down_proj"),
-        stacks=ExpertStacks(),
-        shared=MlpNames(
-            up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-            down="mlp.shared_expert.down_proj",
-        ),
-        shared_gate="mlp.shared_expert_gate",
+QWEN_EXPERT_NAMES = ExpertNames(
+    router="mlp.gate",
+    prefix="mlp.experts.{}.",
+    each=MlpNames(up=("gate_proj", "up_proj"), down="down_proj"),
+    stacks=ExpertStacks(),
+    shared=MlpNames(
+        up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        down="mlp.shared_expert.down_proj",
     ),
+    shared_gate="mlp.shared_expert_gate",
 )
+_MOE_NAMES = replace(LLAMA_NAMES, experts=QWEN_EXPERT_NAMES)
 _MOE_NAMES_WITH_QK_NORM = replace(_MOE_NAMES, attention=NORMED_ATTENTION)
 # Its norms are always there.
 _QWEN3_NEUTRAL = {"use_qk_norm": (None, True)}
@@ -67,7 +65,7 @@ def _read_mixtral(config: ConfigFile) -> DecoderConfig:
     )
 
 
-def _read_qwen_experts(
+def read_qwen_experts(
     config: ConfigFile, default_count: int, default_per_token: int, default_width: int
 ) -> ExpertsConfig:
     num_layers = config.positive_int("num_hidden_layers")
@@ -86,7 +84,7 @@ def _read_qwen_experts(
 
 def _read_qwen2_moe(config: ConfigFile) -> DecoderConfig:
     """Qwen2 with experts in some layers, and beside them an MLP for all tokens."""
-    experts = _read_qwen_experts(config, default_count=60, default_per_token=4, default_width=1408)
+    experts = read_qwen_experts(config, default_count=60, default_per_token=4, default_width=1408)
     shared = config.int_or_none("shared_expert_intermediate_size") or 5632
     return read_llama_like(
         config,
@@ -133,7 +131,7 @@ def _read_qwen3_moe(config: ConfigFile) -> DecoderConfig:
         output_bias=attention_bias,
         qk_norm="heads",
         sliding_windows=(window,) * config.positive_int("num_hidden_layers"),
-        experts=_read_qwen_experts(config, default_count=128, default_per_token=8, default_width=768),
+        experts=read_qwen_experts(config, default_count=128, default_per_token=8, default_width=768),
     )
 
 
