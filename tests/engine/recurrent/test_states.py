@@ -110,6 +110,18 @@ def test_only_accepted_drafts_are_in_the_state(driver: Driver, num_accepted: int
     torch.testing.assert_close(outputs, expected[-1:], rtol=1e-4, atol=1e-5)
 
 
+def test_drafts_are_accepted_behind_the_next_batch_of_other_slots(driver: Driver) -> None:
+    """As of two micro-batches in flight."""
+    batch = ScheduledBatch(
+        0, starts=(start(2),), new_blocks=blocks(2), context=(chunk(2, 0, [*range(6), 10, 11], drafts=2),)
+    )
+    driver.run(batch)
+    driver.run(ScheduledBatch(1, starts=(start(1),), new_blocks=blocks(1), context=(chunk(1, 0, range(5)),)))
+    feed(driver, batch, (10, 11, 50))
+    outputs = driver.run(ScheduledBatch(2, generation_slots=(2,)))
+    torch.testing.assert_close(outputs, driver.expected([*range(6), 10, 11, 50])[-1:], rtol=1e-4, atol=1e-5)
+
+
 def test_a_start_goes_on_from_snapshots_inside_and_at_the_end_of_chunks(driver: Driver) -> None:
     batch = ScheduledBatch(
         0,

@@ -91,7 +91,8 @@ class RecurrentStates:
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Begin the states of slots that start, and move those of beams."""
-        self._drafts.clear()
+        for start in batch.starts:
+            self._drafts.pop(start.slot, None)
         if batch.starts:
             fresh = [start.slot for start in batch.starts if start.snapshot == _NO_SNAPSHOT]
             restored = [
