@@ -120,8 +120,8 @@ class AdditionalOutputs:
 
     def between_layers(self, batch: ScheduledBatch) -> HiddenStates:
         """Return the hidden states that a forward pass of the batch must keep."""
-        asked = (self._wanted.get(slot, ()) for slot in _slots(batch))
-        meanings = (self._meaning(output) for outputs in asked for output in outputs)
+        wanted_outputs = (self._wanted.get(slot, ()) for slot in _slots(batch))
+        meanings = (self._meaning(output) for outputs in wanted_outputs for output in outputs)
         return HiddenStates(
             frozenset(each.number for each in meanings if each.kind is OutputKind.HIDDEN_STATES)
         )

@@ -96,9 +96,9 @@ class MpiCollectives:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return all ranks' tensors, by rank, concatenated along the last dimension."""
-        mine = tensor.contiguous()
-        all_ranks = torch.empty((self.size, *mine.shape), dtype=mine.dtype)
-        self._stage.all_gather(_bytes_of(mine), _bytes_of(all_ranks))
+        own_tensor = tensor.contiguous()
+        all_ranks = torch.empty((self.size, *own_tensor.shape), dtype=own_tensor.dtype)
+        self._stage.all_gather(_bytes_of(own_tensor), _bytes_of(all_ranks))
         return torch.cat(all_ranks.unbind(0), dim=-1)
 
 
@@ -148,9 +148,9 @@ class TorchCollectives:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return all ranks' tensors, by rank, concatenated along the last dimension."""
-        mine = tensor.contiguous()
-        all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(all_ranks, mine, group=self._group)
+        own_tensor = tensor.contiguous()
+        all_ranks = [torch.empty_like(own_tensor) for _ in range(self.size)]
+        dist.all_gather(all_ranks, own_tensor, group=self._group)
         return torch.cat(all_ranks, dim=-1)
 
     def leave(self) -> None:
@@ -243,10 +243,10 @@ class TorchStageLink:
         while len(self._sending) >= self._most_sends:
             self._sending.popleft()[0].wait()
         self._link.send(np.ones(1, np.uint8))
-        kept = hidden.contiguous()
-        work = dist.isend(kept, self._next)
+        message = hidden.contiguous()
+        work = dist.isend(message, self._next)
         assert work is not None, "only ranks outside of a group get none"
-        self._sending.append((work, kept))
+        self._sending.append((work, message))
 
     def receive(self, num_rows: int) -> Tensor | None:
         """Receive [num_rows, hidden_size] from the previous stage; None if the batch has failed there.

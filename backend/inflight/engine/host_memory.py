@@ -44,8 +44,8 @@ class Recycled:
 
     def __init__(self) -> None:
         self._memories: list[mmap.mmap] = []
-        nobodys = [object()]
-        self._unused = sys.getrefcount(nobodys[0])
+        unreferenced = [object()]
+        self._unused = sys.getrefcount(unreferenced[0])
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor like torch.empty, in memory to which no tensor or view refers any more."""

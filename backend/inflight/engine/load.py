@@ -277,5 +277,5 @@ def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersMo
         return 0
     dtype = computed_dtype(config, model)
     of_linear = torch.int8 if config.dtype in QUANTIZED else dtype
-    kept = kept_kinds(config, model, find_device(config.device))
-    return num_weight_bytes(model, dtype, of_linear, kept) // mapping.world_size
+    unchanged_kinds = kept_kinds(config, model, find_device(config.device))
+    return num_weight_bytes(model, dtype, of_linear, unchanged_kinds) // mapping.world_size

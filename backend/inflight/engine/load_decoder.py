@@ -101,11 +101,11 @@ class _Packing(Finisher[PackedLayer, PackedLinear]):
         """Log what was done with the quantized projections."""
         if not self.keeps_levels:
             return
-        kept = " and ".join(f"{count} in {kind.value}" for kind, count in self._kept.items())
+        counts = " and ".join(f"{count} in {kind.value}" for kind, count in self._kept.items())
         _log.info(
             "quantized projections stay as the checkpoint has them (%s), and what they multiply is rounded to "
             "int8; the output projection is int8 by row; dtype bfloat16 unpacks and rounds nothing",
-            kept or "none",
+            counts or "none",
         )
         for reason, names in self._unpacked.items():
             short = str(dtype).removeprefix("torch.")
@@ -158,10 +158,12 @@ def load_decoder(
     if isinstance(model, TransformersModel):
         return _take_transformers(config, model, device, windows)
     is_int8, dtype = config.dtype == INT8, computed_dtype(config, model)
-    kept = kept_by_compiled_layers(config, model, device)
+    unchanged_kinds = kept_by_compiled_layers(config, model, device)
     try:
-        computed = torch.bfloat16 if kept else dtype
-        library = _find_library(config, model.decoder, computed, device, part.shard, is_int8 or bool(kept))
+        computed = torch.bfloat16 if unchanged_kinds else dtype
+        library = _find_library(
+            config, model.decoder, computed, device, part.shard, is_int8 or bool(unchanged_kinds)
+        )
     except CannotBuild as reason:
         _settle_for_torch(config, device, reason)
         if config.dtype in QUANTIZED:
@@ -182,10 +184,10 @@ def load_decoder(
         row_kernels = find_row_kernels(model.decoder.vocab_size, device)
         parts = part, collectives, attention, operations, row_kernels
         return Decoder(model.decoder, weights, windows, max_sequence_length, *parts)
-    if not kept:
+    if not unchanged_kinds:
         _say_unpacked(config, model, computed, "compiled layers do not multiply them as they are")
     packer = Packer(library, computed, is_int8, torch.get_num_threads())
-    finisher = _Packing(packer, bool(kept))
+    finisher = _Packing(packer, bool(unchanged_kinds))
     weights = load_finished_weights(model, computed, device, part, finisher)
     finisher.say(computed)
     return NativeDecoder(

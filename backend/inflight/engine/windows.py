@@ -34,7 +34,10 @@ class AttentionWindow:
 
 
 def layer_windows(
-    of_checkpoint: Sequence[int | None], asked: Sequence[int], num_sinks: int, max_sequence_length: int
+    checkpoint_windows: Sequence[int | None],
+    configured: Sequence[int],
+    num_sinks: int,
+    max_sequence_length: int,
 ) -> tuple[AttentionWindow | None, ...]:
     """Return each layer's window; None: a token sees all tokens before it, as with a window of the longest
     sequence.
@@ -46,34 +49,36 @@ def layer_windows(
     whether it was ever paused.
 
     Args:
-        of_checkpoint: By layer, the checkpoint's own window; None for none.
-        asked: `max_attention_window_size`; layer i uses entry i % n. Empty: none.
+        checkpoint_windows: By layer, the checkpoint's own window; None for none.
+        configured: `max_attention_window_size`; layer i uses entry i % n. Empty: none.
         num_sinks: `sink_token_length`.
         max_sequence_length: Longest sequence in tokens.
 
     Raises:
         ConfigError: A window consists of sinks only.
     """
-    if len(asked) > len(of_checkpoint):
+    if len(configured) > len(checkpoint_windows):
         _logger.warning(
             "max_attention_window_size has %d entries, but the model has %d layers",
-            len(asked),
-            len(of_checkpoint),
+            len(configured),
+            len(checkpoint_windows),
         )
     return tuple(
-        _window(own, asked[layer % len(asked)] if asked else None, num_sinks, max_sequence_length)
-        for layer, own in enumerate(of_checkpoint)
+        _window(
+            own, configured[layer % len(configured)] if configured else None, num_sinks, max_sequence_length
+        )
+        for layer, own in enumerate(checkpoint_windows)
     )
 
 
 def _window(
-    own: int | None, asked: int | None, num_sinks: int, max_sequence_length: int
+    own: int | None, configured: int | None, num_sinks: int, max_sequence_length: int
 ) -> AttentionWindow | None:
-    size = min(window for window in (own, asked, max_sequence_length) if window is not None)
+    size = min(window for window in (own, configured, max_sequence_length) if window is not None)
     if size == max_sequence_length:
         return None
     if size <= num_sinks:
-        whose = "max_attention_window_size has" if size == asked else "the checkpoint has layers with"
+        whose = "max_attention_window_size has" if size == configured else "the checkpoint has layers with"
         raise ConfigError(
             f"sink_token_length is {num_sinks}, expected less than {size}: {whose} a window of {size}, "
             "which the sinks are a part of"

@@ -36,7 +36,7 @@ def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputCon
     """
     log_probs: list[tuple[float, ...]] = [()] * len(outputs)
     top: list[tuple[TopLogProbs, ...]] = [()] * len(outputs)
-    wanted = _which(output.return_log_probs or output.num_top_log_probs > 0 for output in outputs)
+    wanted = _true_indices(output.return_log_probs or output.num_top_log_probs > 0 for output in outputs)
     if len(wanted):
         counts = [outputs[row].num_top_log_probs for row in map(int, wanted)]
         chosen, likely = find_log_probs(
@@ -59,7 +59,7 @@ def with_drawn_log_probs(
         rows: The processed rows.
         chosen: [rows] the chosen tokens.
     """
-    wanted = _which(bool(each.log_probs) for each in details)
+    wanted = _true_indices(bool(each.log_probs) for each in details)
     result = list(details)
     if len(wanted):
         shares = distribution(rows.select(wanted)).gather(-1, rows.upload(chosen[wanted])[:, None])
@@ -105,7 +105,7 @@ def find_log_probs(
 def copy_logits(logits: Tensor, wanted: Sequence[bool]) -> list[tuple[bytes, ...]]:
     """Return the bytes of each row's logits; () where they are not wanted."""
     copies: list[tuple[bytes, ...]] = [()] * len(wanted)
-    indices = _which(wanted)
+    indices = _true_indices(wanted)
     if len(indices):
         for row, values in zip(indices, as_array(select_rows(logits, indices).cpu())):
             copies[row] = (values.tobytes(),)
@@ -167,5 +167,5 @@ def _best_continuations(group: BeamGroup, request: Request, logits: Tensor) -> t
     return best // vocab_size, best % vocab_size, totals.view(-1)[best]
 
 
-def _which(wanted: Iterable[bool]) -> NDArray[np.int64]:
+def _true_indices(wanted: Iterable[bool]) -> NDArray[np.int64]:
     return np.flatnonzero(np.fromiter(wanted, dtype=bool))

@@ -265,10 +265,10 @@ class _Builder:
             config.progress_monitor = self._monitor
         profiles = tuple(graph.profile(*each) for each in extents)
         for profile in profiles:
-            theirs = graph.builder.create_optimization_profile()
+            trt_profile = graph.builder.create_optimization_profile()
             for each in profile.ranges:
-                theirs.set_shape(each.name, each.min, each.opt, each.max)
-            config.add_optimization_profile(theirs)
+                trt_profile.set_shape(each.name, each.min, each.opt, each.max)
+            config.add_optimization_profile(trt_profile)
         path = self._folder / name
         plan = self._serialize(Definition(graph, config, profiles))
         with path.open("wb") as file:

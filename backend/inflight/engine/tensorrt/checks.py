@@ -120,10 +120,10 @@ def check_model(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig, 
             "were built from, or build the engine again"
         )
     for name in ("num_layers", "hidden_size", "head_dim", "vocab_size"):
-        if (asked := getattr(decoder, name)) != (built := getattr(sidecar.model, name)):
+        if (configured := getattr(decoder, name)) != (built := getattr(sidecar.model, name)):
             raise ConfigError(
-                f"{checkpoint / 'config.json'} has a {name} of {asked}, but the plans of {folder} have {built}: "
-                "it was changed; build the engine again"
+                f"{checkpoint / 'config.json'} has a {name} of {configured}, but the plans of {folder} have "
+                f"{built}: it was changed; build the engine again"
             )
     windows = layer_windows(
         decoder.sliding_windows,

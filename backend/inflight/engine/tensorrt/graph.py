@@ -405,7 +405,7 @@ class Graph:
 
     def type_name(self, dtype: Any) -> str:
         """Return the name of a TensorRT type."""
-        return next(name for name, theirs in _TYPES.items() if theirs == dtype.name)
+        return next(name for name, trt_name in _TYPES.items() if trt_name == dtype.name)
 
     def _attention(self, queries: Any, keys: Any, values: Any, causal: str, may_decompose: bool) -> Any:
         trt = self.module

@@ -159,7 +159,7 @@ class LoadedPlan:
             self._check_tensor(self.spec.tensor(name), tensor)
         context = self._context(self._find_profile(inputs), recording)
         for name, tensor in inputs.items():
-            self._tell(context.set_input_shape(name, tuple(tensor.shape)), name)
+            self._check_accepted(context.set_input_shape(name, tuple(tensor.shape)), name)
             self._set_address(context, name, tensor)
         outputs: dict[str, Tensor] = {}
         for spec in self.spec.outputs:
@@ -211,11 +211,11 @@ class LoadedPlan:
             raise ValueError(f"{spec.name} has to be contiguous, on {self._runtime.device}")
 
     def _set_address(self, context: Any, name: str, tensor: Tensor) -> None:
-        self._tell(
+        self._check_accepted(
             context.set_tensor_address(name, (tensor if tensor.numel() else self._nothing).data_ptr()), name
         )
 
-    def _tell(self, is_taken: bool, name: str) -> None:
+    def _check_accepted(self, is_taken: bool, name: str) -> None:
         if not is_taken:
             raise ValueError(f"TensorRT does not take {name}: {self._runtime.last_error}")
 

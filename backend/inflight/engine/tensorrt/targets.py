@@ -51,8 +51,8 @@ def set_target(module: Any, config: Any, processors: Processors) -> None:
         return  # TensorRT's default
     config.num_compute_capabilities = len(processors.exactly)
     for index, capability in enumerate(processors.exactly):
-        theirs = getattr(module.ComputeCapability, f"SM{capability}", None)
-        if theirs is None or not config.set_compute_capability(theirs, index):
+        trt_capability = getattr(module.ComputeCapability, f"SM{capability}", None)
+        if trt_capability is None or not config.set_compute_capability(trt_capability, index):
             raise ConfigError(
                 f"tensorrt_rtx does not build for compute capability {capability / 10:.1f}, expected one of "
                 f"{', '.join(_known(module))}"

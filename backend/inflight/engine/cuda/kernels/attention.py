@@ -83,13 +83,13 @@ def _see(
         now_best = tl.maximum(best, tl.max(scores, axis=1))
         reference = tl.where(now_best == float("-inf"), 0.0, now_best)  # for rows that have seen no key yet
     weights = tl.exp(scores - reference[:, None])
-    kept = tl.exp(best - reference)
+    decay = tl.exp(best - reference)
     value_rows = blocks * value_block + offsets * value_token
     values = load_tokens(
         value_page, value_rows, columns, inside, value_scales, tokens, is_read, queries, LEVELS
     )
     added = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return now_best, total * kept + tl.sum(weights, axis=1), read * kept[:, None] + added
+    return now_best, total * decay + tl.sum(weights, axis=1), read * decay[:, None] + added
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_BATCH)
@@ -194,12 +194,12 @@ def _add_up(
     # A few at a time: most rows have few parts, and a tile for the maximum would be nearly empty.
     for first in range(0, num_parts, AT_ONCE):
         some = first + tl.arange(0, AT_ONCE)
-        kept = tl.exp(tl.load(parts_best + place + some, mask=some < num_parts, other=float("-inf")) - best)
+        decay = tl.exp(tl.load(parts_best + place + some, mask=some < num_parts, other=float("-inf")) - best)
         inside = (some < num_parts)[:, None] & (columns < HEAD_DIM)[None, :]
         read = tl.load(
             parts_read + (place + some)[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0
         )
-        result += tl.sum(read * kept[:, None], axis=0)
+        result += tl.sum(read * decay[:, None], axis=0)
     result = result / total
     target = results + (row * tl.num_programs(1) + head) * HEAD_DIM + columns
     tl.store(target, result.to(results.dtype.element_ty), mask=(columns < HEAD_DIM) & (row >= 0))
