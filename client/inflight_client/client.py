@@ -67,7 +67,7 @@ class Client:
 
                 Sampling: temperature, top_k, top_p, seed and all others of `inflight_client.options.CHOOSING`;
                 allowed_token_ids, a list; logit_bias, {token id: 2.5}; embedding_bias, an array [vocab_size] or
-                texts with their weights, {"word": -5.0}; logits_post_processor_name, one of the server's functions.
+                texts with their weights, {"word": -5.0}; logits_post_processor_name, a function of the server.
 
                 Ending: end_id, pad_id, min_length; stop_words, and bad_words that never come: texts, lists of
                 token ids, or the array that the server takes, [2, n] or [1, 2, n]. The answer ends before a stop
@@ -99,8 +99,8 @@ class Client:
                 Additional results: return_log_probs, num_top_log_probs, return_prompt_log_probs,
                 return_context_logits, return_generation_logits, return_perf_metrics.
 
-        A text goes to `tensorrt_llm` instead of `ensemble` if `ensemble` has no tensor for one of its options: ids,
-        arrays, and log probabilities of beams.
+        A text goes to `tensorrt_llm` instead of `ensemble` if `ensemble` has no tensor for one of its options:
+        ids, arrays, and log probabilities of beams.
 
         Raises:
             ServerError: The server refuses or loses the request, or cannot be reached.
