@@ -24,7 +24,6 @@ from typing import Generic, TypeVar
 from inflight.batch_manager.kv_event_buffer import KvEventBuffer
 from inflight.batch_manager.recording import JsonRecorder
 from inflight.core.ports import ReturnMetricsCallback
-from inflight.core.report.executor_stats import iteration_stats, request_stats
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.state import SchedulerState
@@ -39,6 +38,7 @@ from inflight.core.request.request import IterationInput
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, Unavailable
+from inflight.executor_stats import iteration_stats, request_stats
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

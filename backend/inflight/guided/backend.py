@@ -1,4 +1,4 @@
-"""The interface of a grammar library, and the available libraries."""
+"""The interface of a grammar library, and the errors for guides that it cannot follow."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide
-from inflight.errors import ConfigError, InvalidArgument
-from inflight.guided.vocabulary import GuideVocabulary
-
-BACKENDS = ("llguidance", "xgrammar")
+from inflight.errors import InvalidArgument
 
 
 class DeadEnd(InvalidArgument):
@@ -88,27 +85,6 @@ class GuideBackend(Protocol):
             By job index, the error of a guide that cannot be followed any further.
         """
         ...
-
-
-def make_backend(name: str, vocabulary: GuideVocabulary) -> GuideBackend:
-    """Return the backend of this name, one of BACKENDS.
-
-    Raises:
-        ConfigError: The library is not installed.
-    """
-    try:
-        if name == "xgrammar":
-            from inflight.guided.xgrammar_backend import XGrammarBackend
-
-            return XGrammarBackend(vocabulary)
-        from inflight.guided.llguidance_backend import LLGuidanceBackend
-
-        return LLGuidanceBackend(vocabulary)
-    except ImportError as error:
-        remedy = ": pip install -e '.[guided-xgrammar]' in the checkout" if name == "xgrammar" else ""
-        raise ConfigError(
-            f"guided_decoding_backend is {name}, which is not installed{remedy} ({error})"
-        ) from None
 
 
 def refusal(reason: str) -> InvalidArgument:

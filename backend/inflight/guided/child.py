@@ -18,8 +18,8 @@ import msgspec
 
 from inflight.core.request.guide import Guide
 from inflight.errors import InflightError
-from inflight.guided.backend import make_backend
 from inflight.guided.budget import try_out
+from inflight.guided.make_backend import make_backend
 from inflight.guided.vocabulary import GuideVocabulary
 
 MAX_MEMORY_BYTES = 4 << 30

@@ -21,8 +21,8 @@ from inflight.ranks.failure_detector import NEVER
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.job import Briefing, Job
 from inflight.ranks.lockstep import Lockstep
-from inflight.ranks.rendezvous import meet
-from inflight.ranks.topology import Host, gather_hosts
+from inflight.ranks.rendezvous import gather_hosts, meet
+from inflight.ranks.topology import Host
 
 if TYPE_CHECKING:
     from inflight.ranks.mpi import MpiWorld

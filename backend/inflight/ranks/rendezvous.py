@@ -1,4 +1,4 @@
-"""TCP connections between rank 0 and every other rank, made once at the start of an engine.
+"""The hosts of all ranks, and TCP connections between rank 0 and every other, made once, when an engine starts.
 
 Rank 0 listens only while they are made. It broadcasts its addresses and a secret, and each side of a connection
 proves to the other that it knows the secret, without sending it:
@@ -27,7 +27,7 @@ import msgspec
 import psutil
 
 from inflight.errors import ConfigError
-from inflight.ranks.topology import Host
+from inflight.ranks.topology import Host, this_host
 
 if TYPE_CHECKING:
     from inflight.ranks.mpi import MpiWorld
@@ -71,6 +71,12 @@ class _Invitation(msgspec.Struct, frozen=True):
 
 class _Stranger(Exception):
     """The other side does not know the secret."""
+
+
+def gather_hosts(world: MpiWorld) -> list[Host]:
+    """The hosts of all ranks, by rank. Every rank calls it at the same time."""
+    gathered = world.all_gather(msgspec.msgpack.encode(this_host()))
+    return [msgspec.msgpack.decode(host, type=Host) for host in gathered]
 
 
 def meet(world: MpiWorld, hosts: Sequence[Host], timeout_s: float = _RENDEZVOUS_S) -> tuple[Peer, ...]:

@@ -11,14 +11,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
 
 from inflight.errors import ConfigError
-
-if TYPE_CHECKING:
-    from inflight.ranks.mpi import MpiWorld
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +147,6 @@ def this_host() -> Host:
         os.getpid(),
         tuple(sorted(os.sched_getaffinity(0))),
     )
-
-
-def gather_hosts(world: MpiWorld) -> list[Host]:
-    """Return the hosts of all ranks, by rank. Every rank calls it at the same time."""
-    gathered = world.all_gather(msgspec.msgpack.encode(this_host()))
-    return [msgspec.msgpack.decode(host, type=Host) for host in gathered]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Statistics of one iteration: counters, and the JSON objects made from them.
 
-Keys, their spelling and the timestamp's format are the specification's (The Batch Manager, Statistics).
-`executor_stats` turns the same counters into the Executor API's.
+Keys, their spelling and the timestamp's format are the specification's (The Batch Manager, Statistics). The
+Executor API's statistics, made of the same counters, are in `inflight.executor_stats`.
 """
 
 from __future__ import annotations
