@@ -51,7 +51,7 @@ class TensorPlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result."""
+        """Shape of the result."""
         rows = sum(end - begin for part in self.parts for begin, end in part.ranges)
         return (rows,) if self.columns is None else (rows, self.kept[1] - self.kept[0])
 

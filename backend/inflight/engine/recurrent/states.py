@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StatePlan:
-    """Which rows of a packed batch belong to which state.
+    """The rows of a packed batch, by the state that they belong to.
 
     Attributes:
         segments: The rows of chunks.
