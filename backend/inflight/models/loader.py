@@ -14,11 +14,11 @@ import torch
 from inflight.hub import checkpoint_name
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_weights import DecoderWeights, LayerT, LinearT, PlainWeights
-from inflight.models.finisher import AsRead, Finisher
 from inflight.models.fitting import fitted, untied
 from inflight.models.levels import Kind
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
+from inflight.models.sink import KeptLevels, PlainSink, Sink
 from inflight.models.weight_plan import plan_weights, stored_shapes, tensors
 from inflight.models.weight_reader import WeightReader
 from inflight.progress import load_progress
@@ -114,19 +114,21 @@ def load_weights(
     Raises:
         ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
     """
-    return load_finished_weights(model, dtype, device, part or Part.whole(model.decoder), AsRead())
+    return load_weights_into(PlainSink(), model, dtype, device, part or Part.whole(model.decoder))
 
 
-def load_finished_weights(
+def load_weights_into(
+    sink: Sink[LayerT, LinearT],
     model: ModelDescription,
     dtype: torch.dtype | None,
     device: torch.device,
     part: Part,
-    finisher: Finisher[LayerT, LinearT],
+    kept: KeptLevels | None = None,
 ) -> DecoderWeights[LayerT, LinearT]:
-    """As `load_weights`, but each projection and each layer is given to `finisher` once it is read.
+    """As `load_weights`, but each projection and each layer is given to `sink` once it is read.
 
-    What that returns is kept instead, so that no more than one projection is there twice.
+    What that returns is kept instead, so that no more than one projection is there twice. With `kept` it is given
+    what the checkpoint has quantized as levels, if it keeps them.
     """
     with Checkpoint(model.folder) as checkpoint:
         model = untied(fitted(model, checkpoint), checkpoint)
@@ -134,7 +136,7 @@ def load_finished_weights(
         plan = plan_weights(model, part)
         num_bytes = sum(tensor.num_bytes(target) for tensor in tensors(plan))
         with load_progress(f"Loading {checkpoint_name(model.folder)}", num_bytes) as advance:
-            return WeightReader(checkpoint, target, device, finisher, advance).read(plan)
+            return WeightReader(checkpoint, target, device, sink, kept, advance).read(plan)
 
 
 def _stored_dtype(model: ModelDescription, checkpoint: Checkpoint) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Reads the tensors of a plan out of an open checkpoint, into what a `Finisher` makes of each.
+"""Reads the tensors of a plan out of an open checkpoint, into what a `Sink` makes of each.
 
 Every tensor is copied once, from the mapped file straight into its place on the device, and what becomes of a
 projection is made as soon as it is read: a load needs no more memory than what is kept and one tensor.
@@ -23,8 +23,8 @@ from inflight.models.decoder_weights import (
     LinearT,
     Norm,
 )
-from inflight.models.finisher import Finisher
 from inflight.models.levels import GroupedMatrix, stack_rows
+from inflight.models.sink import KeptLevels, Sink
 from inflight.models.weight_plan import (
     DecoderPlan,
     ExpertsPlan,
@@ -48,7 +48,8 @@ class WeightReader(Generic[LayerT, LinearT]):
         checkpoint: Has all tensors that plans ask for.
         dtype: Of tensors whose plans have none.
         device: Where they go.
-        finisher: Says what is kept of projections and layers.
+        sink: Says what is kept of projections and layers.
+        kept: What the checkpoint has quantized is offered to the sink as it is; None: as numbers.
         advance: Called with the bytes of each tensor that has been read.
     """
 
@@ -57,14 +58,15 @@ class WeightReader(Generic[LayerT, LinearT]):
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         device: torch.device,
-        finisher: Finisher[LayerT, LinearT],
+        sink: Sink[LayerT, LinearT],
+        kept: KeptLevels | None,
         advance: Callable[[int], None],
     ) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
-        self._finisher, self._advance = finisher, advance
+        self._sink, self._kept, self._advance = sink, kept, advance
 
     def read(self, plan: DecoderPlan) -> DecoderWeights[LayerT, LinearT]:
-        """The weights of a part of a model, as the finisher makes them."""
+        """The weights of a part of a model, as the sink makes them."""
         embedding = position_embedding = final_norm = lm_head = None
         if plan.embedding is not None:
             embedding = self._plain(plan.embedding)
@@ -73,12 +75,12 @@ class WeightReader(Generic[LayerT, LinearT]):
         if plan.final_norm is not None:
             table = embedding if plan.lm_head is None else self._plain(plan.lm_head)
             assert table is not None, "a plan of the last stage has the one or the other"
-            lm_head = self._finisher.head(Linear(table))
-            if plan.lm_head is None and not self._finisher.keeps_tied_embedding:
+            lm_head = self._sink.head(table)
+            if plan.lm_head is None and not self._sink.keeps_tied_embedding:
                 embedding = None
             del table
             final_norm = self._norm(plan.final_norm, self._plain)
-        layers = tuple(self._finisher.layer(self._layer(layer)) for layer in plan.layers)
+        layers = tuple(self._sink.layer(self._layer(layer)) for layer in plan.layers)
         return DecoderWeights(embedding, position_embedding, layers, final_norm, lm_head)
 
     def _layer(self, plan: LayerPlan) -> Layer[LinearT]:
@@ -115,52 +117,56 @@ class WeightReader(Generic[LayerT, LinearT]):
             choice_bias=self._vector(plan.choice_bias),
         )
 
-    # ------------------------------------------------------------------ what finishers keep
+    # ------------------------------------------------------------------ what sinks keep
 
     def _projection(self, plan: LinearPlan) -> LinearT:
-        matrix = self._kept_levels(plan.weight)
-        if matrix is None:
-            return self._finisher.linear(self._linear(plan), plan.is_gated)
-        found = self._finisher.keep_levels(matrix, self._vector(plan.bias), plan.is_gated)
+        levels = self._kept_levels(plan.weight)
+        if levels is None:
+            return self._sink.linear(self._tensor(plan.weight), self._vector(plan.bias), plan.is_gated)
+        found = self._sink.linear(levels, self._vector(plan.bias), plan.is_gated)
+        self._count(levels)
         self._release(plan.weight)
         return found
 
     def _stack(self, plan: StackPlan) -> LinearT:
         shape, bias = (len(plan.matrices), *plan.matrices[0].shape), self._vector(plan.bias)
         bias = None if bias is None else bias.view(shape[:2])
-        if (kept := self._stacked_levels(plan, shape, bias)) is not None:
-            return kept
-        return self._finisher.stack(map(self._tensor, plan.matrices), shape, bias, plan.is_gated)
-
-    def _stacked_levels(self, plan: StackPlan, shape: tuple[int, ...], bias: Tensor | None) -> LinearT | None:
         first = self._kept_levels(plan.matrices[0], is_stack=True)
-        if first is None:
-            return None
+        if first is not None:
+            try:
+                found = self._sink.stack(self._each_levels(plan, first), shape, bias, plan.is_gated)
+                self._count(first)
+                return found
+            except _NotKept:
+                self._note_unpacked(plan.matrices[0], "experts that are not all quantized alike")
+        return self._sink.stack(map(self._tensor, plan.matrices), shape, bias, plan.is_gated)
 
-        def each() -> Iterator[GroupedMatrix]:
-            for index, of_expert in enumerate(plan.matrices):
-                matrix = first if index == 0 else self._kept_levels(of_expert, is_stack=True)
-                if matrix is None or matrix.form != first.form:
-                    raise _NotKept
-                yield matrix
-                self._release(of_expert)
-
-        try:
-            return self._finisher.keep_stacked_levels(each(), shape, bias, plan.is_gated)
-        except _NotKept:
-            name = plan.matrices[0].parts[0].name
-            self._finisher.note_unpacked(name, "experts that are not all quantized alike")
-            return None
+    def _each_levels(self, plan: StackPlan, first: GroupedMatrix) -> Iterator[GroupedMatrix]:
+        """Each expert's levels, of which those of the first are read; _NotKept if others are not of its form."""
+        for index, of_expert in enumerate(plan.matrices):
+            matrix = first if index == 0 else self._kept_levels(of_expert, is_stack=True)
+            if matrix is None or matrix.form != first.form:
+                raise _NotKept
+            yield matrix
+            self._release(of_expert)
 
     def _kept_levels(self, plan: TensorPlan, is_stack: bool = False) -> GroupedMatrix | None:
         """The levels of a matrix that is kept as the checkpoint has it; None of any other."""
-        if not self._finisher.keeps_levels:
+        if self._kept is None:
             return None
         matrix = self._levels(plan)
-        if matrix is not None and (reason := self._finisher.why_unpacked(matrix, is_stack)):
-            self._finisher.note_unpacked(plan.parts[0].name, reason)
+        if matrix is not None and (reason := self._sink.why_unpacked(matrix, is_stack)):
+            self._note_unpacked(plan, reason)
             return None
         return matrix
+
+    def _count(self, levels: GroupedMatrix) -> None:
+        if self._kept is not None:
+            self._kept.counts[levels.kind] += 1
+
+    def _note_unpacked(self, plan: TensorPlan, reason: str) -> None:
+        if self._kept is not None:
+            self._kept.note_unpacked(plan.parts[0].name, reason)
 
     # ------------------------------------------------------------------ tensors as they are
 
@@ -181,7 +187,7 @@ class WeightReader(Generic[LayerT, LinearT]):
 
     def _tensor(self, plan: TensorPlan) -> Tensor:
         """A tensor of a layer."""
-        return self._fill(plan, self._finisher.empty(plan.shape, plan.dtype or self._dtype, self._device))
+        return self._fill(plan, self._sink.empty(plan.shape, plan.dtype or self._dtype, self._device))
 
     def _plain(self, plan: TensorPlan) -> Tensor:
         """A tensor outside layers."""
@@ -201,19 +207,18 @@ class WeightReader(Generic[LayerT, LinearT]):
 
     def _levels(self, plan: TensorPlan) -> GroupedMatrix | None:
         """The levels of a matrix; None if it is not quantized, or its parts do not go together."""
-        levels, names = self._checkpoint.levels, [part.name for part in plan.parts]
-        are_quantized = [name in levels for name in names]
+        levels = self._checkpoint.levels
+        are_quantized = [part.name in levels for part in plan.parts]
         if plan.transposed or not all(are_quantized):
             if any(are_quantized):
-                self._finisher.note_unpacked(names[0], "what is multiplied with it is not quantized")
+                self._note_unpacked(plan, "what is multiplied with it is not quantized")
             return None
         found: list[GroupedMatrix] = []
         for part in plan.parts:
             whole = levels[part.name].read()
             found += [whole.part(rows, plan.kept).grouped() for rows in part.ranges]
         if (matrix := stack_rows(found)) is None:
-            reason = "others that are multiplied with it are quantized otherwise"
-            self._finisher.note_unpacked(names[0], reason)
+            self._note_unpacked(plan, "others that are multiplied with it are quantized otherwise")
         return matrix
 
     def _release(self, plan: TensorPlan) -> None:

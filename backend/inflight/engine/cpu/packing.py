@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.engine.cpu.structs import LayerStruct, LinearStruct, NormStruct
-from inflight.engine.host_memory import Arena
+from inflight.engine.host_memory import Arena, zeros
 from inflight.engine.quantize import INT8_LEVELS
-from inflight.models import Layer, Linear, Norm
+from inflight.models import Layer, Norm
 from inflight.models.decoder_weights import ExpertWeights
 from inflight.models.levels import GroupedMatrix, Kind
+from inflight.models.sink import Sink, StoredMatrix
 
 PANEL = 32
 HALF = PANEL // 2
@@ -77,20 +78,22 @@ class PackedLayer:
 
 
 @dataclass(slots=True)
-class Packer:
-    """Packs a model's weights.
+class Packer(Sink[PackedLayer, PackedLinear]):
+    """Packs every matrix of a model as it is read.
 
     Attributes:
         library: The compiled code, for these types.
         dtype: Of activations and, unless they are quantized, weights.
         int8: Whether to quantize matrices.
         num_threads: To pack with.
+        has_int8_head: Whether to quantize the output projection.
     """
 
     library: ctypes.CDLL
     dtype: torch.dtype
     int8: bool
     num_threads: int
+    has_int8_head: bool = False
     _arena: Arena = field(default_factory=Arena)
     _tensors: list[Tensor] = field(default_factory=list)
 
@@ -126,22 +129,31 @@ class Packer:
             Contribution(layer.down.bias if layer.down else None, layer.mlp_post_norm),
         )
 
-    def linear(self, linear: Linear, is_gated: bool = False, int8: bool | None = None) -> PackedLinear:
-        """Pack a projection.
+    @property
+    def keeps_tied_embedding(self) -> bool:
+        """int8 columns are no rows that could be looked up."""
+        return self.has_int8_head
 
-        Args:
-            linear: As it was read.
-            is_gated: It is gate above up of a gated MLP.
-            int8: Whether to quantize it; None: as all.
-        """
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Of matrices, memory that is given back once they are packed."""
+        return torch.empty(shape, dtype=dtype) if len(shape) == 1 else zeros(shape, dtype)
+
+    def linear(
+        self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False
+    ) -> PackedLinear:
+        """Pack a projection."""
+        return self._packed(iter((matrix,)), (1, *matrix.shape), bias, is_gated)
+
+    def head(self, matrix: Tensor) -> PackedLinear:
+        """Pack the output projection, which checkpoints seldom have quantized."""
         self._tensors = []
-        int8 = self.int8 if int8 is None else int8
-        struct = self._pack((linear.weight,), (1, *linear.weight.shape), int8, is_gated, linear.bias)
-        return PackedLinear(struct, tuple(self._tensors), linear.bias)
+        return PackedLinear(
+            self._pack((matrix,), (1, *matrix.shape), self.has_int8_head), tuple(self._tensors), None
+        )
 
     def stack(
         self,
-        matrices: Iterable[Tensor],
+        matrices: Iterator[StoredMatrix],
         shape: tuple[int, ...],
         bias: Tensor | None = None,
         is_gated: bool = False,
@@ -150,28 +162,17 @@ class Packer:
 
         `shape`: [count, rows, inner]; `bias`: [count, rows].
         """
-        self._tensors = []
-        struct = self._pack(matrices, shape, self.int8, is_gated, bias, is_stack=True)
-        return PackedLinear(struct, tuple(self._tensors), bias)
+        return self._packed(matrices, shape, bias, is_gated, is_stack=True)
 
-    def levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool = False) -> PackedLinear:
-        """Pack a projection that the checkpoint has quantized, of which `why_unpacked` says nothing."""
-        self._tensors = []
-        struct = self._pack_kept(matrix.bits, (matrix,), (1, *matrix.shape), is_gated, bias)
-        return PackedLinear(struct, tuple(self._tensors), bias)
-
-    def stacked_levels(
-        self,
-        matrices: Iterator[GroupedMatrix],
-        shape: tuple[int, ...],
-        bias: Tensor | None = None,
-        is_gated: bool = False,
-    ) -> PackedLinear:
-        """Pack the matrices of experts as `stack` does, where the checkpoint has quantized all in one form."""
-        self._tensors = []
-        first = next(matrices)
-        struct = self._pack_kept(first.bits, chain((first,), matrices), shape, is_gated, bias, is_stack=True)
-        return PackedLinear(struct, tuple(self._tensors), bias)
+    def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
+        """The reason why compiled layers do not multiply a quantized matrix as it is; empty if they do."""
+        if matrix.kind not in KEPT:
+            return f"{matrix.kind.value}, which int8 by row would round again"
+        if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % _INT4_TOGETHER:
+            return f"groups of {matrix.group_size} inputs, which are no multiple of {_INT4_TOGETHER}"
+        if is_stack and matrix.order is not None:
+            return "experts whose inputs are in an order of their own"
+        return ""
 
     def norm(self, norm: Norm) -> tuple[NormStruct, tuple[Tensor, ...]]:
         """Pack a norm by itself."""
@@ -191,22 +192,28 @@ class Packer:
             bias = None if bias is None else F.pad(bias, (0, 1))
         return self._pack((router,), (1, *router.shape), int8=False, bias=bias)
 
-    def _pack_kept(
+    def _packed(
         self,
-        bits: int,
-        matrices: Iterable[GroupedMatrix],
+        matrices: Iterator[StoredMatrix],
         shape: tuple[int, ...],
-        is_gated: bool,
         bias: Tensor | None,
+        is_gated: bool,
         is_stack: bool = False,
-    ) -> LinearStruct:
-        if bits == 4:
-            return self._pack_four_bits(matrices, shape, is_gated, bias, is_stack)
-        return self._pack(matrices, shape, True, is_gated, bias, is_stack)
+    ) -> PackedLinear:
+        """Matrices behind each other, all of the format that the first one has."""
+        self._tensors = []
+        first = next(matrices)
+        matrices = chain((first,), matrices)
+        if isinstance(first, GroupedMatrix) and first.bits == 4:
+            struct = self._pack_four_bits(matrices, shape, is_gated, bias, is_stack)
+        else:
+            int8 = self.int8 or isinstance(first, GroupedMatrix)
+            struct = self._pack(matrices, shape, int8, is_gated, bias, is_stack)
+        return PackedLinear(struct, tuple(self._tensors), bias)
 
     def _pack(
         self,
-        matrices: Iterable[Tensor | GroupedMatrix],
+        matrices: Iterable[StoredMatrix],
         shape: tuple[int, ...],
         int8: bool,
         is_gated: bool = False,
@@ -246,7 +253,7 @@ class Packer:
 
     def _pack_four_bits(
         self,
-        matrices: Iterable[GroupedMatrix],
+        matrices: Iterator[StoredMatrix],
         shape: tuple[int, ...],
         is_gated: bool,
         bias: Tensor | None = None,
@@ -258,14 +265,15 @@ class Packer:
         """
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
-        matrices = iter(matrices)
         first = next(matrices)
+        assert isinstance(first, GroupedMatrix), "four bits are levels"
         size = -(-first.group_size // _INT4_TOGETHER) * _INT4_TOGETHER
         groups = first.scales.shape[1]
         row_bytes = groups * (size + _OF_GROUP)
         column_bytes = groups * (size // 2 + (_FLOAT_WORD if first.is_float4 else _WORD))
         packed = self._arena.empty(count * width * column_bytes, torch.uint8).view(count, -1)
         for matrix, target in zip(chain((first,), matrices), packed, strict=True):
+            assert isinstance(matrix, GroupedMatrix), "all are what the first is"
             values, words = matrix.values.contiguous(), _words(matrix)
             sources = values.data_ptr(), words.data_ptr(), order.data_ptr()
             sizes = len(order), inner, groups, size
@@ -340,28 +348,14 @@ KEPT = frozenset({Kind.INT4, Kind.FLOAT4, Kind.INT8_BY_ROW})
 """What compiled layers multiply as the checkpoint has it."""
 
 
-def why_unpacked(matrix: GroupedMatrix, is_stack: bool) -> str:
-    """The reason why compiled layers do not multiply a quantized matrix as it is; empty if they do.
-
-    `is_stack`: it is that of an expert.
-    """
-    if matrix.kind not in KEPT:
-        return f"{matrix.kind.value}, which int8 by row would round again"
-    if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % _INT4_TOGETHER:
-        return f"groups of {matrix.group_size} inputs, which are no multiple of {_INT4_TOGETHER}"
-    if is_stack and matrix.order is not None:
-        return "experts whose inputs are in an order of their own"
-    return ""
-
-
 def _words(matrix: GroupedMatrix) -> Tensor:
     """[outputs, groups] int32: scales in float32, with the zero points as their lowest bits.
 
     4-bit floats are multiplied as twice their values, and so have half their scales.
     """
-    zeros = torch.zeros(1) if matrix.zeros is None else matrix.zeros
+    points = torch.zeros(1) if matrix.zeros is None else matrix.zeros
     scales = matrix.scales / 2 if matrix.is_float4 else matrix.scales.contiguous()
-    return (scales.view(torch.int32) & ~_ZERO_BITS) | zeros.to(torch.int32)
+    return (scales.view(torch.int32) & ~_ZERO_BITS) | points.to(torch.int32)
 
 
 def _column_order(rows: int, is_gated: bool, is_stack: bool) -> tuple[Tensor, int]:
