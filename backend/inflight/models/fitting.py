@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import torch
 
+from inflight.checkpoint_config import DTYPES
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.quantized_tensors import unpack_quantized
-from inflight.models.registry import DTYPES, ModelDescription
+from inflight.models.registry import ModelDescription
 from inflight.models.stacked_experts import unstack_experts
 from inflight.models.weight_plan import plan_weights, stored_shapes
 

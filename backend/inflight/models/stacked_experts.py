@@ -14,11 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from inflight.checkpoint_config import DTYPES
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
 from inflight.models.families.family import ExpertNames, ExpertStacks
 from inflight.models.levels import Kind, Levels, float4_pairs
-from inflight.models.registry import DTYPES, ModelDescription
+from inflight.models.registry import ModelDescription
 
 _BLOCK = 32  # values that share a scale
 _SCALE_BIAS = 127  # of its exponent, which is all that a scale has

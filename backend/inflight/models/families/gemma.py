@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inflight.models.config_file import ConfigFile
+from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig, RopeConfig
 from inflight.models.families.family import Family, NormNames, read_activation, read_layer_types
 from inflight.models.families.llama import LLAMA_NAMES, NORMED_ATTENTION, read_llama_like

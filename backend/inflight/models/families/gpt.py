@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.models.config_file import ConfigFile
+from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families.family import (
     AttentionNames,
