@@ -17,6 +17,7 @@ from inflight.engine.attention.find import find_attention
 from inflight.engine.collectives import Collectives
 from inflight.engine.cpu import packing
 from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.cpu.layout import MAX_HEAD_DIM, MAX_QUERY_GROUP
 from inflight.engine.cpu.library import CannotBuild, describe_target, load_library
 from inflight.engine.cpu.packing import Packer
 from inflight.engine.cuda.row_kernels import find_row_kernels
@@ -36,7 +37,6 @@ from inflight.models.sharding import WHOLE, Part, Shard
 from inflight.models.sink import KeptLevels
 
 _log = logging.getLogger(__name__)
-_MAX_GROUP, _MAX_HEAD_DIM = 12, 256  # kTile and kMaxHeadDim of cpu/source/attention.h
 _INSTALL = "pip install -e '.[transformers]' in the checkout"
 
 AnyDecoder = Decoder | NativeDecoder | TransformersDecoder
@@ -267,10 +267,10 @@ def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
 def _check_sizes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype) -> None:
     """CannotBuild for sizes that the compiled attention has no room for; bfloat16 it multiplies in pairs."""
     group = decoder.num_heads // decoder.num_kv_heads
-    if group > _MAX_GROUP:
-        raise CannotBuild(f"it takes {_MAX_GROUP} query heads for a key head, and the model has {group}")
-    if decoder.head_dim > _MAX_HEAD_DIM:
-        raise CannotBuild(f"it takes heads of {_MAX_HEAD_DIM}, and the model's are of {decoder.head_dim}")
+    if group > MAX_QUERY_GROUP:
+        raise CannotBuild(f"it takes {MAX_QUERY_GROUP} query heads for a key head, and the model has {group}")
+    if decoder.head_dim > MAX_HEAD_DIM:
+        raise CannotBuild(f"it takes heads of {MAX_HEAD_DIM}, and the model's are of {decoder.head_dim}")
     for name, size in (("head_dim", decoder.head_dim), ("tokens_per_block", tokens_per_block)):
         if dtype is torch.bfloat16 and size % 2:
             raise CannotBuild(f"in bfloat16 it takes even numbers, and {name} is {size}")

@@ -18,16 +18,13 @@ from torch import Tensor
 
 from inflight.adapters.lora_modules import Module, module_sizes, projections
 from inflight.core.schedule.batch import AdapterLoad
-from inflight.engine.cpu.packing import HALF, PANEL, gated_order, in_order
+from inflight.engine.cpu.layout import HALF, PAIR_BYTES, PANEL, RANKS_AT_ONCE
+from inflight.engine.cpu.packing import gated_order, in_order
 from inflight.engine.cpu.structs import AdapterStruct, LayerAdapterStruct, LowRankStruct
 from inflight.engine.host_memory import Recycled
 from inflight.engine.low_rank import LowRank, low_rank_layers
 from inflight.models import DecoderConfig
 from inflight.models.sharding import Part
-
-_REGISTER_BYTES = 64
-_PAIR_BYTES = 4
-_RANKS_AT_ONCE = 4  # kRanksAtOnce of source/low_rank.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +145,8 @@ class PackedAdapters:
         self._config = config
         self._part = part
         self._dtype = dtype
-        self._pair = _PAIR_BYTES // dtype.itemsize
-        self._per_register = _REGISTER_BYTES // dtype.itemsize
+        self._pair = PAIR_BYTES // dtype.itemsize
+        self._per_register = HALF * self._pair
         self._products = _products(part.held_config(config))
         self._memory = Recycled()
         self._by_page: dict[int, PackedAdapter] = {}
@@ -189,7 +186,7 @@ class PackedAdapters:
                 if key not in layouts:
                     layouts[key] = _lay_out(product, ranks)
                 num_ranks = self._pair * max(place.first + place.count for place in ranks.values())
-                num_ranks = -(-num_ranks // _RANKS_AT_ONCE) * _RANKS_AT_ONCE
+                num_ranks = -(-num_ranks // RANKS_AT_ONCE) * RANKS_AT_ONCE
                 parts.append(_Part(layer, product, modules, layouts[key], ranks, num_ranks))
         return parts
 

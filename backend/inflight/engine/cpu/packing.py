@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.engine.cpu import layout
+from inflight.engine.cpu.layout import HALF, PANEL
 from inflight.engine.cpu.structs import LayerStruct, LinearStruct, NormStruct
 from inflight.engine.host_memory import Arena, zeros
 from inflight.engine.quantize import INT8_LEVELS
@@ -24,11 +26,6 @@ from inflight.models.decoder_weights import ExpertWeights
 from inflight.models.levels import GroupedMatrix, Kind
 from inflight.models.sink import Sink, StoredMatrix
 
-PANEL = 32
-HALF = PANEL // 2
-_ELEMENT, _INT8, _INT4, _FLOAT4 = range(4)  # kinds of LinearStruct
-# kAtOnce, kOfGroup, kZeroBits and kWord of source/int4.h
-_INT4_TOGETHER, _OF_GROUP, _ZERO_BITS, _WORD, _FLOAT_WORD = 8, 8, 31, 4, 2
 _NUMBERS_AT_ONCE = 1 << 21  # of a matrix that is quantized, as few whole panels as have so many
 
 
@@ -168,8 +165,8 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         """The reason why compiled layers do not multiply a quantized matrix as it is; empty if they do."""
         if matrix.kind not in KEPT:
             return f"{matrix.kind.value}, which int8 by row would round again"
-        if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % _INT4_TOGETHER:
-            return f"groups of {matrix.group_size} inputs, which are no multiple of {_INT4_TOGETHER}"
+        if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % layout.INT4_AT_ONCE:
+            return f"groups of {matrix.group_size} inputs, which are no multiple of {layout.INT4_AT_ONCE}"
         if is_stack and matrix.order is not None:
             return "experts whose inputs are in an order of their own"
         return ""
@@ -227,17 +224,16 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
         dtype = torch.int8 if int8 else self.dtype
-        together = 4 // dtype.itemsize  # of what a lane multiplies at a time
+        together = layout.PAIR_BYTES // dtype.itemsize  # of what a lane multiplies at a time
         padded = -(-inner // together) * together
         packed = self._arena.empty(count * width * padded, dtype).view(count, width, padded)
         scales = torch.zeros((count if int8 else 0, width))
         corrections = torch.zeros(scales.shape, dtype=torch.int32)
         for index, (matrix, target) in enumerate(zip(matrices, packed, strict=True)):
-            if isinstance(matrix, GroupedMatrix):
-                self._pack_levels(matrix, order, target, scales[index], corrections[index])
-            elif int8:
-                self._pack_int8(matrix.contiguous(), order, target, scales[index], corrections[index])
+            if int8:
+                self._pack_int8(matrix, order, target, scales[index], corrections[index])
             else:
+                assert isinstance(matrix, Tensor), "levels are int8"
                 weight, sizes = matrix.contiguous(), (inner, order.data_ptr(), len(order), inner)
                 self.library.pack(weight.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
         return LinearStruct(
@@ -248,7 +244,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             None,
             count * len(order),
             padded,
-            _INT8 if int8 else _ELEMENT,
+            layout.INT8 if int8 else layout.ELEMENT,
         )
 
     def _pack_four_bits(
@@ -267,10 +263,10 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         order, width = _column_order(rows, is_gated, is_stack)
         first = next(matrices)
         assert isinstance(first, GroupedMatrix), "four bits are levels"
-        size = -(-first.group_size // _INT4_TOGETHER) * _INT4_TOGETHER
+        size = -(-first.group_size // layout.INT4_AT_ONCE) * layout.INT4_AT_ONCE
         groups = first.scales.shape[1]
-        row_bytes = groups * (size + _OF_GROUP)
-        column_bytes = groups * (size // 2 + (_FLOAT_WORD if first.is_float4 else _WORD))
+        row_bytes = groups * (size + layout.INT4_GROUP_BYTES)
+        column_bytes = groups * (size // 2 + (layout.FLOAT4_WORD if first.is_float4 else layout.INT4_WORD))
         packed = self._arena.empty(count * width * column_bytes, torch.uint8).view(count, -1)
         for matrix, target in zip(chain((first,), matrices), packed, strict=True):
             assert isinstance(matrix, GroupedMatrix), "all are what the first is"
@@ -288,27 +284,32 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             self._keep(first.order, torch.int32),
             count * len(order),
             row_bytes,
-            _FLOAT4 if first.is_float4 else _INT4,
+            layout.FLOAT4 if first.is_float4 else layout.INT4,
             groups,
             size,
         )
 
     def _pack_int8(
-        self, weight: Tensor, order: Tensor, packed: Tensor, scales: Tensor, corrections: Tensor
+        self, matrix: StoredMatrix, order: Tensor, packed: Tensor, scales: Tensor, corrections: Tensor
     ) -> None:
-        """Fill `packed` [width, padded], some columns at a time, and each one's scale and correction, [width]."""
-        inner = weight.shape[1]
+        """Fill `packed` [width, padded], some columns at a time, and each one's scale and correction, [width].
+
+        The matrix is quantized by row, or levels of 8 bits that have one group of inputs, which is the same.
+        """
+        values = matrix.values if isinstance(matrix, GroupedMatrix) else matrix
+        inner = values.shape[1]
         step = min(-(-_NUMBERS_AT_ONCE // (PANEL * inner)) * PANEL, len(order))
-        rows, levels = (
-            torch.empty((step, inner), dtype=weight.dtype),
-            torch.empty((step, inner), dtype=torch.int8),
-        )
+        rows = torch.empty((step, inner), dtype=values.dtype)
+        levels = rows if isinstance(matrix, GroupedMatrix) else torch.empty(rows.shape, dtype=torch.int8)
         for begin in range(0, len(order), step):
             own = order[begin : begin + step]
             end, is_there = begin + len(own), own >= 0
             sources = own[is_there]
-            torch.index_select(weight, 0, sources, out=rows[: len(sources)])
-            of_rows, sums = self._quantize(rows[: len(sources)], levels)
+            of_columns = torch.index_select(values, 0, sources, out=rows[: len(sources)])
+            if isinstance(matrix, GroupedMatrix):
+                of_rows, sums = matrix.scales[sources, 0], of_columns.sum(1, dtype=torch.int32)
+            else:
+                of_rows, sums = self._quantize(of_columns, levels)
             scales[begin:end][is_there] = of_rows
             corrections[begin:end][is_there] = sums * (INT8_LEVELS + 1)
             places = torch.where(is_there, is_there.cumsum(0) - 1, -1)
@@ -316,17 +317,6 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             self.library.pack_int8(
                 levels.data_ptr(), inner, places.data_ptr(), len(own), inner, target, self.num_threads
             )
-
-    def _pack_levels(
-        self, matrix: GroupedMatrix, order: Tensor, packed: Tensor, scales: Tensor, corrections: Tensor
-    ) -> None:
-        """Fill what `_pack_int8` does, of int8 levels that have a scale for each row."""
-        values, inner, width = matrix.values.contiguous(), matrix.values.shape[1], len(scales)
-        sums = values.sum(1, dtype=torch.int32) * (INT8_LEVELS + 1)
-        scales.copy_(in_order(matrix.scales[:, 0], order, width))
-        corrections.copy_(in_order(sums, order, width))
-        sizes = (inner, order.data_ptr(), len(order), inner)
-        self.library.pack_int8(values.data_ptr(), *sizes, packed.data_ptr(), self.num_threads)
 
     def _quantize(self, weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize to the first rows of `levels`; returns the scale of each row, and the sum of its levels."""
@@ -355,7 +345,7 @@ def _words(matrix: GroupedMatrix) -> Tensor:
     """
     points = torch.zeros(1) if matrix.zeros is None else matrix.zeros
     scales = matrix.scales / 2 if matrix.is_float4 else matrix.scales.contiguous()
-    return (scales.view(torch.int32) & ~_ZERO_BITS) | points.to(torch.int32)
+    return (scales.view(torch.int32) & ~layout.INT4_ZERO_BITS) | points.to(torch.int32)
 
 
 def _column_order(rows: int, is_gated: bool, is_stack: bool) -> tuple[Tensor, int]:
