@@ -16,7 +16,7 @@ from inflight.core.request.request import OutputConfig, Request
 from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels
 from inflight.models import Linear
 from inflight.models.decoder_weights import ExpertWeights
-from inflight.models.levels import FLOAT4, GroupedMatrix, Kind
+from inflight.models.levels import FLOAT4, GroupedMatrix, MatrixKind
 from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds
 from inflight.models.registry import read_model_description
 from inflight.models.sharding import Part
@@ -127,10 +127,10 @@ def test_ranks_cut_blocks(tmp_path: Path, kernels: str | None) -> None:
 
 def test_bytes_of_what_is_kept(folder: Path) -> None:
     model = read_model_description(folder)
-    assert quantized_kinds(model) == {Kind.FLOAT4: 2 * 8 * 3}
+    assert quantized_kinds(model) == {MatrixKind.FLOAT4: 2 * 8 * 3}
     numbers = 2 * 8 * 3 * 64 * 128
     unpacked = num_weight_bytes(model, BF16, BF16)
-    kept = num_weight_bytes(model, BF16, BF16, frozenset({Kind.FLOAT4}))
+    kept = num_weight_bytes(model, BF16, BF16, frozenset({MatrixKind.FLOAT4}))
     assert unpacked - kept == 2 * numbers - numbers * 17 // 32
 
 

@@ -30,7 +30,7 @@ from inflight.engine.layers.transformers_decoder import TransformersDecoder, Tra
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, load_weights
-from inflight.models.levels import Kind
+from inflight.models.levels import MatrixKind
 from inflight.models.loader import load_weights_into, quantized_kinds, stored_dtype
 from inflight.models.registry import ModelDescription, UnknownFamily, read_model_description
 from inflight.models.sharding import WHOLE, Part, Shard
@@ -157,7 +157,7 @@ def computed_dtype(config: EngineConfig, model: ModelDescription) -> torch.dtype
 
 def kept_by_compiled_layers(
     config: EngineConfig, model: ModelDescription, device: torch.device
-) -> frozenset[Kind]:
+) -> frozenset[MatrixKind]:
     """The kinds of the checkpoint's quantized matrices that compiled layers multiply as they are, in bfloat16.
 
     Empty where a dtype is asked for, and where the checkpoint's own is float32: matrices are unpacked to that.
@@ -176,10 +176,10 @@ def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.de
     if not _has_own_dtype(config, model):
         return False
     is_asked_for = config.kernels == "torch" or device.type == "cuda"
-    return is_asked_for or Kind.FLOAT4 in quantized_kinds(model)
+    return is_asked_for or MatrixKind.FLOAT4 in quantized_kinds(model)
 
 
-def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.device) -> frozenset[Kind]:
+def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.device) -> frozenset[MatrixKind]:
     """The kinds of quantized matrices that stay as the checkpoint has them, if compiled code can run here."""
     if keeps_levels(config, model, device):
         return frozenset(quantized_kinds(model))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from inflight.models.decoder_weights import Layer, LayerT, LayerWeights, Linear, LinearT
-from inflight.models.levels import GroupedMatrix, Kind
+from inflight.models.levels import GroupedMatrix, MatrixKind
 
 StoredMatrix = Tensor | GroupedMatrix
 """[outputs, inputs]: numbers, or the levels that stand for them."""
@@ -108,7 +108,7 @@ class KeptLevels:
         unpacked: The first matrices of the projections that are not kept, by the reason.
     """
 
-    counts: Counter[Kind] = field(default_factory=Counter)
+    counts: Counter[MatrixKind] = field(default_factory=Counter)
     unpacked: dict[str, list[str]] = field(default_factory=dict)
 
     def note_unpacked(self, name: str, reason: str) -> None:

@@ -71,7 +71,7 @@ class _Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _ColumnLayout:
     """The layout of a product's packed B, for modules with given ranks.
 
     Attributes:
@@ -101,7 +101,7 @@ class _Part:
     layer: int
     product: _Product
     modules: dict[Module, LowRank]
-    layout: _Layout
+    layout: _ColumnLayout
     ranks: dict[Module, _Ranks]
     num_ranks: int
 
@@ -173,7 +173,7 @@ class PackedAdapters:
 
     def _plan(self, layers: dict[int, dict[Module, LowRank]]) -> list[_Part]:
         layouts: dict[
-            tuple[str, tuple[tuple[Module, _Ranks], ...]], _Layout
+            tuple[str, tuple[tuple[Module, _Ranks], ...]], _ColumnLayout
         ] = {}  # most layers have the same
         parts: list[_Part] = []
         for layer, of_layer in layers.items():
@@ -265,7 +265,7 @@ def _pack_magnitude(part: _Part) -> Tensor | None:
     return in_order(torch.cat(parts), part.product.order, part.product.width)
 
 
-def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _Layout:
+def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _ColumnLayout:
     """Lay out the packed B of a product for the modules that the adapter has."""
     order = np.full(product.width, -1, dtype=np.int64)
     order[: len(product.order)] = product.order.numpy()
@@ -289,4 +289,4 @@ def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _Layout:
         halves = np.flatnonzero((rows[module] >= 0).any(axis=1))
         columns[module] = _Columns(rows[module][halves], at[halves] + place.first - firsts[halves])
     ranges = np.ascontiguousarray(np.stack([firsts, counts, at], axis=1).astype(np.int32))
-    return _Layout(ranges, int(counts.sum()), columns)
+    return _ColumnLayout(ranges, int(counts.sum()), columns)

@@ -23,7 +23,7 @@ from inflight.engine.host_memory import Arena, zeros
 from inflight.engine.quantize import INT8_LEVELS
 from inflight.models import Layer, Norm
 from inflight.models.decoder_weights import ExpertWeights
-from inflight.models.levels import GroupedMatrix, Kind
+from inflight.models.levels import GroupedMatrix, MatrixKind
 from inflight.models.sink import Sink, StoredMatrix
 
 _NUMBERS_AT_ONCE = 1 << 21  # of a matrix that is quantized, as few whole panels as have so many
@@ -132,7 +132,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         return self.has_int8_head
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Of matrices, memory that is given back once they are packed."""
+        """Return memory for a tensor; that of a matrix is given back once it is packed."""
         return torch.empty(shape, dtype=dtype) if len(shape) == 1 else zeros(shape, dtype)
 
     def linear(
@@ -334,7 +334,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         return kept.data_ptr()
 
 
-KEPT = frozenset({Kind.INT4, Kind.FLOAT4, Kind.INT8_BY_ROW})
+KEPT = frozenset({MatrixKind.INT4, MatrixKind.FLOAT4, MatrixKind.INT8_BY_ROW})
 """What compiled layers multiply as the checkpoint has it."""
 
 

@@ -24,7 +24,7 @@ from inflight.config import FP8
 from inflight.engine.layers.quantized_linear import QuantizedLinear, Quantizing
 from inflight.errors import ConfigError
 from inflight.models import Linear
-from inflight.models.levels import GroupedMatrix, Kind, Levels, float4_pairs
+from inflight.models.levels import GroupedMatrix, Levels, MatrixKind, float4_pairs
 from inflight.models.sink import PlainSink, StoredMatrix
 
 _log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class KeepingLevels(PlainSink):
         """A layer of `parts`; `first` are those of a single matrix, which is tried."""
         values, scales, zeros, order = parts
         assert values is not None and scales is not None, "every matrix has them"
-        if matrix.kind is Kind.FLOAT8_BY_ROW and self._float8 is not None:
+        if matrix.kind is MatrixKind.FLOAT8_BY_ROW and self._float8 is not None:
             assert first[0] is not None and first[1] is not None, "likewise"
             product = self._float8.product(first[0], first[1][:, 0])
             by_row = scales[..., 0].contiguous()

@@ -20,7 +20,7 @@ _READ_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class PlanTensor:
     """An input or output.
 
     Attributes:
@@ -78,12 +78,12 @@ class Plan:
     """A plan, and how it is run."""
 
     file: File
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: tuple[PlanTensor, ...]
+    outputs: tuple[PlanTensor, ...]
     profiles: tuple[Profile, ...]
     aliases: tuple[Alias, ...] = ()
 
-    def tensor(self, name: str) -> TensorSpec:
+    def tensor(self, name: str) -> PlanTensor:
         """An input or output by its name. KeyError if there is none."""
         for spec in self.inputs + self.outputs:
             if spec.name == name:

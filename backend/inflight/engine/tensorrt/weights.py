@@ -18,7 +18,7 @@ from inflight.config import FP8, INT8
 from inflight.engine.quantize import quantize_float8, quantize_int8
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, Layer, ModelDescription
-from inflight.models.levels import GroupedMatrix, Kind
+from inflight.models.levels import GroupedMatrix, MatrixKind
 from inflight.models.loader import load_weights_into
 from inflight.models.sharding import Part
 from inflight.models.sink import KeptLevels, Sink, StoredMatrix
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class NetworkMatrix:
     """y = x Wᵀ + b.
 
     Attributes:
@@ -54,21 +54,23 @@ class Matrix:
     order: Tensor | None = None
 
 
-Weights = DecoderWeights[Layer[Matrix], Matrix]
+Weights = DecoderWeights[Layer[NetworkMatrix], NetworkMatrix]
 
 
-class _MatrixSink(Sink[Layer[Matrix], Matrix]):
+class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
     """Rounds each matrix to `weight_dtype` as it is read, or with int4 keeps what the checkpoint has in 4 bits."""
 
     def __init__(self, dtype: torch.dtype, weight_dtype: str) -> None:
         self._dtype, self._weight_dtype = dtype, weight_dtype
 
-    def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> Matrix:
+    def linear(
+        self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False
+    ) -> NetworkMatrix:
         return self._joined([matrix], 0, bias)
 
     def stack(
         self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> Matrix:
+    ) -> NetworkMatrix:
         """All experts as one matrix: their outputs behind each other, or of the second one their inputs.
 
         A row's experts are then two products, with what the first one gives weighed in between.
@@ -77,7 +79,7 @@ class _MatrixSink(Sink[Layer[Matrix], Matrix]):
         return self._joined(list(matrices), 0 if is_gated else 1, None)
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
-        if matrix.kind is not Kind.INT4:
+        if matrix.kind is not MatrixKind.INT4:
             return f"it is in {matrix.kind.value}"
         if is_stack and matrix.order is not None:
             return "each expert has its inputs in an order of its own"
@@ -85,26 +87,26 @@ class _MatrixSink(Sink[Layer[Matrix], Matrix]):
             return f"{matrix.group_size} inputs share a scale, expected a multiple of {_LEAST_GROUP}"
         return ""
 
-    def layer(self, layer: Layer[Matrix]) -> Layer[Matrix]:
+    def layer(self, layer: Layer[NetworkMatrix]) -> Layer[NetworkMatrix]:
         return layer
 
-    def _joined(self, matrices: Sequence[StoredMatrix], axis: int, bias: Tensor | None) -> Matrix:
+    def _joined(self, matrices: Sequence[StoredMatrix], axis: int, bias: Tensor | None) -> NetworkMatrix:
         """Matrices behind each other on an axis, all of them numbers, or all of them levels."""
         if levels := [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]:
             return self._kept(levels, axis, bias)
         numbers = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
         return self._matrix(numbers[0] if len(numbers) == 1 else torch.cat(numbers, axis), bias)
 
-    def _matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+    def _matrix(self, weight: Tensor, bias: Tensor | None) -> NetworkMatrix:
         if self._weight_dtype == INT8:
             levels, scales = quantize_int8(weight)
         elif self._weight_dtype == FP8:
             levels, scales = quantize_float8(weight)
         else:
-            return Matrix(weight, bias)
-        return Matrix(levels, bias, scales)
+            return NetworkMatrix(weight, bias)
+        return NetworkMatrix(levels, bias, scales)
 
-    def _kept(self, matrices: Sequence[GroupedMatrix], axis: int, bias: Tensor | None) -> Matrix:
+    def _kept(self, matrices: Sequence[GroupedMatrix], axis: int, bias: Tensor | None) -> NetworkMatrix:
         """Matrices of 4 bits behind each other on an axis.
 
         Scales are rounded to the type of activations, which is float16 in most checkpoints, as theirs are.
@@ -120,7 +122,7 @@ class _MatrixSink(Sink[Layer[Matrix], Matrix]):
             offsets = (_MIDDLE - torch.cat(zeros, axis).to(scales.dtype)) * scales
         else:  # the levels are what they stand for, from 0 on
             offsets = _MIDDLE * scales
-        return Matrix(
+        return NetworkMatrix(
             halves[:, ::2] | halves[:, 1::2] << 4,
             bias,
             scales,
