@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from inflight.engine.cpu import library
+from inflight.engine.cpu import layout, library
 from inflight.engine.cpu.library import CannotBuild, begin_loading, load_library
+from inflight.errors import ConfigError
 from tests.engine.kernels import needs_native
 
 FAILURES = {
@@ -169,7 +170,7 @@ def test_where_nothing_can_be_run_it_is_kept_and_loaded_from_memory(machine: Mac
 
 NOEXEC_PROGRAM = """
 import ctypes
-from inflight.engine.cpu import library
+from inflight.engine.cpu import layout, library
 for load in range(2):
     target = library.find_target("float32")
     found = library._load.__wrapped__(target, library._processor_flags(), "float32", False)
@@ -495,3 +496,19 @@ def test_the_compiler_that_the_environment_names_is_taken(
     (tmp_path / "c++").unlink()
     monkeypatch.delenv("CXX")
     assert library._find_compiler() == str(tmp_path / "clang++")
+
+
+@needs_native
+def test_a_library_that_lays_weights_out_otherwise_is_refused_by_every_number(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library._load_file(machine.real)
+    monkeypatch.setitem(layout._CONSTANTS, "kPanel", 16)
+    monkeypatch.setitem(layout._CONSTANTS, "kNew", 1)
+    monkeypatch.delitem(layout._CONSTANTS, "sizeof(Batch)")
+    expected = (
+        rf"compiled layers {machine.real} are not those of this version: kNew is not there, expected 1; "
+        r"kPanel is 32, expected 16; sizeof\(Batch\) is \d+, expected no such number$"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        library._load_file(machine.real)

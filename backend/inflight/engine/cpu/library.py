@@ -32,7 +32,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from inflight.engine.cpu.layout import check_layout
 from inflight.engine.cpu.structs import declare
+from inflight.errors import ConfigError
 from inflight.progress import compile_progress
 
 _log = logging.getLogger(__name__)
@@ -185,7 +187,7 @@ def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -
     """Begin, on a thread, what `load_library` would wait for. That will raise what goes wrong here."""
 
     def load() -> None:
-        with contextlib.suppress(CannotBuild):
+        with contextlib.suppress(CannotBuild, ConfigError):
             load_library(dtype, int8, rounded_cache)
 
     if _cache_folder() is not None:  # without one, nobody would find what has been built
@@ -249,7 +251,10 @@ def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
 
 
 def _load_file(path: Path) -> ctypes.CDLL:
-    """Load a library from its file, or from memory where that folder's file system lets nothing be run."""
+    """Load a library from its file, or from memory where that folder's file system lets nothing be run.
+
+    ConfigError if it is of other sources than this version's, as what was compiled into the package may be.
+    """
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -258,6 +263,7 @@ def _load_file(path: Path) -> ctypes.CDLL:
         except OSError:
             raise error from None
     declare(library)
+    check_layout(library)
     return library
 
 
