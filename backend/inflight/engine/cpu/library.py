@@ -20,6 +20,7 @@ import fcntl
 import functools
 import logging
 import os
+import platform
 import shutil
 import signal
 import stat
@@ -41,6 +42,7 @@ _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "source"
 _PREBUILT = Path(__file__).parent / "prebuilt"
+_CPUINFO = Path("/proc/cpuinfo")
 _FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-shared")
 _ELEMENTS = {"float32": "F32", "bfloat16": "Bf16"}
 _TARGET_VARIABLE = "INFLIGHT_CPU_TARGET"
@@ -94,28 +96,49 @@ class Target:
 
 
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
-TARGETS = (
-    Target(
-        "avx512",
-        "vnni",
-        ("-march=native",),
-        ("-march=x86-64-v4",),
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
-        {"avx512_bf16": "-mavx512bf16"},
-        {"avx512_vnni": "-mavx512vnni"},
+_DOT_FLAGS, _BF16_FLAGS = ("-march=armv8.2-a+dotprod",), ("-march=armv8.2-a+dotprod+bf16",)
+_GENERIC_FLAGS = ("-DINFLIGHT_GENERIC",)
+_OF_MACHINES = {
+    "x86_64": (
+        Target(
+            "avx512",
+            "vnni",
+            ("-march=native",),
+            ("-march=x86-64-v4",),
+            frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+            {"avx512_bf16": "-mavx512bf16"},
+            {"avx512_vnni": "-mavx512vnni"},
+        ),
+        # Not -march=native: a processor with AVX-512 that lacks a part of it runs this code, too.
+        Target(
+            "avx2",
+            "avx2",
+            (*_AVX2_FLAGS, "-mtune=native"),
+            _AVX2_FLAGS,
+            frozenset({"avx2", "fma", "f16c"}),
+            {},
+            {},
+        ),
     ),
-    # Not -march=native: a processor with AVX-512 that lacks a part of it runs this code, too.
-    Target(
-        "avx2",
-        "avx2",
-        (*_AVX2_FLAGS, "-mtune=native"),
-        _AVX2_FLAGS,
-        frozenset({"avx2", "fma", "f16c"}),
-        {},
-        {},
+    "aarch64": (
+        Target(
+            "neon-bf16",
+            "sdot",
+            _BF16_FLAGS,
+            _BF16_FLAGS,
+            frozenset({"asimd", "atomics", "asimddp", "bf16"}),
+            {},
+            {},
+        ),
+        Target(
+            "neon-dot", "sdot", _DOT_FLAGS, _DOT_FLAGS, frozenset({"asimd", "atomics", "asimddp"}), {}, {}
+        ),
+        Target("neon", "neon", (), (), frozenset({"asimd"}), {}, {}),
     ),
-)
-"""The fastest first."""
+}
+_GENERIC = Target("generic", "generic", _GENERIC_FLAGS, _GENERIC_FLAGS, frozenset(), {}, {})
+TARGETS = (*_OF_MACHINES.get(platform.machine(), ()), _GENERIC)
+"""Those of this machine, the fastest first; the last one runs everywhere."""
 
 
 def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) -> ctypes.CDLL:
@@ -147,9 +170,10 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
 
 
 def find_target(dtype: str, int8: bool = False) -> Target:
-    """The fastest target that the processor has all instructions of; CannotBuild where there is none.
+    """The fastest target that the processor has all instructions of.
 
-    The environment variable INFLIGHT_CPU_TARGET leaves only the target of that name to choose from.
+    The environment variable INFLIGHT_CPU_TARGET leaves only the target of that name to choose from. CannotBuild
+    where the processor lacks an instruction of that one, or there is none of that name, or none for the dtype.
     """
     if dtype not in _ELEMENTS:
         raise CannotBuild(f"it computes in {' and '.join(_ELEMENTS)}, not in {dtype}")
@@ -162,9 +186,10 @@ def find_target(dtype: str, int8: bool = False) -> Target:
 
 
 def describe_target(dtype: str, int8: bool = False) -> str:
-    """The target of `find_target` in words, and why it is not the fastest."""
-    target, fastest = find_target(dtype, int8), _allowed_targets()[0]
-    return target.name if target is fastest else f"{target.name}: {_lacking(fastest, dtype, int8)}"
+    """The target of `find_target` in words, and why it is not the next faster one."""
+    target, allowed = find_target(dtype, int8), _allowed_targets()
+    place = allowed.index(target)
+    return f"{target.name}: {_lacking(allowed[place - 1], dtype, int8)}" if place else target.name
 
 
 def _allowed_targets() -> tuple[Target, ...]:
@@ -417,10 +442,11 @@ def _cache_folder() -> Path | None:
 
 def _processor_flags() -> frozenset[str]:
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = _CPUINFO.read_text()
     except OSError:
         return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    names = "flags", "Features"  # on x86, on Arm
+    line = next((line for line in text.splitlines() if line.startswith(names)), "")
     return frozenset(line.partition(":")[2].split())
 
 

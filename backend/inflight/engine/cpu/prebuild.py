@@ -1,7 +1,8 @@
 """Compile the layers once for many machines: `python -m inflight.engine.cpu.prebuild [DTYPE]...`.
 
-For images whose containers have no compiler. The results lie in the package, for AVX-512 and for AVX2, and run on
-every processor that has the instructions that the dtype needs, whatever the machine that built them. One thread.
+For images whose containers have no compiler. The results lie in the package, for each target of this kind of
+machine, and run on every processor that has the instructions that the dtype needs, whatever the machine that built
+them. One thread.
 """
 
 from __future__ import annotations
