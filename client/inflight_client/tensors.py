@@ -32,9 +32,10 @@ TEXT_MODEL = "ensemble"
 IDS_MODEL = "tensorrt_llm"
 # Models that take a text too, under the names of the id models.
 _ENGINE_MODELS = (IDS_MODEL, "tensorrt_llm_infer")
-PARAMETERS = {"error_codes": True}
-"""What every request says beside its tensors: that the message of an error is to begin with its code, which Triton
-keeps from those who stream. Its header `triton_grpc_error` would tell it too, and can end a tritonserver 2.51."""
+PARAMETERS = {"structured_errors": True}
+"""What every request says beside its tensors: that the message of an error is to begin with its kind, since Triton
+keeps the code from those who stream, and that names of tensors in it are marked, so that this client can name its
+options instead. Triton's header `triton_grpc_error` would tell the code too, and can end a tritonserver 2.51."""
 NUM_OUTPUT_TOKENS = "num_output_tokens"
 _PER_TOKEN_OUTPUTS = frozenset({"output_log_probs", "top_log_probs", "generation_logits"})
 

@@ -12,7 +12,7 @@ from inflight.core.request.adapter import PromptTable
 from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
-from inflight.errors import InvalidArgument, Unsupported, error_from_code
+from inflight.errors import InvalidArgument, Unsupported, error_from_kind
 
 from .factories import make_prompt_table, make_request, with_table
 
@@ -176,9 +176,9 @@ def test_the_length_that_a_refusal_calls_possible_is(prompt):
 
 
 def test_errors_survive_a_process_boundary():
-    error = error_from_code("INVALID_ARG", "why")
+    error = error_from_kind("INVALID_ARG", "why")
     assert isinstance(error, InvalidArgument) and str(error) == "why"
-    assert error_from_code("no such code", "why").code == "INTERNAL"
+    assert error_from_kind("no such code", "why").code == "INTERNAL"
 
 
 # ---------------------------------------------------------------- prompt tables

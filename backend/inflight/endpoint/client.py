@@ -45,7 +45,7 @@ from inflight.endpoint.frames import (
     read_response,
 )
 from inflight.endpoint.path import connect, peer_has_this_parent, reach, read_hello
-from inflight.errors import InvalidArgument, Unavailable, Unreachable, error_from_code
+from inflight.errors import InvalidArgument, Unavailable, Unreachable, error_from_kind
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
@@ -209,16 +209,16 @@ class _Connection:
     def state(self, timeout_s: float) -> str:
         state = self._ask(ReadState(next(self._question_ids), timeout_s), "its state")
         assert isinstance(state, State), "one is asked for"
-        if state.error_code:
-            raise error_from_code(state.error_code, state.error_message)
+        if state.error_kind:
+            raise error_from_kind(state.error_kind, state.error_message)
         return state.text
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
         question = CommandAdapters(next(self._question_ids), command, timeout_s)
         told = self._ask(question, f"whether it could {command.action.value} adapters")
         assert isinstance(told, Adapters), "they are asked for"
-        if told.error_code:
-            raise error_from_code(told.error_code, told.error_message)
+        if told.error_kind:
+            raise error_from_kind(told.error_kind, told.error_message)
         return told.adapters
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:

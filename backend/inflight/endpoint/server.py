@@ -231,7 +231,7 @@ class _Connection:
             state = State(frame.question, self._client.state(frame.timeout_s))
         except Exception as caught:  # whatever it is, the side that asked gets it
             error = _as_inflight_error(caught, "the state could not be read")
-            state = State(frame.question, error_code=error.code, error_message=str(error))
+            state = State(frame.question, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(state)])
 
@@ -241,7 +241,7 @@ class _Connection:
             told = Adapters(frame.question, self._client.adapters(frame.command, frame.timeout_s))
         except Exception as caught:  # the side that asked gets it
             error = _as_inflight_error(caught, "the command could not be carried out")
-            told = Adapters(frame.question, error_code=error.code, error_message=str(error))
+            told = Adapters(frame.question, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(told)])
 

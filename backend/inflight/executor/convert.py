@@ -31,10 +31,10 @@ from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
 from inflight.engine_folder import is_engine_folder, num_slots
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Unsupported
 from inflight.executor.config import DebugConfig, ExecutorConfig, KvCacheConfig, PeftCacheConfig
 from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode
-from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported
+from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported, in_fields
 from inflight.executor.request import (
     ExternalDraftTokensConfig,
     GuidedDecodingParams,
@@ -97,7 +97,10 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
         lora=to_lora_request(request.lora_config),
         prompt_table=table,
     )
-    converted.validate(limits)
+    try:
+        converted.validate(limits)
+    except (InvalidArgument, Unsupported) as error:
+        raise in_fields(error) from None
     return converted
 
 

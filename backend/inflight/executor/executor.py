@@ -45,7 +45,7 @@ from inflight.executor.convert import to_core_request, to_lora_request, to_param
 from inflight.executor.debug_tensors import DebugTensorsPerIteration
 from inflight.executor.enqueued import EnqueuedRequests
 from inflight.executor.enums import BatchingType, ModelType
-from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported
+from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported, in_fields
 from inflight.executor.fields import FieldChecker, check_model_type
 from inflight.executor.generate import Generating, Generation, Prompts, as_list, is_one_prompt
 from inflight.executor.loading import OwnPostProcessors, has_client_id_argument, loader
@@ -488,7 +488,7 @@ class Executor:
                 return client.submit(core, on_response)
         except InflightError as error:
             enqueued.retract(answers.num_sequences)
-            raise ExecutorError(str(error)) from error
+            raise ExecutorError(str(in_fields(error))) from error
         request_id = client.reserve_id()
         on_response(CoreResponse(request_id, error=prepared.error, is_final=True))
         return RequestHandle(request_id, client.stop)

@@ -17,6 +17,7 @@ from inflight.additional_outputs import CONTEXT
 from inflight.core.report.stats import hit_rate, ratio
 from inflight.core.request import request as core
 from inflight.core.request import response as core_response
+from inflight.executor.errors import in_fields
 from inflight.executor.response import (
     AdditionalOutput,
     KvCacheMetrics,
@@ -127,7 +128,8 @@ class Answer(core_response.Response):
         """The answer as the client gets it."""
         asked, result = self.answers.asked, self.result
         if result is None:
-            return Response(self.request_id, str(self.error) or "unknown error", asked.client_id)
+            said = "" if self.error is None else str(in_fields(self.error))
+            return Response(self.request_id, said or "unknown error", asked.client_id)
         return Response(self.request_id, self._result(asked, result), asked.client_id)
 
     def _result(self, asked: Asked, result: core_response.Result) -> Result:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide
-from inflight.errors import ConfigError, InvalidArgument
+from inflight.errors import ConfigError, InvalidArgument, Name
 from inflight.guided.vocabulary import GuideVocabulary
 
 BACKENDS = ("llguidance", "xgrammar")
@@ -113,7 +113,7 @@ def make_backend(name: str, vocabulary: GuideVocabulary) -> GuideBackend:
 def refusal(reason: str) -> InvalidArgument:
     """The error for a guide that cannot be followed; the first lines of a library's reason are enough."""
     text = " ".join(reason.split())
-    return InvalidArgument(f"guided_decoding_guide cannot be used: {text[:_LONGEST_REASON]}")
+    return InvalidArgument(Name("guided_decoding_guide"), " cannot be used: ", text[:_LONGEST_REASON])
 
 
 def over_budget() -> InvalidArgument:

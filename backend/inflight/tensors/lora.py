@@ -13,7 +13,7 @@ from typing import Any
 from inflight.adapters.lora_tensors import lora_weights
 from inflight.core.request.adapter import LoraRequest, LoraWeights
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, Name, Unsupported
 from inflight.tensors.reader import TensorReader
 
 _PEFT = "hf"
@@ -36,22 +36,31 @@ def read_lora(reader: TensorReader) -> LoraRequest | None:
     source = reader.text("lora_ckpt_source")
     if source and source != _PEFT:
         raise Unsupported(
-            f"lora_ckpt_source is {source!r}, expected {_PEFT!r}: adapters are PEFT folders here"
+            Name("lora_ckpt_source"), f" is {source!r}, expected {_PEFT!r}: adapters are PEFT folders here"
         )
     task_id, weights = reader.integer("lora_task_id"), _read_weights(reader)
     name, path = reader.text("lora_name") or "", reader.text("lora_path") or ""
     if weights is not None and path:
-        raise InvalidArgument(f"lora_path is {path!r} and lora_weights came too: send one of them")
+        raise InvalidArgument(
+            Name("lora_path"), f" is {path!r} and ", Name("lora_weights"), " came too: send one of them"
+        )
     if weights is not None and task_id is None:
         raise InvalidArgument(
-            "lora_task_id must be set for LoRA inference: lora_weights and lora_config are stored under it"
+            Name("lora_task_id"),
+            " must be set for LoRA inference: ",
+            Name("lora_weights"),
+            " and ",
+            Name("lora_config"),
+            " are stored under it",
         )
     if path:  # then name and id are what its client calls it, as in TensorRT-LLM's LoRARequest
         return LoraRequest(path=path)
     if name and task_id is not None:
         raise InvalidArgument(
-            f"lora_name is {name!r} and {reader.shown_name('lora_task_id')} is {task_id}: they name different "
-            "adapters, send one of them"
+            Name("lora_name"),
+            f" is {name!r} and ",
+            Name(reader.shown_name("lora_task_id")),
+            f" is {task_id}: they name different adapters, send one of them",
         )
     if name or task_id is not None:
         return LoraRequest(task_id, name, weights=weights)

@@ -15,7 +15,7 @@ from inflight.core.request.request import Request
 from inflight.core.schedule.capacity_scheduler import CapacityScheduler
 from inflight.core.schedule.running import Running
 from inflight.core.schedule.waiting_queue import WaitingQueue
-from inflight.errors import Unavailable
+from inflight.errors import QueueFull
 
 _MOST_PASSED_OVER = 64
 """Most sequences that `admit` passes over: each of them is looked at again in every iteration."""
@@ -57,7 +57,7 @@ class Admission:
         self._max_queue_size = max_queue_size
 
     def check_queue(self, request: Request) -> None:
-        """Raise Unavailable if the queue is full for this request.
+        """Raise QueueFull if the queue is full for this request.
 
         Requests that fit into free slots, and those of lower priorities, do not count. What continues a request
         that was let in is let in itself.
@@ -74,7 +74,7 @@ class Admission:
         if self.waiting.num_new(request.priority) + before > room:
             # The first sentence is Triton's own, of its dynamic batcher, the second TensorRT-LLM's: clients look
             # for either.
-            raise Unavailable(
+            raise QueueFull(
                 "Exceeds maximum queue size. "
                 f"Maximum queue size of {bound} has been reached, please try again later"
             )
