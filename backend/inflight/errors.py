@@ -238,7 +238,10 @@ def error_from_plain(kind: type, value: Any) -> RequestError:
 
 
 def without_places(text: str) -> str:
-    """A text for clients, without what it names of this machine: paths, sockets and regions of shared memory."""
+    """A text for clients, without what it names of this machine: paths, sockets and regions of shared memory.
+
+    For texts of other libraries, which have no parts that could be left out.
+    """
     return _PLACES.sub("…", text)
 
 

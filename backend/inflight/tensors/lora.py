@@ -74,8 +74,12 @@ def _read_weights(reader: TensorReader) -> LoraWeights | None:
     if weights is None or config is None:
         present, absent = ("lora_config", "lora_weights")[:: 1 if weights is None else -1]
         raise InvalidArgument(
-            "Request for LoRA inference must have both lora_weights and lora_keys: "
-            f"{present} came without {absent}"
+            "Request for LoRA inference must have both ",
+            Name("lora_weights"),
+            " and lora_keys: ",
+            Name(present),
+            " came without ",
+            Name(absent),
         )
     return lora_weights(weights, config)
 
@@ -84,7 +88,7 @@ def read_adapter_command(rows: Sequence[TensorReader]) -> AdapterCommand:
     """The command in a request with `lora_command`; InvalidArgument says what is wrong with it."""
     first, *others = rows
     if others:
-        raise InvalidArgument(f"lora_command takes one command, got a batch of {1 + len(others)}")
+        raise InvalidArgument(Name("lora_command"), f" takes one command, got a batch of {1 + len(others)}")
     text = first.text("lora_command") or ""
     try:
         given = json.loads(text)
@@ -122,6 +126,7 @@ def _checked(command: AdapterCommand, text: str) -> AdapterCommand:
 def _bad(text: str, problem: str) -> InvalidArgument:
     shown = text if len(text) <= 200 else f"{text[:200]}…"
     return InvalidArgument(
-        f'lora_command {problem}, expected {{"command": "list"}}, {{"command": "load", "name": …, "path": …}} or '
-        f'{{"command": "unload", "name" or "task_id": …}}, got {shown}'
+        Name("lora_command"),
+        f' {problem}, expected {{"command": "list"}}, {{"command": "load", "name": …, "path": …}} or '
+        f'{{"command": "unload", "name" or "task_id": …}}, got {shown}',
     )

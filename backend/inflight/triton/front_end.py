@@ -18,7 +18,7 @@ from typing import Any
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.request import EngineDescription
-from inflight.errors import InflightError, Unsupported, unexpected
+from inflight.errors import InflightError, Name, Unsupported, unexpected
 from inflight.prompt import Prompt
 from inflight.serving.client_lanes import ClientLanes
 from inflight.serving.completion_text import TokenizerFinder
@@ -222,8 +222,8 @@ class FrontEnd:
     ) -> None:
         if not description.adapter_commands_enabled:
             raise Unsupported(
-                "lora_command is not available: parameter enable_adapter_commands of the model that holds the "
-                "engine is false"
+                Name("lora_command"),
+                " is not available: parameter enable_adapter_commands of the model that holds the engine is false",
             )
         self._adapters.ask(stream, read_adapter_command(rows))
 
