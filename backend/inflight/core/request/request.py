@@ -169,8 +169,8 @@ class ModelLimits:
         Beams share the prompt's full blocks. The last generated token needs no room, as it is never fed back.
         """
         size = self.tokens_per_block
-        shared = prompt_length // size if beam_width > 1 else 0
-        return (shared + max(0, self.num_blocks - shared) // beam_width) * size + 1 - prompt_length
+        shared = min(prompt_length // size, self.num_blocks) if beam_width > 1 else 0
+        return (shared + (self.num_blocks - shared) // beam_width) * size + 1 - prompt_length
 
     def room(self, prompt_length: int, beam_width: int = 1) -> int:
         """Most tokens that can be generated behind a prompt, by the model's length and the KV cache."""
