@@ -49,7 +49,7 @@ from inflight.errors import (
     without_places,
 )
 from inflight.openai.kserve_description import describe
-from inflight.openai.kserve_streams import Asked, Streams
+from inflight.openai.kserve_streams import InferArguments, KServeStreams
 from inflight.openai.kserve_tensors import (
     ended_result,
     input_tensors,
@@ -100,7 +100,7 @@ class KServeEngineClient:
         self._config: object = None  # that it was made of; None: it has to be made again
         self._seen_s = 0.0
         self._connection: triton.InferenceServerClient | None = None
-        self._streams: Streams | None = None
+        self._streams: KServeStreams | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kserve-client", daemon=True)
         self._thread.start()
@@ -209,7 +209,7 @@ class KServeEngineClient:
     def _connected(self) -> triton.InferenceServerClient:
         if self._connection is None:
             self._connection = triton.InferenceServerClient(self._url, channel_args=_CHANNEL)
-            self._streams = Streams(self._connection)
+            self._streams = KServeStreams(self._connection)
         return self._connection
 
     async def _ask_config(self) -> object:
@@ -261,7 +261,7 @@ class KServeEngineClient:
 
         An iteration that is left before the last one cancels the request.
         """
-        asked: Asked = {
+        asked: InferArguments = {
             "model_name": self._model,
             "inputs": [_input(name, array) for name, array in inputs.items()],
             "outputs": [InferRequestedOutput(name) for name in outputs],

@@ -99,7 +99,7 @@ def convert(readers: Sequence[TensorReader], context: ServingContext) -> tuple[P
     what was expected, and the row where there are several. The requests are valid for the engine that `context`
     describes.
     """
-    rows = [_Row(row, context, is_in_batch=len(readers) > 1) for row in readers]
+    rows = [_PromptReader(row, context, is_in_batch=len(readers) > 1) for row in readers]
     texts = each_row([row.prompt_text for row in rows])
     to_encode = [text for text in texts if text is not None]
     encoded = iter(context.encoder.prompts(to_encode) if to_encode else ())
@@ -111,7 +111,7 @@ def convert(readers: Sequence[TensorReader], context: ServingContext) -> tuple[P
     return prompts
 
 
-class _Row:
+class _PromptReader:
     """One prompt's tensors, and what their meaning depends on."""
 
     def __init__(self, reader: TensorReader, context: ServingContext, is_in_batch: bool) -> None:
