@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +60,7 @@ def make_response(
 
 
 def make_stream(sender: ResponseSender | None = None) -> TritonStream:
-    responses = ResponseBuilder(FakePbUtils())
-    return TritonStream(sender or ResponseSender(), COMPLETE_FINAL, partial(responses.error, str))
+    return TritonStream(sender or ResponseSender(), COMPLETE_FINAL, ResponseBuilder(FakePbUtils()).error)
 
 
 def make_reply(

@@ -104,7 +104,7 @@ class FrontEnd:
             stream = TritonStream(
                 request.get_response_sender(),
                 self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-                partial(self._responses.error, error_writer(request.parameters())),
+                partial(self._responses.error, write=error_writer(request.parameters())),
             )
             try:
                 self._admit(request, stream)

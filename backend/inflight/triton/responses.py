@@ -76,7 +76,7 @@ class ResponseBuilder:
         array = np.array([[text.encode("utf-8")]] if self._is_batched else [text.encode("utf-8")], np.object_)
         return self._pb_utils.InferenceResponse(output_tensors=[self._pb_utils.Tensor(name, array)])
 
-    def error(self, write: Callable[[InflightError], str], error: InflightError) -> Any:
+    def error(self, error: InflightError, write: Callable[[InflightError], str] = str) -> Any:
         """A response that carries an error and its Triton code; `write` makes its message."""
         made = triton_error(self._pb_utils, error, write)
         return self._pb_utils.InferenceResponse(output_tensors=[], error=made)
