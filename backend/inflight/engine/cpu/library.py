@@ -1,9 +1,10 @@
-"""The compiled code: built from source/ by the machine's C++ compiler when it is first needed, and kept.
+"""The compiled code: a library that came with the package, or one that the machine's compiler makes of source/.
 
-A build takes up to twenty seconds. It is kept in the user's cache folder, under a name that changes with the
-sources, the compiler, the C library and the processor, so that later starts find it; at its end stands a digest of
-it, as a file that was cut short would end the process that runs it. What `prebuild` has put beside the sources
-comes first.
+A wheel brings libraries (scripts/wheel), which `prebuild` has put beside the sources, and they come first, if they
+are of these sources. What is compiled here takes up to twenty seconds when it is first needed. It is kept in the
+user's cache folder, under a name that changes with the sources, the compiler, the C library and the processor, so
+that later starts find it. At a library's end stands a digest of it, as a file that was cut short would end the
+process that runs it.
 Any thread; of several processes one builds, and the others wait for it. Imports no torch.
 
 Whoever builds removes what nobody has loaded for 30 days. A library's modification time is when it was last loaded
@@ -42,6 +43,7 @@ _PREBUILT = Path(__file__).parent / "prebuilt"
 _FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-shared")
 _ELEMENTS = {"float32": "F32", "bfloat16": "Bf16"}
 _TARGET_VARIABLE = "INFLIGHT_CPU_TARGET"
+_BUILD_VARIABLE = "INFLIGHT_CPU_BUILD"
 _BUILD_TIMEOUT_S = 600.0  # fifty times what it takes on a machine that does nothing else
 _VERSION_TIMEOUT_S = 10.0
 _TICK_S = 1.0
@@ -50,6 +52,7 @@ _BUILD_PREFIX = "build-"  # of a build's folder, which is left behind only if it
 _UNUSED_S = 30 * 24 * 3600.0
 _ABANDONED_S = 24 * 3600.0  # far longer than any build takes
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_NONE_PREBUILT = "no library for it came with the package"
 
 
 class CannotBuild(Exception):
@@ -97,7 +100,7 @@ TARGETS = (
         "avx512",
         "vnni",
         ("-march=native",),
-        ("-march=x86-64-v4",),
+        ("-march=x86-64-v4", "-mtune=icelake-server"),
         frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
         {"avx512_bf16": "-mavx512bf16"},
         {"avx512_vnni": "-mavx512vnni"},
@@ -107,7 +110,10 @@ TARGETS = (
         "avx2",
         "avx2",
         (*_AVX2_FLAGS, "-mtune=native"),
-        _AVX2_FLAGS,
+        (
+            *_AVX2_FLAGS,
+            "-mtune=znver3",
+        ),  # tuned for no processor, long prompts took a quarter longer on that one
         frozenset({"avx2", "fma", "f16c"}),
         {},
         {},
@@ -133,15 +139,17 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
     Raises CannotBuild, with the reason, where it is known already that there will be none.
     """
     target, flags = find_target(dtype, int8), _processor_flags()
-    if _is_whole(_prebuilt_path(target, dtype, int8)):
+    refusal = _refuse_prebuilt(target, dtype, int8)
+    if not refusal:
         return "which came with the package"
-    compiler = _compiler_command(target.here, dtype, int8, rounded_cache)
+    compiler = _compiler_command(target.here, dtype, int8, rounded_cache, refusal)
     folder = _cache_folder()
+    why = "" if refusal == _NONE_PREBUILT else f": {refusal}"
     if folder is None:
-        return f"{compiler[0]} compiles them at every start, as there is no folder to keep them in"
+        return f"{compiler[0]} compiles them at every start, as there is no folder to keep them in{why}"
     if _is_whole(folder / f"decoder-{_key(compiler, flags)}.so"):
-        return "kept from an earlier start"
-    return f"{compiler[0]} compiles them at the first start"
+        return f"kept from an earlier start{why}"
+    return f"{compiler[0]} compiles them at the first start{why}"
 
 
 def find_target(dtype: str, int8: bool = False) -> Target:
@@ -209,11 +217,16 @@ def prebuild(target: Target, dtype: str, int8: bool = False) -> Path:
 def _load(
     target: Target, flags: frozenset[str], dtype: str, int8: bool, rounded_cache: bool = False
 ) -> ctypes.CDLL:
-    prebuilt = _prebuilt_path(target, dtype, int8)
-    if _is_whole(prebuilt):
-        with contextlib.suppress(OSError):
+    refusal = _refuse_prebuilt(target, dtype, int8)
+    if not refusal:
+        prebuilt = _prebuilt_path(target, dtype, int8)
+        try:
             return _load_file(prebuilt)
-    compiler = _compiler_command(target.here, dtype, int8, rounded_cache)
+        except OSError as error:
+            refusal = f"{prebuilt.name} of the package cannot be loaded: {error}"
+    compiler = _compiler_command(target.here, dtype, int8, rounded_cache, refusal)
+    if refusal != _NONE_PREBUILT:
+        _log.info("the layers are compiled on this machine: %s", refusal)
     name = f"decoder-{_key(compiler, flags)}.so"
     folder = _cache_folder()
     try:
@@ -355,10 +368,17 @@ def _digest(content: bytes) -> bytes:
 
 
 def _compiler_command(
-    of_target: tuple[str, ...], dtype: str, int8: bool, rounded_cache: bool = False
+    of_target: tuple[str, ...], dtype: str, int8: bool, rounded_cache: bool = False, refusal: str = ""
 ) -> list[str]:
-    """With a target's flags; without source and result."""
-    command = [_find_compiler(), *_FLAGS, *of_target, f"-DINFLIGHT_ELEMENT={_ELEMENTS[dtype]}"]
+    """With a target's flags; without source and result. CannotBuild without a compiler.
+
+    `refusal`: why there is something to compile, which that error says too.
+    """
+    try:
+        compiler = _find_compiler()
+    except CannotBuild as error:
+        raise CannotBuild(f"{error}, and {refusal}" if refusal else str(error)) from None
+    command = [compiler, *_FLAGS, *of_target, f"-DINFLIGHT_ELEMENT={_ELEMENTS[dtype]}"]
     wanted = {"-DINFLIGHT_INT8": int8, "-DINFLIGHT_ROUNDED_CACHE": rounded_cache}
     return [*command, *(flag for flag, is_wanted in wanted.items() if is_wanted)]
 
@@ -380,8 +400,27 @@ def _key(compiler: list[str], flags: frozenset[str]) -> str:
 
 
 def _prebuilt_path(target: Target, dtype: str, int8: bool) -> Path:
-    kind = "int8" if int8 else dtype
-    return _PREBUILT / f"decoder-{kind}-{target.name}-{_digest_of_sources(dtype.encode())}.so"
+    return _PREBUILT / f"{_prebuilt_stem(target, dtype, int8)}{_digest_of_sources(dtype.encode())}.so"
+
+
+def _prebuilt_stem(target: Target, dtype: str, int8: bool) -> str:
+    return f"decoder-{'int8' if int8 else dtype}-{target.name}-"
+
+
+def _refuse_prebuilt(target: Target, dtype: str, int8: bool) -> str:
+    """The reason why the library that came with the package is not used; empty if it is."""
+    wanted = os.environ.get(_BUILD_VARIABLE, "")
+    if wanted == "local":
+        return f"{_BUILD_VARIABLE} is local"
+    if wanted:
+        raise CannotBuild(f"{_BUILD_VARIABLE} is {wanted!r}, expected local")
+    path = _prebuilt_path(target, dtype, int8)
+    if _is_whole(path):
+        return ""
+    if path.exists():
+        return f"{path.name} of the package is damaged"
+    others = sorted(_PREBUILT.glob(f"{_prebuilt_stem(target, dtype, int8)}*.so"))
+    return f"{others[0].name} of the package was built from other sources" if others else _NONE_PREBUILT
 
 
 def _digest_of_sources(*more: bytes) -> str:
