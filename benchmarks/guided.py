@@ -35,9 +35,9 @@ from inflight.core.schedule.batch import ScheduledBatch, SlotStart
 from inflight.core.scheduler import Scheduler
 from inflight.engine.engine import ModelEngine
 from inflight.engine.load import load_engine
-from inflight.guided.backend import BACKENDS, make_backend
 from inflight.guided.compiler import ChildCompiler, GuideBounds
 from inflight.guided.grammars import Grammars
+from inflight.guided.make_backend import BACKENDS, make_backend
 from inflight.guided.vocabulary import GuideVocabulary
 from inflight.sampling import Sampler
 from inflight.sampling.row_kernels import RowKernels

@@ -30,8 +30,7 @@ from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink, MpiWorld
 from inflight.ranks.rank_engine import RankEngine
-from inflight.ranks.rendezvous import meet
-from inflight.ranks.topology import gather_hosts
+from inflight.ranks.rendezvous import gather_hosts, meet
 
 _TIMEOUT_S = 60.0
 _NUM_BROADCASTS = 2000

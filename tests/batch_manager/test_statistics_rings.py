@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from inflight.batch_manager.instruments import StatisticsRings
-from inflight.core.report.executor_stats import iteration_stats
 from inflight.core.report.stats import IterationStats, MemoryUsage, RequestStage, RequestStats
+from inflight.executor_stats import iteration_stats
 
 
 def stats(iteration: int) -> IterationStats:

@@ -9,8 +9,9 @@ import pytest
 from inflight.core.request.guide import GuideType
 from inflight.core.request.stop import FinishReason
 from inflight.errors import InvalidArgument
-from inflight.guided.backend import GuideBackend, make_backend
+from inflight.guided.backend import GuideBackend
 from inflight.guided.grammars import Grammars
+from inflight.guided.make_backend import make_backend
 from inflight.guided.vocabulary import GuideVocabulary
 from inflight.text.tokenizer import Tokenizer
 from tests.engine.serving import Served, config_of, serve

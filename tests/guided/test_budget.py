@@ -12,9 +12,10 @@ import pytest
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
 from inflight.guided import budget, llguidance_backend
-from inflight.guided.backend import GuideBackend, MaskJob, make_backend
+from inflight.guided.backend import GuideBackend, MaskJob
 from inflight.guided.budget import Budget, BudgetedMatcher, try_out
 from inflight.guided.grammars import Grammars, MaskRows
+from inflight.guided.make_backend import make_backend
 from tests.engine.serving import config_of, serve
 from tests.guided.factories import (
     has_bit,

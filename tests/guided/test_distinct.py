@@ -12,9 +12,9 @@ import pytest
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
 from inflight.guided import budget
-from inflight.guided.backend import make_backend
 from inflight.guided.budget import try_out
 from inflight.guided.grammars import Grammars, MaskRows
+from inflight.guided.make_backend import make_backend
 from inflight.guided.schemas.distinct import ItemWatch, Places
 from inflight.guided.vocabulary import GuideVocabulary
 from tests.guided.factories import has_bit

@@ -15,7 +15,8 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
-from inflight.guided.backend import GuideBackend, MaskJob, Matcher, make_backend
+from inflight.guided.backend import GuideBackend, MaskJob, Matcher
+from inflight.guided.make_backend import make_backend
 from inflight.guided.schemas import matching, overlap
 from inflight.serving.chat.tool_guides import tool_guide
 from tests.guided.schemas_at_random import BYTES, follows, write

@@ -14,7 +14,8 @@ from jsonschema import Draft3Validator, Draft201909Validator, SchemaError
 
 from inflight.core.request.guide import Guide, GuideType
 from inflight.errors import InvalidArgument
-from inflight.guided.backend import GuideBackend, make_backend
+from inflight.guided.backend import GuideBackend
+from inflight.guided.make_backend import make_backend
 from tests.guided.schemas_at_random import BYTES, VALIDATORS, follows, make_schema, make_text, write
 
 _SEEDS = 6

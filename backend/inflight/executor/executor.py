@@ -23,12 +23,6 @@ from typing import Any, cast, overload
 
 from inflight.config import Parameters
 from inflight.core.ports import EngineClient
-from inflight.core.report.executor_stats import (
-    IterationStats,
-    RequestStatsPerIteration,
-    iteration_stats,
-    request_stats,
-)
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.handle import RequestHandle
@@ -53,6 +47,12 @@ from inflight.executor.request import LoraConfig, Request
 from inflight.executor.response import Response
 from inflight.executor.results import Answer, Answers, Asked
 from inflight.executor.sampling import OutputConfig, SamplingConfig
+from inflight.executor_stats import (
+    IterationStats,
+    RequestStatsPerIteration,
+    iteration_stats,
+    request_stats,
+)
 from inflight.file_names import native, readable
 from inflight.hub import find_checkpoint
 from inflight.prompt import engine_streams

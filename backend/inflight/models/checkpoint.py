@@ -15,9 +15,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
 from inflight.hub import instead_of_gguf
-from inflight.models.config_file import ConfigFile
 from inflight.models.levels import Kind, Levels
 
 _INDEX = "model.safetensors.index.json"

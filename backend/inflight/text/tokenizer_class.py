@@ -63,19 +63,19 @@ class TokenizerClass:
 
 
 def find_tokenizer_class(
-    settings: Mapping[str, Any], config: Mapping[str, Any], pipeline_text: str
+    settings: Mapping[str, Any], model_type: str | None, class_name: str | None, pipeline_text: str
 ) -> TokenizerClass | None:
     """The class that `AutoTokenizer` would choose; None for one that takes tokenizer.json as it is.
 
     Args:
         settings: tokenizer_config.json.
-        config: config.json; empty if there is none.
+        model_type: config.json's.
+        class_name: config.json's `tokenizer_class`, which counts where the settings name none.
         pipeline_text: tokenizer.json, not parsed.
     """
-    model_type = config.get("model_type") or ""
-    declared = settings.get("tokenizer_class") or config.get("tokenizer_class") or ""
+    declared = settings.get("tokenizer_class") or class_name or ""
     declared = str(declared).removesuffix("Fast")
-    of_model = CLASS_OF_MODEL.get(model_type)
+    of_model = CLASS_OF_MODEL.get(model_type or "")
     if (
         declared == "LlamaTokenizer"
         and model_type not in _CLASS_IS_OFTEN_WRONG

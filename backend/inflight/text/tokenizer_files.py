@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
+from inflight.checkpoint_config import CheckpointFacts
 from inflight.errors import ConfigError
 from inflight.text.tokenizer_class import (
     TokenizerClass,
@@ -53,11 +54,12 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: text can only be served with a tokenizer.json")
-    settings, config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+    settings, facts = _read_json(folder / "tokenizer_config.json"), CheckpointFacts.read(folder)
+    model_type, class_name = facts.model_type, facts.tokenizer_class
     try:
         text = path.read_text(encoding="utf-8")
         pipeline = json.loads(text)
-        tokenizer_class = find_tokenizer_class(settings, config, text)
+        tokenizer_class = find_tokenizer_class(settings, model_type, class_name, text)
         if tokenizer_class is not None and can_be_rebuilt(pipeline):
             pipeline_text = json.dumps(rebuilt(pipeline, tokenizer_class.parts(settings)))
         else:

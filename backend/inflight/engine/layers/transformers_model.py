@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from inflight.checkpoint_config import ConfigFile, read_config_file
 from inflight.config import QUANTIZED, EngineConfig
 from inflight.engine.attention.interface import Attention
 from inflight.engine.layers.transformers_decoder import (
@@ -38,8 +39,6 @@ from inflight.engine.memory import is_out_of_memory
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig
-from inflight.models.config_file import ConfigFile
-from inflight.models.registry import read_config_file
 
 _log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from inflight.checkpoint_config import DTYPES
 from inflight.config import FP8, INT8
 from inflight.engine.tensorrt.graph import Extent, Graph
 from inflight.engine.tensorrt.module import find_module, make_logger, module_name, module_version
@@ -38,7 +39,7 @@ from inflight.engine.tensorrt.weights import INT4, load_matrices
 from inflight.engine.windows import layer_windows
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
-from inflight.models import DTYPES, ModelDescription, read_model_description
+from inflight.models import ModelDescription, read_model_description
 from inflight.models.levels import Kind
 from inflight.models.loader import quantized_kinds, stored_dtype
 from inflight.models.rope import longest_sequence

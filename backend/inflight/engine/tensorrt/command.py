@@ -7,13 +7,13 @@ import logging
 import sys
 from pathlib import Path
 
+from inflight.checkpoint_config import DTYPES
 from inflight.engine.tensorrt.build import WEIGHT_DTYPES, BuildOptions, build_engine
 from inflight.engine.tensorrt.build_progress import build_progress
 from inflight.engine.tensorrt.module import MODULES, find_module
 from inflight.engine.tensorrt.sidecar import Sidecar, sidecar_name
 from inflight.errors import InflightError
 from inflight.hub import find_checkpoint
-from inflight.models import DTYPES
 
 
 def main(arguments: list[str] | None = None) -> int:

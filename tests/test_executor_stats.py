@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from inflight.core.report.executor_stats import iteration_stats, request_stats
 from inflight.core.report.stats import (
     IterationStats,
     KeptIteration,
@@ -14,6 +13,7 @@ from inflight.core.report.stats import (
     RequestStats,
     RequestStatsPerIteration,
 )
+from inflight.executor_stats import iteration_stats, request_stats
 from tests.core.test_stats import MEMORY, NOON, STATIC, STATS
 
 
