@@ -290,13 +290,26 @@ def test_a_build_for_many_processors_names_the_instructions_that_are_needed(
     monkeypatch.setattr(library, "_find_compiler", lambda: "c++")
     monkeypatch.setattr(library, "_build", lambda command, path: commands.append(command))
     kinds = [("float32", False), ("bfloat16", False), ("bfloat16", True)]
-    paths = {library.prebuild(target, *kind) for target in library.TARGETS for kind in kinds}
-    assert len(paths) == 6
+    named = {
+        (target.name, *kind): library.prebuild(target, *kind)
+        for target in library.TARGETS
+        for kind in kinds
+        if kind[0] in target.dtypes
+    }
+    assert len(set(named.values())) == len(named) == 8
     assert not any("native" in flag for command in commands for flag in command)
-    assert ["-march=x86-64-v4" in command for command in commands] == [True, True, True, False, False, False]
-    assert ["-mavx2" in command for command in commands] == [False, False, False, True, True, True]
-    assert ["-mavx512bf16" in command for command in commands] == [False, True, True, False, False, False]
-    assert ["-mavx512vnni" in command for command in commands] == [False, False, True, False, False, False]
+
+    def told(flag: str) -> set[tuple[str, str, bool]]:
+        return {each for each, command in zip(named, commands, strict=True) if flag in command}
+
+    avx512 = {("avx512", *kind) for kind in kinds}
+    amx = {("amx", *kind) for kind in kinds[1:]}
+    assert told("-march=x86-64-v4") == avx512 | amx and told("-mavx2") == {("avx2", *kind) for kind in kinds}
+    assert told("-mavx512bf16") == {*amx, ("avx512", "bfloat16", False), ("avx512", "bfloat16", True)}
+    assert told("-mavx512vnni") == {("amx", "bfloat16", True), ("avx512", "bfloat16", True)}
+    assert told("-mamx-bf16") == told("-mamx-tile") == amx and told("-mamx-int8") == {
+        ("amx", "bfloat16", True)
+    }
 
 
 @needs_native

@@ -50,7 +50,7 @@ def another_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
 
 def an_unknown_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", "neon")
-    return "INFLIGHT_CPU_TARGET is 'neon', expected avx512 or avx2"
+    return "INFLIGHT_CPU_TARGET is 'neon', expected amx or avx512 or avx2"
 
 
 def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:

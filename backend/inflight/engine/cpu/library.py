@@ -52,6 +52,12 @@ _BUILD_PREFIX = "build-"  # of a build's folder, which is left behind only if it
 _UNUSED_S = 30 * 24 * 3600.0
 _ABANDONED_S = 24 * 3600.0  # far longer than any build takes
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_PRODUCT_CHECKS = (  # in the order of ProductCheck of source/amx_check.h
+    "",
+    "the kernel does not let this process use tiles",
+    "its products are wrong on this processor",
+    "its products end the process",
+)
 _NONE_PREBUILT = "no library for it came with the package"
 
 
@@ -71,6 +77,8 @@ class Target:
         needed: Instruction sets that all of its code needs; names as in /proc/cpuinfo.
         for_bfloat16: What code for bfloat16 needs beyond, with the compiler's flags.
         for_int8: What code for weights of 8 and 4 bits needs beyond, likewise.
+        dtypes: What it is faster for than the next target.
+        caveat: What users are told of it beside its name.
     """
 
     name: str
@@ -80,6 +88,8 @@ class Target:
     needed: frozenset[str]
     for_bfloat16: Mapping[str, str]
     for_int8: Mapping[str, str]
+    dtypes: frozenset[str] = frozenset(_ELEMENTS)
+    caveat: str = ""
 
     def instruction_sets(self, dtype: str, int8: bool = False) -> frozenset[str]:
         """The instruction sets that code for models of this dtype needs."""
@@ -95,13 +105,27 @@ class Target:
 
 
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mtune=icelake-server")
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
+_AMX_FLAGS = ("-mamx-tile", "-DINFLIGHT_AMX")
 TARGETS = (
+    Target(
+        "amx",
+        "amx",
+        ("-march=native", *_AMX_FLAGS),
+        (*_AVX512_FLAGS, *_AMX_FLAGS),
+        _AVX512 | {"amx_tile"},
+        {"avx512_bf16": "-mavx512bf16", "amx_bf16": "-mamx-bf16"},
+        {"avx512_vnni": "-mavx512vnni", "amx_int8": "-mamx-int8"},
+        frozenset({"bfloat16"}),
+        "never executed on hardware by those who wrote it",
+    ),
     Target(
         "avx512",
         "vnni",
         ("-march=native",),
-        ("-march=x86-64-v4", "-mtune=icelake-server"),
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+        _AVX512_FLAGS,
+        _AVX512,
         {"avx512_bf16": "-mavx512bf16"},
         {"avx512_vnni": "-mavx512vnni"},
     ),
@@ -122,15 +146,37 @@ TARGETS = (
 """The fastest first."""
 
 
-def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) -> ctypes.CDLL:
+class CompiledCode(ctypes.CDLL):
+    """A library that has been loaded.
+
+    Attributes:
+        description: What `describe_target` says of its target, or why a faster one was left out.
+    """
+
+    description = ""
+
+
+def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) -> CompiledCode:
     """The code for models of this dtype; CannotBuild, with the reason, where this machine has none.
+
+    Targets whose products are found wrong on this machine are left out, with a warning.
 
     Args:
         dtype: Of activations.
         int8: Whether weights are.
         rounded_cache: Whether the KV cache may be one of 8 bits.
     """
-    return _load(find_target(dtype, int8), _processor_flags(), dtype, int8, rounded_cache)
+    targets, flags = _runnable_targets(dtype, int8), _processor_flags()
+    why = _why_not_faster(targets[0], dtype, int8)
+    for target in targets:
+        library = _load(target, flags, dtype, int8, rounded_cache)
+        distrust = _distrust(library)
+        if not distrust:
+            library.description = _describe(target, why)
+            return library
+        why = f"{target.name} is left out, as {distrust}"
+        _log.warning("compiled layers: %s", why)
+    raise CannotBuild(why)
 
 
 def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
@@ -157,30 +203,49 @@ def find_target(dtype: str, int8: bool = False) -> Target:
 
     The environment variable INFLIGHT_CPU_TARGET leaves only the target of that name to choose from.
     """
-    if dtype not in _ELEMENTS:
-        raise CannotBuild(f"it computes in {' and '.join(_ELEMENTS)}, not in {dtype}")
-    allowed = _allowed_targets()
-    for target in allowed:
-        if not _lacking(target, dtype, int8):
-            return target
-    forced = "" if allowed == TARGETS else f", which {_TARGET_VARIABLE}={allowed[0].name} needs"
-    raise CannotBuild(_lacking(allowed[-1], dtype, int8) + forced)
+    return _runnable_targets(dtype, int8)[0]
 
 
 def describe_target(dtype: str, int8: bool = False) -> str:
-    """The target of `find_target` in words, and why it is not the fastest."""
-    target, fastest = find_target(dtype, int8), _allowed_targets()[0]
-    return target.name if target is fastest else f"{target.name}: {_lacking(fastest, dtype, int8)}"
+    """The target of `find_target` in words, and why it is not the next faster one."""
+    target = find_target(dtype, int8)
+    return _describe(target, _why_not_faster(target, dtype, int8))
 
 
-def _allowed_targets() -> tuple[Target, ...]:
+def _describe(target: Target, why: str) -> str:
+    name = f"{target.name}, {target.caveat}" if target.caveat else target.name
+    return f"{name}: {why}" if why else name
+
+
+def _why_not_faster(target: Target, dtype: str, int8: bool) -> str:
+    """The reason why the next faster target, of those that are tried, is not taken; empty for the fastest."""
+    tried = [each for each in _allowed_targets(dtype) if each is target or not each.caveat]
+    place = tried.index(target)
+    return _lacking(tried[place - 1], dtype, int8) if place else ""
+
+
+def _runnable_targets(dtype: str, int8: bool) -> list[Target]:
+    """The targets that the processor has all instructions of, the fastest first; CannotBuild without one."""
+    allowed = _allowed_targets(dtype)
+    if runnable := [target for target in allowed if not _lacking(target, dtype, int8)]:
+        return runnable
     wanted = os.environ.get(_TARGET_VARIABLE, "")
-    if not wanted:
-        return TARGETS
-    if named := tuple(target for target in TARGETS if target.name == wanted):
-        return named
-    names = " or ".join(target.name for target in TARGETS)
-    raise CannotBuild(f"{_TARGET_VARIABLE} is {wanted!r}, expected {names}")
+    forced = f", which {_TARGET_VARIABLE}={wanted} needs" if wanted else ""
+    raise CannotBuild(_lacking(allowed[-1], dtype, int8) + forced)
+
+
+def _allowed_targets(dtype: str) -> list[Target]:
+    """The targets for a dtype, or the one that the environment names; CannotBuild without one."""
+    if dtype not in _ELEMENTS:
+        raise CannotBuild(f"it computes in {' and '.join(_ELEMENTS)}, not in {dtype}")
+    wanted = os.environ.get(_TARGET_VARIABLE, "")
+    if wanted not in ("", *(target.name for target in TARGETS)):
+        names = " or ".join(target.name for target in TARGETS)
+        raise CannotBuild(f"{_TARGET_VARIABLE} is {wanted!r}, expected {names}")
+    allowed = [target for target in TARGETS if dtype in target.dtypes and wanted in ("", target.name)]
+    if not allowed:
+        raise CannotBuild(f"{_TARGET_VARIABLE} is {wanted}, which does not compute in {dtype}")
+    return allowed
 
 
 def _lacking(target: Target, dtype: str, int8: bool) -> str:
@@ -216,7 +281,7 @@ def prebuild(target: Target, dtype: str, int8: bool = False) -> Path:
 @functools.cache
 def _load(
     target: Target, flags: frozenset[str], dtype: str, int8: bool, rounded_cache: bool = False
-) -> ctypes.CDLL:
+) -> CompiledCode:
     refusal = _refuse_prebuilt(target, dtype, int8)
     if not refusal:
         prebuilt = _prebuilt_path(target, dtype, int8)
@@ -238,7 +303,7 @@ def _load(
         raise CannotBuild(f"{name} cannot be kept or loaded: {error}") from error
 
 
-def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
+def _open(compiler: list[str], path: Path) -> CompiledCode:
     """Load the library at `path`, built anew if it cannot be used; OSError if even a new one cannot be loaded."""
     unusable = None
     _mark_used(path)
@@ -261,10 +326,16 @@ def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
         raise
 
 
-def _load_file(path: Path) -> ctypes.CDLL:
+@functools.cache
+def _distrust(library: CompiledCode) -> str:
+    """The reason why a library's products cannot be relied on; empty if they can."""
+    return _PRODUCT_CHECKS[library.check_products()]
+
+
+def _load_file(path: Path) -> CompiledCode:
     """Load a library from its file, or from memory where that folder's file system lets nothing be run."""
     try:
-        library = ctypes.CDLL(str(path))
+        library = CompiledCode(str(path))
     except OSError as error:
         try:
             library = _load_from_memory(path)
@@ -274,13 +345,13 @@ def _load_file(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _load_from_memory(path: Path) -> ctypes.CDLL:
+def _load_from_memory(path: Path) -> CompiledCode:
     handle = os.memfd_create(path.name)
     try:
         with open(handle, "wb", closefd=False) as file:
             file.write(path.read_bytes())
         # The loader takes libraries of the same name for the same one: the number must not be given out again.
-        return ctypes.CDLL(f"/proc/self/fd/{handle}")
+        return CompiledCode(f"/proc/self/fd/{handle}")
     except BaseException:  # whatever it is, nobody else would close the file
         os.close(handle)
         raise

@@ -1,6 +1,6 @@
 """Compile the layers once for many machines: `python -m inflight.engine.cpu.prebuild [DTYPE]...`.
 
-For images whose containers have no compiler. The results lie in the package, for AVX-512 and for AVX2, and run on
+For images whose containers have no compiler. The results lie in the package, one for every target, and run on
 every processor that has the instructions that the dtype needs, whatever the machine that built them. One thread.
 """
 
@@ -25,9 +25,11 @@ def main() -> int:
     if unknown := sorted(set(dtypes) - set(_KINDS)):
         parser.error(f"no compiled code for {', '.join(unknown)}, only for {', '.join(_KINDS)}")
     try:
-        for target, dtype in itertools.product(TARGETS, dtypes):
-            is_int8 = dtype == "int8"
-            sys.stdout.write(f"{prebuild(target, 'bfloat16' if is_int8 else dtype, is_int8)}\n")
+        for target, kind in itertools.product(TARGETS, dtypes):
+            is_int8 = kind == "int8"
+            dtype = "bfloat16" if is_int8 else kind
+            if dtype in target.dtypes:
+                sys.stdout.write(f"{prebuild(target, dtype, is_int8)}\n")
     except CannotBuild as error:
         sys.stderr.write(f"prebuild: {error}\n")
         return 1

@@ -163,6 +163,7 @@ class MaskedRowsStruct(Structure):
 
 
 _SIGNATURES = {
+    "check_products": (c_int32, ()),
     "create": (c_void_p, (POINTER(ShapeStruct), POINTER(LayerStruct))),
     "destroy": (None, (c_void_p,)),
     "plan": (c_bool, (c_void_p, POINTER(BatchStruct))),
