@@ -180,7 +180,15 @@ def test_layers_on_a_processor_that_lacks_instructions(compiler: Path, monkeypat
     monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"avx2", "fma"}))
     found = list(machine.check_layers(has_gpu=False))
     assert {each.level for each in found} == {YELLOW}
-    assert all("the processor lacks f16c" in each.says and "AVX2" in each.mend for each in found)
+    assert all("(generic: the processor lacks f16c)" in each.says for each in found)
+    assert all("AVX2" in each.mend for each in found)
+
+
+def test_layers_on_a_machine_that_has_no_faster_target(compiler: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library, "TARGETS", library.TARGETS[-1:])
+    found = list(machine.check_layers(has_gpu=False))
+    assert {each.level for each in found} == {GREEN}
+    assert all("(generic)" in each.says for each in found)
 
 
 def test_layers_are_not_for_gpus():

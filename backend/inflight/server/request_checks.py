@@ -6,6 +6,7 @@ used, or else none.
 `python -m inflight.server.request_checks TARGET.so` compiles it for a tritonserver that something else starts.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -28,7 +29,8 @@ class CannotCompile(Exception):
 
 def compile_checks(target: Path) -> Path:
     """Make the library at `target`; CannotCompile, with the reason, where that fails."""
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    names = (os.environ.get("CC", ""), *_COMPILERS)
+    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
     if compiler is None and _PREBUILT.exists():
         shutil.copyfile(_PREBUILT, target)
         return target

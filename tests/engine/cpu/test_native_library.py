@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from inflight.engine.cpu import library
+from inflight.engine.cpu import layout, library
 from inflight.engine.cpu.library import CannotBuild, begin_loading, load_library
+from inflight.errors import ConfigError
 from tests.engine.kernels import needs_native
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
@@ -172,7 +173,7 @@ def test_where_nothing_can_be_run_it_is_kept_and_loaded_from_memory(machine: Mac
 
 NOEXEC_PROGRAM = """
 import ctypes
-from inflight.engine.cpu import library
+from inflight.engine.cpu import layout, library
 for load in range(2):
     target = library.find_target("float32")
     found = library._load.__wrapped__(target, library._processor_flags(), "float32", False)
@@ -296,20 +297,24 @@ def test_a_build_for_many_processors_names_the_instructions_that_are_needed(
         for kind in kinds
         if kind[0] in target.dtypes
     }
-    assert len(set(named.values())) == len(named) == 8
+    assert len(set(named.values())) == len(named) == 11
     assert not any("native" in flag for command in commands for flag in command)
+    assert not any(flag.startswith("-m") for command in commands[-3:] for flag in command)
 
-    def told(flag: str) -> set[tuple[str, str, bool]]:
+    def built_with(flag: str) -> set[tuple[str, str, bool]]:
         return {each for each, command in zip(named, commands, strict=True) if flag in command}
 
-    avx512 = {("avx512", *kind) for kind in kinds}
-    amx = {("amx", *kind) for kind in kinds[1:]}
-    assert told("-march=x86-64-v4") == avx512 | amx and told("-mavx2") == {("avx2", *kind) for kind in kinds}
-    assert told("-mavx512bf16") == {*amx, ("avx512", "bfloat16", False), ("avx512", "bfloat16", True)}
-    assert told("-mavx512vnni") == {("amx", "bfloat16", True), ("avx512", "bfloat16", True)}
-    assert told("-mamx-bf16") == told("-mamx-tile") == amx and told("-mamx-int8") == {
-        ("amx", "bfloat16", True)
-    }
+    amx, avx512, avx2, generic = (
+        {(name, *kind) for kind in kinds if (name, *kind) in named}
+        for name in ("amx", "avx512", "avx2", "generic")
+    )
+    of_int8 = {("amx", "bfloat16", True), ("avx512", "bfloat16", True)}
+    assert built_with("-march=x86-64-v4") == amx | avx512
+    assert built_with("-mavx2") == avx2 and built_with("-DINFLIGHT_GENERIC") == generic
+    assert built_with("-mavx512bf16") == (amx | avx512) - {("avx512", "float32", False)}
+    assert built_with("-mavx512vnni") == of_int8
+    assert built_with("-mamx-tile") == built_with("-mamx-bf16") == amx
+    assert built_with("-mamx-int8") == of_int8 & amx
 
 
 @needs_native
@@ -567,3 +572,19 @@ def test_the_compiler_that_the_environment_names_is_taken(
     (tmp_path / "c++").unlink()
     monkeypatch.delenv("CXX")
     assert library._find_compiler() == str(tmp_path / "clang++")
+
+
+@needs_native
+def test_a_library_that_lays_weights_out_otherwise_is_refused_by_every_number(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library._load_file(machine.real)
+    monkeypatch.setitem(layout._CONSTANTS, "kPanel", 16)
+    monkeypatch.setitem(layout._CONSTANTS, "kNew", 1)
+    monkeypatch.delitem(layout._CONSTANTS, "sizeof(Batch)")
+    expected = (
+        rf"compiled layers {machine.real} are not those of this version: kNew is not there, expected 1; "
+        r"kPanel is 32, expected 16; sizeof\(Batch\) is \d+, expected no such number$"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        library._load_file(machine.real)

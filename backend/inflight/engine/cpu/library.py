@@ -21,6 +21,7 @@ import fcntl
 import functools
 import logging
 import os
+import platform
 import shutil
 import signal
 import stat
@@ -33,13 +34,16 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from inflight.engine.cpu.layout import check_layout
 from inflight.engine.cpu.structs import declare
+from inflight.errors import ConfigError
 from inflight.progress import compile_progress
 
 _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "source"
 _PREBUILT = Path(__file__).parent / "prebuilt"
+_CPUINFO = Path("/proc/cpuinfo")
 _FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-shared")
 _ELEMENTS = {"float32": "F32", "bfloat16": "Bf16"}
 _TARGET_VARIABLE = "INFLIGHT_CPU_TARGET"
@@ -108,42 +112,67 @@ _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _AVX512_FLAGS = ("-march=x86-64-v4", "-mtune=icelake-server")
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
 _AMX_FLAGS = ("-mamx-tile", "-DINFLIGHT_AMX")
-TARGETS = (
-    Target(
-        "amx",
-        "amx",
-        ("-march=native", *_AMX_FLAGS),
-        (*_AVX512_FLAGS, *_AMX_FLAGS),
-        _AVX512 | {"amx_tile"},
-        {"avx512_bf16": "-mavx512bf16", "amx_bf16": "-mamx-bf16"},
-        {"avx512_vnni": "-mavx512vnni", "amx_int8": "-mamx-int8"},
-        frozenset({"bfloat16"}),
-        "never executed on hardware by those who wrote it",
+_DOT_FLAGS, _BF16_FLAGS = ("-march=armv8.2-a+dotprod",), ("-march=armv8.2-a+dotprod+bf16",)
+_GENERIC_FLAGS = ("-DINFLIGHT_GENERIC",)
+_OF_MACHINES = {
+    "x86_64": (
+        Target(
+            "amx",
+            "amx",
+            ("-march=native", *_AMX_FLAGS),
+            (*_AVX512_FLAGS, *_AMX_FLAGS),
+            _AVX512 | {"amx_tile"},
+            {"avx512_bf16": "-mavx512bf16", "amx_bf16": "-mamx-bf16"},
+            {"avx512_vnni": "-mavx512vnni", "amx_int8": "-mamx-int8"},
+            frozenset({"bfloat16"}),
+            "never executed on hardware by those who wrote it",
+        ),
+        Target(
+            "avx512",
+            "vnni",
+            ("-march=native",),
+            _AVX512_FLAGS,
+            _AVX512,
+            {"avx512_bf16": "-mavx512bf16"},
+            {"avx512_vnni": "-mavx512vnni"},
+        ),
+        # Not -march=native: a processor with AVX-512 that lacks a part of it runs this code, too. For others it is
+        # tuned for Zen 3: tuned for none, long prompts took a quarter longer there.
+        Target(
+            "avx2",
+            "avx2",
+            (*_AVX2_FLAGS, "-mtune=native"),
+            (*_AVX2_FLAGS, "-mtune=znver3"),
+            frozenset({"avx2", "fma", "f16c"}),
+            {},
+            {},
+        ),
     ),
-    Target(
-        "avx512",
-        "vnni",
-        ("-march=native",),
-        _AVX512_FLAGS,
-        _AVX512,
-        {"avx512_bf16": "-mavx512bf16"},
-        {"avx512_vnni": "-mavx512vnni"},
+    "aarch64": (
+        Target(
+            "neon-bf16",
+            "sdot",
+            _BF16_FLAGS,
+            _BF16_FLAGS,
+            frozenset({"asimd", "atomics", "asimddp", "bf16"}),
+            {},
+            {},
+        ),
+        Target(
+            "neon-dot", "sdot", _DOT_FLAGS, _DOT_FLAGS, frozenset({"asimd", "atomics", "asimddp"}), {}, {}
+        ),
+        Target("neon", "neon", (), (), frozenset({"asimd"}), {}, {}),
     ),
-    # Not -march=native: a processor with AVX-512 that lacks a part of it runs this code, too.
-    Target(
-        "avx2",
-        "avx2",
-        (*_AVX2_FLAGS, "-mtune=native"),
-        (
-            *_AVX2_FLAGS,
-            "-mtune=znver3",
-        ),  # tuned for no processor, long prompts took a quarter longer on that one
-        frozenset({"avx2", "fma", "f16c"}),
-        {},
-        {},
-    ),
-)
-"""The fastest first."""
+}
+_GENERIC = Target("generic", "generic", _GENERIC_FLAGS, _GENERIC_FLAGS, frozenset(), {}, {})
+TARGETS = (*_OF_MACHINES.get(platform.machine(), ()), _GENERIC)
+"""Those of this machine, the fastest first; the last one runs everywhere."""
+
+
+def targets_of_compiler() -> tuple[Target, ...]:
+    """The targets of the machines that the compiler compiles for: `CXX` may name a cross compiler."""
+    said = _run([_find_compiler(), "-dumpmachine"], _VERSION_TIMEOUT_S).stdout.decode()
+    return (*_OF_MACHINES.get(said.partition("-")[0], ()), _GENERIC)
 
 
 class CompiledCode(ctypes.CDLL):
@@ -199,9 +228,10 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
 
 
 def find_target(dtype: str, int8: bool = False) -> Target:
-    """The fastest target that the processor has all instructions of; CannotBuild where there is none.
+    """The fastest target that the processor has all instructions of.
 
-    The environment variable INFLIGHT_CPU_TARGET leaves only the target of that name to choose from.
+    The environment variable INFLIGHT_CPU_TARGET leaves only the target of that name to choose from. CannotBuild
+    where the processor lacks an instruction of that one, or there is none of that name, or none for the dtype.
     """
     return _runnable_targets(dtype, int8)[0]
 
@@ -258,7 +288,7 @@ def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -
     """Begin, on a thread, what `load_library` would wait for. That will raise what goes wrong here."""
 
     def load() -> None:
-        with contextlib.suppress(CannotBuild):
+        with contextlib.suppress(CannotBuild, ConfigError):
             load_library(dtype, int8, rounded_cache)
 
     if _cache_folder() is not None:  # without one, nobody would find what has been built
@@ -333,7 +363,10 @@ def _distrust(library: CompiledCode) -> str:
 
 
 def _load_file(path: Path) -> CompiledCode:
-    """Load a library from its file, or from memory where that folder's file system lets nothing be run."""
+    """Load a library from its file, or from memory where that folder's file system lets nothing be run.
+
+    ConfigError if it is of other sources than this version's, as what was compiled into the package may be.
+    """
     try:
         library = CompiledCode(str(path))
     except OSError as error:
@@ -342,6 +375,7 @@ def _load_file(path: Path) -> CompiledCode:
         except OSError:
             raise error from None
     declare(library)
+    check_layout(library)
     return library
 
 
@@ -521,10 +555,11 @@ def _cache_folder() -> Path | None:
 
 def _processor_flags() -> frozenset[str]:
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = _CPUINFO.read_text()
     except OSError:
         return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    names = "flags", "Features"  # on x86, on Arm
+    line = next((line for line in text.splitlines() if line.startswith(names)), "")
     return frozenset(line.partition(":")[2].split())
 
 

@@ -381,7 +381,7 @@ class Decoder {
   }
 
   static Floats rescale(const Linear& linear, int column, Ints sums, Floats row_scale) {
-    const Ints exact = sub(sums, load(linear.corrections + column));
+    const Ints exact = Int8::kOffset ? sub(sums, load(linear.corrections + column)) : sums;
     return mul(mul(to_floats(exact), load(linear.scales + column)), row_scale);
   }
 
