@@ -118,6 +118,8 @@ def check_layers(has_gpu: bool) -> Iterator[Finding]:
 
 
 def _mend_layers(reason: str) -> str:
+    if "INFLIGHT_CPU_BUILD" in reason:
+        return "unset INFLIGHT_CPU_BUILD"
     if "compiler" in reason:
         return "apt-get install g++"
     if "INFLIGHT_CPU_TARGET" in reason:

@@ -40,7 +40,7 @@ def another_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
 
 def an_unknown_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", "neon")
-    return "INFLIGHT_CPU_TARGET is 'neon', expected avx512 or avx2 or generic"
+    return "INFLIGHT_CPU_TARGET is 'neon', expected amx or avx512 or avx2 or generic"
 
 
 def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:

@@ -51,3 +51,17 @@ struct LoneFloats {
 #else
 #include "products_neon.h"
 #endif
+
+#ifdef INFLIGHT_AMX
+#include "products_amx.h"
+#else
+namespace inflight {
+
+// Whether tiles multiply this type, in blocks of so many rows.
+template <class E>
+constexpr bool kByTiles = false;
+constexpr int kMostTiledRows = kMaxRows;
+struct Tiles {};
+
+}  // namespace inflight
+#endif
