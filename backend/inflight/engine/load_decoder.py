@@ -9,22 +9,18 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
-from collections import Counter
-from collections.abc import Iterator
-from itertools import chain
 
 import torch
-from torch import Tensor
 
 from inflight.config import FP8, INT8, QUANTIZED, EngineConfig
 from inflight.engine.attention.find import find_attention
 from inflight.engine.collectives import Collectives
 from inflight.engine.cpu import packing
 from inflight.engine.cpu.decoder import NativeDecoder
-from inflight.engine.cpu.library import CannotBuild, describe_target, load_library
-from inflight.engine.cpu.packing import PackedLayer, PackedLinear, Packer
+from inflight.engine.cpu.layout import MAX_HEAD_DIM, MAX_QUERY_GROUP
+from inflight.engine.cpu.library import CannotBuild, load_library
+from inflight.engine.cpu.packing import Packer
 from inflight.engine.cuda.row_kernels import find_row_kernels
-from inflight.engine.host_memory import zeros
 from inflight.engine.kv_rounding import find_rounding
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.grouped_linear import KeepingLevels
@@ -33,85 +29,17 @@ from inflight.engine.layers.quantized_linear import Quantizing
 from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, Layer, Linear, load_weights
-from inflight.models.finisher import Finisher
-from inflight.models.levels import GroupedMatrix, Kind
-from inflight.models.loader import load_finished_weights, quantized_kinds, stored_dtype
+from inflight.models import DecoderConfig, load_weights
+from inflight.models.levels import MatrixKind
+from inflight.models.loader import load_weights_into, quantized_kinds, stored_dtype
 from inflight.models.registry import ModelDescription, UnknownFamily, read_model_description
 from inflight.models.sharding import WHOLE, Part, Shard
+from inflight.models.sink import KeptLevels
 
 _log = logging.getLogger(__name__)
-_MAX_GROUP, _MAX_HEAD_DIM = 12, 256  # kTile and kMaxHeadDim of cpu/source/attention.h
 _INSTALL = "pip install -e '.[transformers]' in the checkout"
 
 AnyDecoder = Decoder | NativeDecoder | TransformersDecoder
-
-
-class _Packing(Finisher[PackedLayer, PackedLinear]):
-    """Packs every matrix as it is read, and frees the memory that it was read into.
-
-    With `keeps_levels`, projections stay as quantized in the checkpoint, and the output projection, which rarely
-    is, becomes int8.
-    """
-
-    def __init__(self, packer: Packer, keeps_levels: bool) -> None:
-        self._packer = packer
-        self.keeps_levels = keeps_levels
-        # int8 weights are packed by columns, so rows cannot be looked up.
-        self.keeps_tied_embedding = packer.int8 or keeps_levels
-        self._kept: Counter[Kind] = Counter()
-        self._unpacked: dict[str, list[str]] = {}
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return super().empty(shape, dtype, device) if len(shape) == 1 else zeros(shape, dtype)
-
-    def linear(self, linear: Linear, is_gated: bool = False) -> PackedLinear:
-        return self._packer.linear(linear, is_gated)
-
-    def stack(
-        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> PackedLinear:
-        return self._packer.stack(matrices, shape, bias, is_gated)
-
-    def head(self, linear: Linear) -> PackedLinear:
-        return self._packer.linear(linear, int8=self._packer.int8 or self.keeps_levels)
-
-    def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
-        return packing.why_unpacked(matrix, is_stack)
-
-    def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> PackedLinear:
-        self._kept[matrix.kind] += 1
-        return self._packer.levels(matrix, bias, is_gated)
-
-    def keep_stacked_levels(
-        self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> PackedLinear:
-        first = next(matrices)
-        packed = self._packer.stacked_levels(chain((first,), matrices), shape, bias, is_gated)
-        self._kept[first.kind] += 1
-        return packed
-
-    def note_unpacked(self, name: str, reason: str) -> None:
-        self._unpacked.setdefault(reason, []).append(name)
-
-    def layer(self, layer: Layer[PackedLinear]) -> PackedLayer:
-        return self._packer.layer(layer)
-
-    def say(self, dtype: torch.dtype) -> None:
-        """Log what was done with the quantized projections."""
-        if not self.keeps_levels:
-            return
-        counts = " and ".join(f"{count} in {kind.value}" for kind, count in self._kept.items())
-        _log.info(
-            "quantized projections stay as the checkpoint has them (%s), and what they multiply is rounded to "
-            "int8; the output projection is int8 by row; dtype bfloat16 unpacks and rounds nothing",
-            counts or "none",
-        )
-        for reason, names in self._unpacked.items():
-            short = str(dtype).removeprefix("torch.")
-            _log.warning(
-                "%d quantized projections are unpacked to %s (%s): %s", len(names), short, names[0], reason
-            )
 
 
 def find_model(
@@ -168,13 +96,14 @@ def load_decoder(
         _settle_for_torch(config, device, reason)
         if config.dtype in QUANTIZED:
             _say_unpacked(config, model, dtype, otherwise="")
-            weights = load_finished_weights(
-                model, dtype, device, part, Quantizing(config.dtype, dtype, device)
-            )
+            weights = load_weights_into(Quantizing(config.dtype, dtype, device), model, dtype, device, part)
         elif keeps_levels(config, model, device):
-            keeping = KeepingLevels(dtype, device)
-            weights = load_finished_weights(model, dtype, device, part, keeping)
-            keeping.say()
+            levels = KeptLevels()
+            weights = load_weights_into(KeepingLevels(dtype, device), model, dtype, device, part, levels)
+            _log.info(
+                "quantized projections stay as the checkpoint has them (%s); --dtype unpacks them", levels
+            )
+            levels.warn(_log)
         else:
             _say_unpacked(config, model, dtype, "torch's operators would unpack them for every product")
             weights = load_weights(model, dtype, device, part)
@@ -186,10 +115,18 @@ def load_decoder(
         return Decoder(model.decoder, weights, windows, max_sequence_length, *parts)
     if not unchanged_kinds:
         _say_unpacked(config, model, computed, "compiled layers do not multiply them as they are")
-    packer = Packer(library, computed, is_int8, torch.get_num_threads())
-    finisher = _Packing(packer, bool(unchanged_kinds))
-    weights = load_finished_weights(model, computed, device, part, finisher)
-    finisher.say(computed)
+    packer = Packer(
+        library, computed, is_int8, torch.get_num_threads(), has_int8_head=is_int8 or bool(unchanged_kinds)
+    )
+    levels = KeptLevels() if unchanged_kinds else None
+    weights = load_weights_into(packer, model, computed, device, part, levels)
+    if levels is not None:
+        _log.info(
+            "quantized projections stay as the checkpoint has them (%s), and what they multiply is rounded to "
+            "int8; the output projection is int8 by row; dtype bfloat16 unpacks and rounds nothing",
+            levels,
+        )
+        levels.warn(_log, f" to {str(computed).removeprefix('torch.')}")
     return NativeDecoder(
         model.decoder,
         weights,
@@ -225,9 +162,8 @@ def computed_dtype(config: EngineConfig, model: ModelDescription) -> torch.dtype
 
 def kept_by_compiled_layers(
     config: EngineConfig, model: ModelDescription, device: torch.device
-) -> frozenset[Kind]:
-    """Return the kinds of quantized matrices in the checkpoint that compiled layers multiply unchanged, in
-    bfloat16.
+) -> frozenset[MatrixKind]:
+    """The kinds of the checkpoint's quantized matrices that compiled layers multiply as they are, in bfloat16.
 
     Empty if a dtype is configured, or if the checkpoint's own is float32: then matrices are unpacked to that.
     """
@@ -245,11 +181,11 @@ def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.de
     if not _has_own_dtype(config, model):
         return False
     is_asked_for = config.kernels == "torch" or device.type == "cuda"
-    return is_asked_for or Kind.FLOAT4 in quantized_kinds(model)
+    return is_asked_for or MatrixKind.FLOAT4 in quantized_kinds(model)
 
 
-def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.device) -> frozenset[Kind]:
-    """Return the kinds of quantized matrices that stay as in the checkpoint, if compiled code can run here."""
+def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.device) -> frozenset[MatrixKind]:
+    """The kinds of quantized matrices that stay as the checkpoint has them, if compiled code can run here."""
     if keeps_levels(config, model, device):
         return frozenset(quantized_kinds(model))
     return kept_by_compiled_layers(config, model, device)
@@ -293,7 +229,7 @@ def _find_library(
     check_native(config, decoder, dtype, device, shard)
     is_rounded, name = find_rounding(config.kv_cache_dtype) is not None, str(dtype).removeprefix("torch.")
     library = load_library(name, int8, is_rounded)
-    _log.info("the layers run on compiled code for %s", describe_target(name, int8))
+    _log.info("the layers run on compiled code for %s", library.description)
     return library
 
 
@@ -340,10 +276,10 @@ def _check_sizes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dty
     """Raise CannotBuild for sizes that the compiled attention does not support; in bfloat16 it multiplies
     pairs."""
     group = decoder.num_heads // decoder.num_kv_heads
-    if group > _MAX_GROUP:
-        raise CannotBuild(f"it takes {_MAX_GROUP} query heads for a key head, and the model has {group}")
-    if decoder.head_dim > _MAX_HEAD_DIM:
-        raise CannotBuild(f"it takes heads of {_MAX_HEAD_DIM}, and the model's are of {decoder.head_dim}")
+    if group > MAX_QUERY_GROUP:
+        raise CannotBuild(f"it takes {MAX_QUERY_GROUP} query heads for a key head, and the model has {group}")
+    if decoder.head_dim > MAX_HEAD_DIM:
+        raise CannotBuild(f"it takes heads of {MAX_HEAD_DIM}, and the model's are of {decoder.head_dim}")
     for name, size in (("head_dim", decoder.head_dim), ("tokens_per_block", tokens_per_block)):
         if dtype is torch.bfloat16 and size % 2:
             raise CannotBuild(f"in bfloat16 it takes even numbers, and {name} is {size}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -25,8 +24,8 @@ from inflight.config import FP8
 from inflight.engine.layers.quantized_linear import QuantizedLinear, Quantizing
 from inflight.errors import ConfigError
 from inflight.models import Linear
-from inflight.models.finisher import AsRead
-from inflight.models.levels import GroupedMatrix, Kind, Levels, float4_pairs
+from inflight.models.levels import GroupedMatrix, Levels, MatrixKind, float4_pairs
+from inflight.models.sink import PlainSink, StoredMatrix
 
 _log = logging.getLogger(__name__)
 _LEAST_GROUP = 16  # smallest side of a tile, which divides the size of groups
@@ -136,9 +135,9 @@ def unpack(packed: Tensor, tile: int) -> Tensor:
     return torch.stack((both & 15, both >> 4), dim=2).flatten(1)
 
 
-@dataclass(slots=True)
-class KeepingLevels(AsRead):
-    """Keeps quantized matrices as they are in the checkpoint, and everything else as it is read.
+@dataclass
+class KeepingLevels(PlainSink):
+    """Keeps what the checkpoint has quantized, and everything else as it is read.
 
     Args:
         computed: Data type of activations.
@@ -147,10 +146,7 @@ class KeepingLevels(AsRead):
 
     computed: torch.dtype
     device: torch.device
-    keeps_levels = True
     _float8: Quantizing | None = None
-    _kept: Counter[Kind] = field(default_factory=Counter)
-    _unpacked: dict[str, list[str]] = field(default_factory=dict)
     _tried: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -167,35 +163,26 @@ class KeepingLevels(AsRead):
             return "zero points that are no bytes"
         return ""
 
-    def note_unpacked(self, name: str, reason: str) -> None:
-        self._unpacked.setdefault(reason, []).append(name)
-
-    def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> Linear:
-        self._kept[matrix.kind] += 1
+    def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> Linear:
+        if isinstance(matrix, Tensor):
+            return super().linear(matrix, bias, is_gated)
         parts = self._parts(matrix)
         return self._made(matrix, parts, parts, bias)
 
-    def keep_stacked_levels(
-        self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    def stack(
+        self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> Linear:
         first = next(matrices)
+        if isinstance(first, Tensor):
+            return super().stack(chain((first,), matrices), shape, bias, is_gated)
         parts = self._parts(first)
         stacked = [None if part is None else part.new_empty((shape[0], *part.shape)) for part in parts]
         for index, matrix in enumerate(chain((first,), matrices)):
+            assert isinstance(matrix, GroupedMatrix), "all are levels if the first is"
             for target, part in zip(stacked, self._parts(matrix), strict=True):
                 if target is not None and part is not None:
                     target.view(part.dtype)[index].copy_(part)
-        self._kept[first.kind] += 1
         return self._made(first, parts, stacked, bias)
-
-    def say(self) -> None:
-        """Log what was done with the quantized projections."""
-        kept = " and ".join(f"{count} in {kind.value}" for kind, count in self._kept.items())
-        _log.info(
-            "quantized projections stay as the checkpoint has them (%s); --dtype unpacks them", kept or "none"
-        )
-        for reason, names in self._unpacked.items():
-            _log.warning("%d quantized projections are unpacked (%s): %s", len(names), names[0], reason)
 
     def _parts(self, matrix: GroupedMatrix) -> list[Tensor | None]:
         """Return values, scales, zero points and order, on the device."""
@@ -225,7 +212,7 @@ class KeepingLevels(AsRead):
         """Make a layer of `parts`; `first` are the parts of a single matrix, with which the kernel is tried."""
         values, scales, zeros, order = parts
         assert values is not None and scales is not None, "every matrix has them"
-        if matrix.kind is Kind.FLOAT8_BY_ROW and self._float8 is not None:
+        if matrix.kind is MatrixKind.FLOAT8_BY_ROW and self._float8 is not None:
             assert first[0] is not None and first[1] is not None, "likewise"
             product = self._float8.product(first[0], first[1][:, 0])
             by_row = scales[..., 0].contiguous()

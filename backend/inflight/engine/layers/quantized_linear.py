@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,7 @@ from inflight.config import FP8
 from inflight.engine.quantize import FLOAT8, LEAST_SCALE, quantize_float8, quantize_int8
 from inflight.errors import ConfigError
 from inflight.models import LayerWeights, Linear
-from inflight.models.finisher import Finisher
+from inflight.models.sink import Sink, StoredMatrix
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes x [rows, in], levels [out, in] and scales [out] float32; returns [rows, out] in x's dtype."""
@@ -78,8 +77,8 @@ class QuantizedLinear(Linear):
 
 
 @dataclass(slots=True)
-class Quantizing(Finisher[LayerWeights, Linear]):
-    """Quantizes every matrix as it is read, so that at most one exists in the checkpoint's precision.
+class Quantizing(Sink[LayerWeights, Linear]):
+    """Quantizes every matrix as it is read: no more than one is there in the checkpoint's size.
 
     Routers, embeddings and the projections inside latent attention are not quantized; an embedding that is also
     the output projection's matrix is stored twice.
@@ -96,7 +95,6 @@ class Quantizing(Finisher[LayerWeights, Linear]):
     kind: str
     computed: torch.dtype
     device: torch.device
-    keeps_tied_embedding = True
     _products: dict[tuple[int, ...], Product] = field(default_factory=dict)
     _round: Rounding = field(default_factory=lambda: quantize_float8)
 
@@ -111,25 +109,25 @@ class Quantizing(Finisher[LayerWeights, Linear]):
             )
         self._round = find_float8_rounding(self.device, self.computed)
 
-    def linear(self, linear: Linear, is_gated: bool = False) -> Linear:
-        levels, scales = self._quantize(linear.weight)
-        return self._made(levels, scales, linear.bias)
+    def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> Linear:
+        levels, scales = self._quantize(matrix)
+        return self._made(levels, scales, bias)
 
     def stack(
-        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+        self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> Linear:
-        first = next(matrices)
-        levels = torch.empty(shape, dtype=_level_dtype(self.kind), device=first.device)
-        scales = torch.empty(shape[:2], device=first.device)
-        for index, matrix in enumerate(chain((first,), matrices)):
+        levels = torch.empty(shape, dtype=_level_dtype(self.kind), device=self.device)
+        scales = torch.empty(shape[:2], device=self.device)
+        for index, matrix in enumerate(matrices):
             levels[index], scales[index] = self._quantize(matrix)
         return self._made(levels, scales, bias)
 
     def layer(self, layer: LayerWeights) -> LayerWeights:
         return layer
 
-    def _quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return levels [out, in] and a scale per row [out] float32; quantizes some rows at a time."""
+    def _quantize(self, weight: StoredMatrix) -> tuple[Tensor, Tensor]:
+        """Levels [out, in], and a scale for each row [out] float32; some rows at a time."""
+        assert isinstance(weight, Tensor), "levels come only where they are kept"
         levels = torch.empty(weight.shape, dtype=_level_dtype(self.kind), device=weight.device)
         scales = torch.empty(weight.shape[0], device=weight.device)
         step = max(1, _NUMBERS_AT_ONCE[weight.device.type] // max(1, weight.shape[1]))

@@ -40,7 +40,7 @@ from inflight.engine.windows import layer_windows
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.models import ModelDescription, read_model_description
-from inflight.models.levels import Kind
+from inflight.models.levels import MatrixKind
 from inflight.models.loader import quantized_kinds, stored_dtype
 from inflight.models.rope import longest_sequence
 from inflight.models.sharding import Part, Shard
@@ -164,7 +164,7 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
     Shard(size).check(config)
     check_additional_outputs(options.additional_outputs, config.num_layers)
     own_dtype = str(stored_dtype(model)).removeprefix("torch.")
-    dtype = options.dtype or (INT4 if Kind.INT4 in quantized_kinds(model) else own_dtype)
+    dtype = options.dtype or (INT4 if MatrixKind.INT4 in quantized_kinds(model) else own_dtype)
     if dtype not in DTYPES + WEIGHT_DTYPES:
         raise ConfigError(f"dtype is {dtype}, expected one of {', '.join(DTYPES + WEIGHT_DTYPES)}")
     _check_choice("attention", options.attention, ("split", "packed"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.tensorrt.graph import Graph
-from inflight.engine.tensorrt.weights import Matrix
+from inflight.engine.tensorrt.weights import NetworkMatrix
 from inflight.models import DecoderConfig, Norm
 from inflight.models.decoder_config import ExpertsConfig
 from inflight.models.decoder_weights import ExpertWeights
@@ -56,8 +56,8 @@ class Components:
         wide = values.to(getattr(torch, dtype)).reshape((1,) * (rank - 1) + (-1,))
         return self.graph.weight(name, wide)
 
-    def product(self, x: Any, matrix: Matrix, name: str) -> Any:
-        """Return x Wᵀ, without the bias."""
+    def product(self, x: Any, matrix: NetworkMatrix, name: str) -> Any:
+        """x Wᵀ, without the bias."""
         graph = self.graph
         if matrix.weight.dtype is torch.uint8:
             return self._int4_product(x, matrix, name)
@@ -67,8 +67,8 @@ class Components:
             weight = graph.dequantize(weight, scales, self.dtype, axis=0)
         return graph.multiply_matrices(x, weight)
 
-    def _int4_product(self, x: Any, matrix: Matrix, name: str) -> Any:
-        """Return x Wᵀ for 4-bit levels, plus the product with the offsets common to the levels of a group."""
+    def _int4_product(self, x: Any, matrix: NetworkMatrix, name: str) -> Any:
+        """x Wᵀ with levels of 4 bits, and beside it with what all levels of a group have in common."""
         graph, scales, offsets = self.graph, matrix.scales, matrix.offsets
         assert scales is not None, "levels have scales"
         (num_outputs, num_inputs), num_groups = (matrix.weight.shape[0], x.shape[-1]), scales.shape[1]
@@ -83,8 +83,8 @@ class Components:
         sums = graph.cast(graph.sum(groups, 2, keep=False), self.dtype)
         return graph.add(y, graph.multiply_matrices(sums, graph.weight(f"{name}.offsets", offsets)))
 
-    def biased(self, y: Any, matrix: Matrix, name: str) -> Any:
-        """Return y + b."""
+    def biased(self, y: Any, matrix: NetworkMatrix, name: str) -> Any:
+        """y + b."""
         if matrix.bias is None:
             return y
         return self.graph.add(y, self.vector(matrix.bias, f"{name}.bias", 2, self.dtype))
@@ -108,9 +108,8 @@ class Components:
             return graph.multiply(x, graph.activation(x, "SIGMOID"))
         return graph.activation(x, {"gelu": "GELU_ERF", "gelu_tanh": "GELU_TANH", "relu": "RELU"}[kind])
 
-    def experts(self, x: Any, experts: ExpertWeights[Matrix], config: ExpertsConfig, name: str) -> Any:
-        """Return [rows, hidden_size]: the output of all experts, weighted by the router, whose weight is 0 for
-        most.
+    def experts(self, x: Any, experts: ExpertWeights[NetworkMatrix], config: ExpertsConfig, name: str) -> Any:
+        """[rows, hidden_size]: what all experts give, weighed by the router, which is 0 for most of them.
 
         All experts form one wide MLP, whose inner values are multiplied by the weight of their expert: two
         products, which compute every expert for every row. The values of unused experts are replaced by 0, not
@@ -126,10 +125,10 @@ class Components:
         flat = graph.reshape(graph.cast(inner, self.dtype), -1, held * config.intermediate_size)
         return self.product(flat, experts.down, f"{name}.down")
 
-    def _route(self, x: Any, experts: ExpertWeights[Matrix], config: ExpertsConfig, name: str) -> Any:
-        """Return the weight of each expert for each row, float32 [rows, count]."""
+    def _route(self, x: Any, experts: ExpertWeights[NetworkMatrix], config: ExpertsConfig, name: str) -> Any:
+        """The weight of each expert for each row, float32 [rows, count]."""
         graph = self.graph
-        router = Matrix(experts.router.weight, experts.router.bias)
+        router = NetworkMatrix(experts.router.weight, experts.router.bias)
         logits = self.biased(self.product(x, router, f"{name}.router"), router, f"{name}.router")
         chances = graph.softmax(graph.cast(logits, "float32"))
         _, chosen = graph.top_k(chances, config.num_per_token)

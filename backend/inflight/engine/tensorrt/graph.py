@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from inflight.engine.tensorrt.sidecar import Alias, Profile, ShapeRange, TensorSpec
+from inflight.engine.tensorrt.sidecar import Alias, PlanTensor, Profile, ShapeRange
 from inflight.errors import ConfigError
 
 _TYPES = {
@@ -48,9 +48,9 @@ class Constant:
     """The memory of a constant, which TensorRT reads.
 
     Attributes:
-        memory: A contiguous CPU tensor; for int4 uint8, two values per byte, the lower half first.
-        dtype: See `TensorSpec.dtype`.
-        shape: Shape in elements.
+        memory: On the CPU and contiguous; of int4 uint8, two to a byte, the lower half first.
+        dtype: As in `PlanTensor.dtype`.
+        shape: In elements.
     """
 
     memory: torch.Tensor
@@ -83,8 +83,8 @@ class Graph:
     has_weight_inputs: bool = False
     constants: dict[str, Constant] = field(default_factory=dict)
     weights: dict[str, Constant] = field(default_factory=dict)
-    inputs: list[TensorSpec] = field(default_factory=list)
-    outputs: list[TensorSpec] = field(default_factory=list)
+    inputs: list[PlanTensor] = field(default_factory=list)
+    outputs: list[PlanTensor] = field(default_factory=list)
     shapes: dict[str, tuple[Dimension, ...]] = field(default_factory=dict)
     aliases: list[Alias] = field(default_factory=list)
 
@@ -100,7 +100,7 @@ class Graph:
     def input(self, name: str, dtype: str, shape: Sequence[Dimension]) -> Any:
         """Define an input of the network."""
         fixed = tuple(-1 if isinstance(size, str) else size for size in shape)
-        self.inputs.append(TensorSpec(name, dtype, fixed))
+        self.inputs.append(PlanTensor(name, dtype, fixed))
         self.shapes[name] = tuple(shape)
         return self._checked(self.network.add_input(name, self.type(dtype), fixed), name)
 
@@ -108,7 +108,7 @@ class Graph:
         """Define a tensor as an output; `alias_of` is the input whose memory it shares."""
         tensor.name = name
         self.network.mark_output(tensor)
-        self.outputs.append(TensorSpec(name, self.type_name(tensor.dtype), tuple(tensor.shape)))
+        self.outputs.append(PlanTensor(name, self.type_name(tensor.dtype), tuple(tensor.shape)))
         if alias_of is not None:
             self.aliases.append(Alias(alias_of, name))
 

@@ -15,7 +15,7 @@ from inflight.engine.tensorrt.components import Components
 from inflight.engine.tensorrt.graph import Graph
 from inflight.engine.tensorrt.lora import NetworkAdapters
 from inflight.engine.tensorrt.sidecar import Settings
-from inflight.engine.tensorrt.weights import Matrix, Weights
+from inflight.engine.tensorrt.weights import NetworkMatrix, Weights
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, Layer, Norm
@@ -164,7 +164,7 @@ class _Layers:
         constants = self._graph.constant(cos, "float32"), self._graph.constant(sin, "float32")
         return *constants, 2 * cos.shape[1]
 
-    def _attend(self, x: Any, index: int, layer: Layer[Matrix], name: str) -> Any:
+    def _attend(self, x: Any, index: int, layer: Layer[NetworkMatrix], name: str) -> Any:
         graph, made, held = self._graph, self._made, self._held
         heads, kv_heads, dim = held.num_heads, held.num_kv_heads, held.head_dim
         qkv = self._product(x, layer.qkv, index, f"{name}.qkv")
@@ -212,7 +212,7 @@ class _Layers:
         turned = graph.rotate(graph.reshape(x, -1, heads, 1, dim), cos, sin, positions, rotary_dim)
         return graph.reshape(turned, -1, heads, dim)
 
-    def _mlp(self, x: Any, index: int, layer: Layer[Matrix], name: str) -> Any:
+    def _mlp(self, x: Any, index: int, layer: Layer[NetworkMatrix], name: str) -> Any:
         graph, made, given = self._graph, self._made, None
         if layer.experts is not None:
             assert self._held.experts is not None, "the layer has experts"
@@ -224,17 +224,17 @@ class _Layers:
             return self._row_parallel(inner, layer.down, index, f"{name}.down")
         shared = self._product(inner, layer.down, index, f"{name}.down")
         if layer.experts is not None and (gate := layer.experts.shared_gate) is not None:
-            weighed = made.product(x, Matrix(gate.weight), f"{name}.shared_gate")
+            weighed = made.product(x, NetworkMatrix(gate.weight), f"{name}.shared_gate")
             shared = graph.multiply(graph.activation(weighed, "SIGMOID"), shared)
         return made.summed(graph.add(given, shared))
 
-    def _product(self, x: Any, matrix: Matrix, index: int, name: str) -> Any:
-        """Return a layer's projection, with the output of adapters added."""
+    def _product(self, x: Any, matrix: NetworkMatrix, index: int, name: str) -> Any:
+        """A layer's projection, with what adapters add to it."""
         y = self._adapters.add(self._made.product(x, matrix, name), x, index, name)
         return self._made.biased(y, matrix, name)
 
-    def _row_parallel(self, x: Any, matrix: Matrix, index: int, name: str) -> Any:
-        """Multiply with a weight whose inputs are divided among ranks; the bias is added once, to the sum."""
+    def _row_parallel(self, x: Any, matrix: NetworkMatrix, index: int, name: str) -> Any:
+        """Every rank has some of the inputs; the bias is added once, to the sum."""
         y = self._adapters.add(self._made.product(x, matrix, name), x, index, name)
         return self._made.biased(self._made.summed(y), matrix, name)
 

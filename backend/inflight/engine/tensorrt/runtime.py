@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.tensorrt.module import make_logger
-from inflight.engine.tensorrt.sidecar import Plan, Profile, TensorSpec
+from inflight.engine.tensorrt.sidecar import Plan, PlanTensor, Profile
 from inflight.errors import ConfigError
 
 _TORCH_NAMES = {"int4": "uint8"}  # two values per byte
@@ -196,7 +196,7 @@ class LoadedPlan:
             return 0
         raise ValueError(f"the plan has no profile for this batch: {'; '.join(map(str, misfits))}")
 
-    def _check_tensor(self, spec: TensorSpec, tensor: Tensor) -> None:
+    def _check_tensor(self, spec: PlanTensor, tensor: Tensor) -> None:
         shape = tuple(tensor.shape)
         if spec.dtype == "int4":
             shape = (*shape[:-1], 2 * shape[-1])
@@ -226,7 +226,7 @@ def _can_be_recorded(context: Any, stream: int) -> bool:
     return ask is None or ask(stream)
 
 
-def _dtype(spec: TensorSpec) -> torch.dtype:
+def _dtype(spec: PlanTensor) -> torch.dtype:
     return getattr(torch, _TORCH_NAMES.get(spec.dtype, spec.dtype))
 
 

@@ -20,8 +20,8 @@ _READ_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """An input or output of a plan.
+class PlanTensor:
+    """An input or output.
 
     Attributes:
         name: Unique within a plan.
@@ -78,13 +78,13 @@ class Plan:
     """A plan and its interface."""
 
     file: File
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: tuple[PlanTensor, ...]
+    outputs: tuple[PlanTensor, ...]
     profiles: tuple[Profile, ...]
     aliases: tuple[Alias, ...] = ()
 
-    def tensor(self, name: str) -> TensorSpec:
-        """Return an input or output by its name. Raises KeyError if there is none."""
+    def tensor(self, name: str) -> PlanTensor:
+        """An input or output by its name. KeyError if there is none."""
         for spec in self.inputs + self.outputs:
             if spec.name == name:
                 return spec
