@@ -8,7 +8,7 @@ import grpc
 from tritonclient.utils import InferenceServerException
 
 _STATUS = {"INVALID_ARG": "INVALID_ARGUMENT", "UNSUPPORTED": "UNIMPLEMENTED"}
-"""gRPC's names of Triton's codes, where they differ."""
+"""gRPC's names of Triton's codes that differ."""
 _CODED = re.compile(
     r"(INVALID_ARG|UNSUPPORTED|ALREADY_EXISTS|NOT_FOUND|UNAVAILABLE|CANCELLED|INTERNAL): (.*)", re.DOTALL
 )
@@ -28,7 +28,7 @@ class ServerError(Exception):
 
 
 def server_error(error: Exception, url: str) -> ServerError:
-    """The ServerError that says what `error`, raised or reported by tritonclient or gRPC, is about."""
+    """Convert an error raised or reported by tritonclient or gRPC to a ServerError."""
     status, message = "UNKNOWN", str(error)
     if isinstance(error, InferenceServerException):
         status = (error.status() or "UNKNOWN").removeprefix("StatusCode.")

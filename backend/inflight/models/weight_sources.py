@@ -48,7 +48,7 @@ class TensorSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor, with the wanted rows and columns alone."""
+        """Shape of the result."""
         rows = sum(end - begin for part in self.parts for begin, end in part.ranges)
         return (rows,) if self.columns is None else (rows, self.kept[1] - self.kept[0])
 

@@ -1,7 +1,7 @@
-"""A model's matrices as TensorRT's networks take them: floating point, or quantized by rows, experts flattened.
+"""A model's matrices in the form of TensorRT's networks: floating point or quantized by rows, experts flattened.
 
-They come through the same loader as the torch engine's, so that every family and every quantized checkpoint
-arrives in one layout (`inflight.models.decoder_weights`).
+They are read by the same loader as the torch engine's, so that every family and every quantized checkpoint has one
+layout (`inflight.models.decoder_weights`).
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from inflight.models.sharding import Part
 from inflight.models.sink import KeptLevels, Sink, StoredMatrix
 
 INT4 = "int4"
-"""Keeps matrices that the checkpoint has in 4 bits."""
+"""Keeps matrices that are 4-bit in the checkpoint."""
 
-_MIDDLE = 8  # of the levels 0 to 15; TensorRT's are -8 to 7
-_LEAST_GROUP, _MOST_GROUP = 16, 128  # inputs that share a scale in TensorRT
+_MIDDLE = 8  # the middle of levels 0 to 15; TensorRT's are -8 to 7
+_LEAST_GROUP, _MOST_GROUP = 16, 128  # numbers of inputs that share a scale in TensorRT
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkMatrix:
-    """y = x Wᵀ + b.
+    """A matrix with a bias: y = x Wᵀ + b.
 
     Attributes:
-        weight: [outputs, inputs] floating point; or levels, int8 or float8_e4m3fn, of which row i stands for
-            weight[i] * scales[i]; or levels of 4 bits, uint8 [outputs, inputs / 2], each of which stands for
-            itself times the scale of its group. Of two in a byte the first is the lower half.
+        weight: [outputs, inputs] floating point; or int8 or float8_e4m3fn levels, where row i stands for weight[i]
+            * scales[i]; or 4-bit levels, uint8 [outputs, inputs / 2], each of which is multiplied by the scale of
+            its group. The first of two values in a byte is the lower half.
         bias: [outputs], or None.
-        scales: float32 [outputs], or of 4 bits [outputs, groups] in the type of activations; None: the weight is
+        scales: float32 [outputs], or for 4 bits [outputs, groups] in the type of activations; None: the weight is
             floating point.
-        offsets: [outputs, groups], of the type of scales: what stands beside each level of a group, because the
-            checkpoint has zero points; None: nothing.
-        order: [inputs] int32, which input each column is for; None: its own.
+        offsets: [outputs, groups], in the type of scales: a constant added to each weight of a group, for zero
+            points in the checkpoint; None: there are none.
+        order: [inputs] int32, the input that belongs to each column; None: in order.
     """
 
     weight: Tensor
@@ -58,7 +58,7 @@ Weights = DecoderWeights[Layer[NetworkMatrix], NetworkMatrix]
 
 
 class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
-    """Rounds each matrix to `weight_dtype` as it is read, or with int4 keeps what the checkpoint has in 4 bits."""
+    """Rounds each matrix to `weight_dtype` as it is read, or for int4 keeps the checkpoint's 4-bit levels."""
 
     def __init__(self, dtype: torch.dtype, weight_dtype: str) -> None:
         self._dtype, self._weight_dtype = dtype, weight_dtype
@@ -71,9 +71,10 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
     def stack(
         self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> NetworkMatrix:
-        """All experts as one matrix: their outputs behind each other, or of the second one their inputs.
+        """Return all experts as one matrix: their outputs, or for the second matrix their inputs, are
+        concatenated.
 
-        A row's experts are then two products, with what the first one gives weighed in between.
+        A row's experts are then two products, with their weights applied in between.
         """
         assert bias is None, "checked: experts with biases are refused"
         return self._joined(list(matrices), 0 if is_gated else 1, None)
@@ -107,9 +108,9 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
         return NetworkMatrix(levels, bias, scales)
 
     def _kept(self, matrices: Sequence[GroupedMatrix], axis: int, bias: Tensor | None) -> NetworkMatrix:
-        """Matrices of 4 bits behind each other on an axis.
+        """Return 4-bit matrices concatenated along an axis.
 
-        Scales are rounded to the type of activations, which is float16 in most checkpoints, as theirs are.
+        Scales are rounded to the type of activations, which like theirs is float16 in most checkpoints.
         """
         parts = [matrix.in_groups_of(_group_size(matrix)) for matrix in matrices]
         order = parts[0].order
@@ -120,7 +121,7 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
         offsets = None
         if zeros:
             offsets = (_MIDDLE - torch.cat(zeros, axis).to(scales.dtype)) * scales
-        else:  # the levels are what they stand for, from 0 on
+        else:  # unsigned levels, used as they are
             offsets = _MIDDLE * scales
         return NetworkMatrix(
             halves[:, ::2] | halves[:, 1::2] << 4,
@@ -132,16 +133,16 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
 
 
 def load_matrices(model: ModelDescription, dtype: torch.dtype, weight_dtype: str, part: Part) -> Weights:
-    """A rank's part of a checkpoint, on the CPU.
+    """Load a rank's part of a checkpoint to the CPU.
 
     Args:
         model: The checkpoint.
-        dtype: Of what is not quantized: embeddings, vectors, routers.
-        weight_dtype: Of the matrices: int8, fp8, int4, or anything else for `dtype`.
-        part: Which part.
+        dtype: Data type of everything that is not quantized: embeddings, vectors, routers.
+        weight_dtype: Data type of the matrices: int8, fp8, int4, or any other value for `dtype`.
+        part: The rank's part.
 
     Raises:
-        ConfigError: The checkpoint does not hold the model, or with int4 no matrix of 4 bits that can be kept.
+        ConfigError: The checkpoint does not have the model, or for int4 no 4-bit matrix that can be kept.
     """
     kept = KeptLevels() if weight_dtype == INT4 else None
     sink = _MatrixSink(dtype, weight_dtype)
@@ -157,5 +158,5 @@ def load_matrices(model: ModelDescription, dtype: torch.dtype, weight_dtype: str
 
 
 def _group_size(matrix: GroupedMatrix) -> int:
-    """Inputs that share a scale in TensorRT, which divide the checkpoint's."""
+    """Return the number of inputs that share a scale in TensorRT; it divides the checkpoint's group size."""
     return gcd(matrix.group_size, _MOST_GROUP)
