@@ -116,7 +116,7 @@ def test_the_runs_reach_what_they_are_meant_to_reach(runs):
     responses = [response for *_, recorded in runs for response in recorded]
     reasons = {reason for r in responses if r.result for reason in r.result.finish_reasons}
     assert reasons == set(FinishReason)
-    assert {(error.code, str(error)) for error in ERRORS} <= {(end.error_code, end.error) for end in ends}
+    assert {(error.kind, error.marked) for error in ERRORS} <= {(end.error_kind, end.error) for end in ends}
     assert any(begin.inputs.stops for begin in begins)
     assert any(batch.moves and batch.block_copies and batch.replaced_blocks for batch in batches)
     assert any(chunk.num_draft_tokens for batch in batches for chunk in batch.context)

@@ -18,7 +18,7 @@ from inflight.engine.collectives import Collectives
 from inflight.engine.cpu import packing
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.layout import MAX_HEAD_DIM, MAX_QUERY_GROUP
-from inflight.engine.cpu.library import CannotBuild, describe_target, load_library
+from inflight.engine.cpu.library import CannotBuild, load_library
 from inflight.engine.cpu.packing import Packer
 from inflight.engine.cuda.row_kernels import find_row_kernels
 from inflight.engine.kv_rounding import find_rounding
@@ -229,7 +229,7 @@ def _find_library(
     check_native(config, decoder, dtype, device, shard)
     is_rounded, name = find_rounding(config.kv_cache_dtype) is not None, str(dtype).removeprefix("torch.")
     library = load_library(name, int8, is_rounded)
-    _log.info("the layers run on compiled code for %s", describe_target(name, int8))
+    _log.info("the layers run on compiled code for %s", library.description)
     return library
 
 

@@ -20,9 +20,10 @@ from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear,
 from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, NormPlacement
 from inflight.models.decoder_weights import ExpertWeights
 from inflight.models.sharding import Part
+from tests.engine.cpu.targets import on_every_target
 from tests.engine.kernels import needs_native
 
-pytestmark = needs_native
+pytestmark = [needs_native, on_every_target, pytest.mark.usefixtures("target")]
 MLP = 1  # the second half of a layer
 
 

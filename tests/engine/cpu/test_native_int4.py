@@ -13,9 +13,10 @@ from inflight.engine.cpu.library import load_library
 from inflight.engine.cpu.packing import PackedLinear, Packer, gated_order
 from inflight.engine.cpu.structs import Handle, LayerStruct, NormStruct, ShapeStruct
 from inflight.models.levels import FLOAT4, GroupedMatrix, Levels
+from tests.engine.cpu.targets import on_every_target
 from tests.engine.kernels import needs_native
 
-pytestmark = needs_native
+pytestmark = [needs_native, on_every_target, pytest.mark.usefixtures("target")]
 
 
 def draw(outputs: int, inputs: int, size: int, seed: int = 0) -> GroupedMatrix:

@@ -210,10 +210,11 @@ def test_a_row_depends_on_no_other_and_neither_on_chunks_nor_reuse(zoo: Zoo, tmp
         assert found[0].tokens(request) == found[1].tokens(request) == alone_.tokens(request)
 
 
-def test_older_processors_unpack_them(
+def test_without_compiled_layers_they_are_unpacked(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"fpu"}))
+    monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx2")
     model = write(zoo["llama-gqa"], tmp_path, FORMATS["gptq-act-order"], dtype="float16")
     with caplog.at_level(logging.INFO):
         engine = load_engine(tmp_path)

@@ -169,6 +169,7 @@ class ConstantStruct(Structure):
 
 
 _SIGNATURES = {
+    "check_products": (c_int32, ()),
     "constants": (POINTER(ConstantStruct), ()),
     "create": (c_void_p, (POINTER(ShapeStruct), POINTER(LayerStruct))),
     "destroy": (None, (c_void_p,)),

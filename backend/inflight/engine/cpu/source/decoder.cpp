@@ -4,6 +4,9 @@
 // runs on the caller's thread and on those of the decoder's team, and returns when all is done; one call at a time for
 // each decoder.
 #include "decoder.h"
+#ifdef INFLIGHT_AMX
+#include "amx_check.h"
+#endif
 
 using namespace inflight;
 
@@ -51,6 +54,14 @@ constexpr Constant kConstants[] = {
 
 #pragma GCC visibility push(default)
 extern "C" {
+// Whether this library's products can be relied on, a ProductCheck: to be asked before anything else.
+int check_products() {
+#ifdef INFLIGHT_AMX
+  return check_tiles<Element>();
+#else
+  return 0;
+#endif
+}
 const void* constants() { return kConstants; }
 void* create(const Shape* shape, const Layer* layers) {
   try {
