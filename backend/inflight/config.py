@@ -36,7 +36,7 @@ from inflight.parameter_spec import (
     TEXT,
     TOKEN_IDS,
     WINDOWS,
-    Kind,
+    ParameterKind,
     ParameterSpec,
     Role,
     SpecialTokens,
@@ -85,13 +85,13 @@ _FRONT_END = _BLS | {Role.FRONT_END}
 _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
-_OUTPUTS = Kind(
+_OUTPUTS = ParameterKind(
     f"different ones of {OUTPUT_NAMES} with commas between, each with :context behind it for prompts too",
     parse_outputs,
     lambda value: all(isinstance(each, AdditionalModelOutput) for each in value) and are_distinct(value),
 )
 _DATA_TYPES = choice("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
-_DEBUG_TENSORS = Kind(
+_DEBUG_TENSORS = ParameterKind(
     f"some of {', '.join(DEBUG_INPUTS + DEBUG_OUTPUTS)} with commas between",
     NAMES.convert,
     lambda value: set(value) <= {*DEBUG_INPUTS, *DEBUG_OUTPUTS},
@@ -358,7 +358,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
 
 
-def _accepts(kind: Kind, value: Any) -> bool:
+def _accepts(kind: ParameterKind, value: Any) -> bool:
     try:
         return kind.accepts(value)
     except ValueError:

@@ -25,8 +25,8 @@ from inflight.core.request.response import Response, Result
 from inflight.core.request.stop import StopReason
 from inflight.endpoint import frames
 from inflight.endpoint.frames import (
-    Answer,
     BadFrame,
+    EngineResponse,
     FromEngine,
     FromFrontEnd,
     FrontEndFrames,
@@ -97,7 +97,7 @@ def response_travelled(response: Response) -> Response:
         body = read_frame(theirs)
         assert body is not None
         answer = decode_from_engine(body)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, EngineResponse)
         back = read_response(theirs, answer)
         sender.join()
         ours.shutdown(socket.SHUT_WR)

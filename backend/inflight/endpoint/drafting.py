@@ -92,7 +92,7 @@ class DraftingClient:
             except Exception:  # one request's fault must not end the thread of all
                 _log.exception("a front end failed to take a response of request %d", request_id)
 
-        engines = _Engine(self._target, limits), _Engine(self._draft, draft_limits)
+        engines = _EngineSide(self._target, limits), _EngineSide(self._draft, draft_limits)
         drafted = _Drafted(request, engines, respond, self._jobs.put)
         with self._lock:
             self._drafted[request_id] = drafted
@@ -142,7 +142,7 @@ class DraftingClient:
 
 
 @dataclass(frozen=True, slots=True)
-class _Engine:
+class _EngineSide:
     """One of the two, and what it can take."""
 
     client: EngineClient
@@ -162,7 +162,7 @@ class _Drafted:
     def __init__(
         self,
         request: DraftedRequest,
-        engines: tuple[_Engine, _Engine],
+        engines: tuple[_EngineSide, _EngineSide],
         respond: SendResponseCallback,
         put: Callable[[_Job], None],
     ) -> None:

@@ -4,8 +4,8 @@ This module owns the message types and their encoding. The engine's side speaks 
 side names requests by ids of its own, which mean nothing outside of its connection. Errors cross as code and
 message.
 
-Logits and additional outputs are no part of a message: they follow their Answer as raw bytes, whose number is
-known from their shapes, so that gigabytes are copied no more often than a socket does. So do a Submit's adapter
+Logits and additional outputs are no part of a message: they follow their EngineResponse as raw bytes, whose number
+is known from their shapes, so that gigabytes are copied no more often than a socket does. So do a Submit's adapter
 and prompt table (`raw_buffers.py`). Pure but for the functions that read.
 """
 
@@ -99,7 +99,7 @@ class State(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommandAdapters(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: carry `command` out and answer with an Adapters of the same `question`.
+    """Front end → engine: carry `command` out and answer with an AdapterStates of the same `question`.
 
     `timeout_s` is how long the front end waits, in seconds.
     """
@@ -109,7 +109,7 @@ class CommandAdapters(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
-class Adapters(msgspec.Struct, frozen=True, tag=True):
+class AdapterStates(msgspec.Struct, frozen=True, tag=True):
     """Engine → front end: all adapters after a command, or why it failed."""
 
     question: int
@@ -179,7 +179,7 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
     """Engine → supervisor: it has been told to end; what follows is in order."""
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class EngineResponse(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Engine → front end: one response, without its logits and additional outputs.
 
     Attributes:
@@ -198,7 +198,18 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     additional_outputs: tuple[tuple[str, tuple[_Shape, ...]], ...] = ()
 
 
-FromEngine = Hello | Answer | State | Adapters | Reported | Drained | Supervised | Beat | Statistics | Leaving
+FromEngine = (
+    Hello
+    | EngineResponse
+    | State
+    | AdapterStates
+    | Reported
+    | Drained
+    | Supervised
+    | Beat
+    | Statistics
+    | Leaving
+)
 FromFrontEnd = Submit | Stop | ReadState | CommandAdapters | ReadReports | Drain | Retire | Supervise
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -223,14 +234,14 @@ def encode_submit(request: Request) -> list[bytes | memoryview]:
 
 
 def encode_response(response: Response) -> list[bytes]:
-    """An Answer's frame and the tensors that follow it; raises BadFrame as `encode` does."""
+    """An EngineResponse's frame and the tensors that follow it; raises BadFrame as `encode` does."""
     result, error = response.result, response.error
     if error is not None:
-        answer = Answer(response.request_id, None, error.code, str(error), response.is_final)
+        answer = EngineResponse(response.request_id, None, error.code, str(error), response.is_final)
     elif result is not None and _has_tensors(result):
         return _encode_with_tensors(response, result)
     else:
-        answer = Answer(response.request_id, result, is_final=response.is_final)
+        answer = EngineResponse(response.request_id, result, is_final=response.is_final)
     return [encode(answer)]
 
 
@@ -245,7 +256,7 @@ def _encode_with_tensors(response: Response, result: Result) -> list[bytes]:
         result.generation_logits,
         result.additional_outputs,
     )
-    answer = Answer(
+    answer = EngineResponse(
         response.request_id,
         replace(result, context_logits=None, generation_logits=None, additional_outputs=()),
         is_final=response.is_final,
@@ -308,8 +319,8 @@ def read_frame(connection: socket.socket) -> bytes | None:
     return _read_all(connection, length)
 
 
-def read_response(connection: socket.socket, answer: Answer) -> Response:
-    """The response of an Answer, whose tensors are read next; raises BadFrame if they are cut short."""
+def read_response(connection: socket.socket, answer: EngineResponse) -> Response:
+    """The Response of an EngineResponse, whose tensors are read next; raises BadFrame if they are cut short."""
     error = error_from_code(answer.error_code, answer.error_message) if answer.error_code else None
     result, context, generation = answer.result, answer.context_logits, answer.generation_logits
     if result is not None and (context is not None or generation is not None or answer.additional_outputs):

@@ -72,7 +72,7 @@ class Supervision:
         self._changed = threading.Condition()
         # This and all below: under the condition's lock.
         self._num_supervisors_awaited = 2 if awaits_successor else 1
-        self._supervisors: set[Supervisor] = set()
+        self._supervisors: set[SupervisorConnection] = set()
         self._notice_s: float | None = None
         self._is_abandoned = False
 
@@ -91,11 +91,11 @@ class Supervision:
                 supervisor.news = news
             self._changed.notify_all()
 
-    def attach(self, send: Send) -> Supervisor:
+    def attach(self, send: Send) -> SupervisorConnection:
         """Add a supervisor, to which `send` sends frames; it raises OSError once the supervisor is gone."""
         with self._changed:
             self._num_supervisors_awaited = max(0, self._num_supervisors_awaited - 1)
-            supervisor = Supervisor(self, send)
+            supervisor = SupervisorConnection(self, send)
             self._supervisors.add(supervisor)
         supervisor.thread.start()
         return supervisor
@@ -115,14 +115,14 @@ class Supervision:
 
     # ---------------------------------------------------------------- for a supervisor's thread and its reader
 
-    def detach(self, supervisor: Supervisor) -> None:
+    def detach(self, supervisor: SupervisorConnection) -> None:
         """Remove a supervisor that is gone."""
         with self._changed:
             self._supervisors.discard(supervisor)
             self._is_abandoned = not self._supervisors
             self._changed.notify_all()
 
-    def run(self, supervisor: Supervisor) -> None:
+    def run(self, supervisor: SupervisorConnection) -> None:
         """Send to one supervisor until the engine or the supervisor ends; on the supervisor's thread."""
         with contextlib.suppress(OSError):
             supervisor.send([encode(Supervised(self._processes))])
@@ -141,11 +141,11 @@ class Supervision:
                     supervisor.send([encode(Beat())])
             supervisor.send([encode(Leaving())])
 
-    def _is_over(self, supervisor: Supervisor) -> bool:
+    def _is_over(self, supervisor: SupervisorConnection) -> bool:
         return self._notice_s is not None or supervisor not in self._supervisors
 
 
-class Supervisor:
+class SupervisorConnection:
     """One supervisor, on the engine's side.
 
     Attributes:

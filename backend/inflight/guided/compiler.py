@@ -20,7 +20,7 @@ import msgspec
 
 from inflight.core.request.guide import Guide, GuideEvent
 from inflight.errors import InflightError, InvalidArgument, StepFailed, error_from_code
-from inflight.guided.child import Answer, Job, read_frame, write_frame
+from inflight.guided.child import CompileAnswer, CompileJob, read_frame, write_frame
 from inflight.guided.grammars import Grammars
 from inflight.guided.vocabulary import GuideVocabulary
 
@@ -31,7 +31,7 @@ _START_S = 120.0
 _SHARE_OF_TIME = 0.1
 """How much of its time a guide gets before those behind it, if there are any, get their turns first."""
 _MOST_FAILURES = 256
-_ANSWER = msgspec.msgpack.Decoder(Answer)
+_ANSWER = msgspec.msgpack.Decoder(CompileAnswer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class ChildCompiler:
         child = self._started()
         may_go_on = (lambda: True) if is_slow else self._jobs.empty
         try:
-            answer = child.ask(Job(guide), self._bounds.timeout_s, may_go_on)
+            answer = child.ask(CompileJob(guide), self._bounds.timeout_s, may_go_on)
         except _LetOthersFirst:
             self._end_child()
             raise
@@ -270,7 +270,9 @@ class _Child:
         """How it ended, as `Popen.returncode`."""
         return self._process.wait()
 
-    def ask(self, message: GuideVocabulary | Job, timeout_s: float, may_go_on: Callable[[], bool]) -> Answer:
+    def ask(
+        self, message: GuideVocabulary | CompileJob, timeout_s: float, may_go_on: Callable[[], bool]
+    ) -> CompileAnswer:
         """Send a message and wait for the answer.
 
         Args:
