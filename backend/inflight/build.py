@@ -181,7 +181,10 @@ def build_engine(
     from inflight.endpoint.server import EndpointServer
 
     engine = start_engine(parameters, version_dir, return_metrics, rank_context, load, on_hang)
-    retire = supervision.retire if supervision else lambda timeout_s: running.close(timeout_s)
+
+    def retire(timeout_s: float) -> None:
+        (supervision.retire if supervision else running.close)(timeout_s)
+
     try:
         endpoint = EndpointServer(engine.client, endpoint_path, engine.client.drain, retire, supervision)
     except Exception:  # whatever it is, it is raised again, and the engine must not run on

@@ -9,7 +9,7 @@ ends the others.
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -151,7 +151,7 @@ class Agreement:
         self._known: ConfigError | None = None  # to every rank
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> Generator[None, None, None]:
         """Context of a step of all ranks: if it fails on some of them, it raises ConfigError on all."""
         try:
             yield
