@@ -15,6 +15,8 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from tests import tiers
+
 SHARED_SERVERS = (
     "exact_server", "fake_server", "demo_server", "unary_server", "narrow_server", "short_queue_server",
     "pair_server",
@@ -35,6 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many requests the soak test of adapters sends to a real server",
     )
     parser.addoption("--all", action="store_true", help="run the tests that are marked exhaustive too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.choose(config)
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,4 +1,4 @@
-"""Parameters of a test of which some run by default, and all with `scripts/test --all`."""
+"""Parameters and examples of a test of which some run by default, and all with `scripts/test --all`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+_chosen = "fast"
+
+
+def choose(config: pytest.Config) -> None:
+    """Take the tier that the command line asks for, before test files are imported."""
+    global _chosen
+    _chosen = "all" if config.getoption("--all") else "fast"
+
+
+def examples(fast: int, all: int) -> int:
+    """How many examples of a hypothesis test, or seeds of a loop, the chosen tier has."""
+    return all if _chosen == "all" else fast
 
 
 def with_all(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:

@@ -6,10 +6,10 @@ from typing import Any, TypeGuard
 
 
 def is_object(value: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether it is an object."""
+    """Tell whether a value is an object."""
     return isinstance(value, dict)
 
 
 def is_list(value: Any) -> TypeGuard[list[Any]]:
-    """Whether it is an array."""
+    """Tell whether a value is an array."""
     return isinstance(value, list)

@@ -10,6 +10,7 @@ import pytest
 
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest
 from inflight.errors import InflightError
+from tests.tiers import with_all
 
 from .caching import UNIT, Make, by_id, make_weights, tag_of
 
@@ -62,7 +63,7 @@ class Oracle:
         del self.stored[task]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", with_all(range(30), range(10)))
 def test_any_history_is_as_the_oracle_has_it(make: Make, seed: int) -> None:
     chance = random.Random(seed)
     max_units = chance.randint(2, 12)

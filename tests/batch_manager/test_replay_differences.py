@@ -29,6 +29,7 @@ from tests.batch_manager.recorded import (
     write,
 )
 from tests.simulation.scenario import draw
+from tests.tiers import with_all
 
 SEEDS = range(60)
 
@@ -51,7 +52,7 @@ def change(path, index: int, **fields) -> None:
 # ---------------------------------------------------------------------- what differs
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", with_all(SEEDS, range(15)))
 def test_any_changed_decision_is_named(seed, tmp_path):
     """One number somewhere in some batch: the path in the report is where it stands."""
     rng, path = random.Random(seed), tmp_path / "trace"

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from inflight.core.kv.block_pool import BlockPool
 from inflight.core.kv.retention import DEFAULT_PRIORITY, Retention
 from tests.core.integrity import check_integrity
+from tests.tiers import examples
 
 MS = 1_000_000
 
@@ -188,5 +189,7 @@ class PoolAgainstSlowPool(RuleBasedStateMachine):
         self.slow.release(block_id)
 
 
-PoolAgainstSlowPool.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolAgainstSlowPool.TestCase.settings = settings(
+    max_examples=examples(fast=60, all=150), stateful_step_count=40, deadline=None
+)
 TestPoolAgainstSlowPool = PoolAgainstSlowPool.TestCase

@@ -16,6 +16,7 @@ from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, PrefixIdentity, 
 from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
 from inflight.errors import InvalidArgument
 from tests.core.integrity import check_integrity
+from tests.tiers import examples
 
 SIZE = 4
 TOKENS = (5, 6, 7, 8, 9, 10, 11, 12)
@@ -182,7 +183,7 @@ BLOCKS = st.integers(1, 3).flatmap(
 
 @given(BLOCKS, BLOCKS)
 @example(((1, 2), (1, 2)), ((1, 2), ()))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(fast=100, all=300))
 def test_keys_are_equal_exactly_where_tokens_and_extra_ids_are(first, second):
     equal = block_digest(ROOT_SCOPE, *first) == block_digest(ROOT_SCOPE, *second)
     assert equal == (_padded(first) == _padded(second))

@@ -39,6 +39,7 @@ def test_a_request_that_the_server_refuses_is_said(fake_server):
         analyze(fake_server, [BenchRequest((1, 2), 1_000_000)], 1)
 
 
+@pytest.mark.exhaustive
 def test_the_engine_s_process_and_all_of_the_server_s_are_weighed(elsewhere, tmp_path):
     models = make_fake_repository(tmp_path / "models")
     with ServedEngine(SETTINGS | {"max_batch_size": "4"}, models) as engine:
@@ -49,6 +50,7 @@ def test_the_engine_s_process_and_all_of_the_server_s_are_weighed(elsewhere, tmp
     assert resources.load_s > 0
 
 
+@pytest.mark.exhaustive
 def test_lags_are_between_the_choice_of_a_token_and_its_arrival(elsewhere, tmp_path):
     trace = tmp_path / "trace"
     with serve_fake(settings=stream.settings(2000, 1, trace)) as server:

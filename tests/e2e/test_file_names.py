@@ -14,6 +14,7 @@ import pytest
 
 from tests.commands import read_line
 from tests.e2e.conftest import DEMO_MODEL
+from tests.tiers import with_all
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--tp", "2", "--mode", "orchestrator"], ["--tp", "2", "--mode", "leader"]],
-    ids=["in process", "orchestrator", "leader"],
+    with_all(
+        [
+            pytest.param([], id="in process"),
+            pytest.param(["--tp", "2", "--mode", "orchestrator"], id="orchestrator"),
+            pytest.param(["--tp", "2", "--mode", "leader"], id="leader"),
+        ],
+        [[]],
+    ),
 )
 def test_letters_outside_ascii_in_every_path(tmp_path: Path, cache: Path, options: list[str]) -> None:
     folder = tmp_path / "Käfig 模型"

@@ -54,6 +54,7 @@ from inflight.server.errors import ServeError
 from inflight.server.launch import TritonServer, serve
 from inflight.testing.fake_model import expected_tokens
 from inflight.testing.fake_server import make_fake_repository, serve_fake
+from tests.tiers import with_all
 
 from .clients import Stream, ask, completion, infer, make_inputs, unary, wait_until
 from .conftest import DEMO_MODEL, FAKE_VOCABULARY
@@ -240,10 +241,10 @@ def test_a_guide_is_refused_and_not_left_out(fake_server, model, kind, status):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("encoder_model_path", "/some/encoder"),
-        ("xgrammar_tokenizer_info_path", "/some/file"),
-    ],
+    with_all(
+        [("encoder_model_path", "/some/encoder"), ("xgrammar_tokenizer_info_path", "/some/file")],
+        ["encoder_model_path"],
+    ),
 )
 def test_a_parameter_of_what_is_not_built_fails_the_load(elsewhere, key, value):
     with (

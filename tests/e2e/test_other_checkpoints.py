@@ -1,4 +1,7 @@
-"""Behind a real tritonserver: experts over ranks, transformers' own code, and a quantized checkpoint."""
+"""Behind a real tritonserver: experts over ranks, transformers' own code, and a quantized checkpoint.
+
+The engine of each is tested in tests/engine; a server that is told which engine to take is what runs by default.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ def engine_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["orchestrator", "leader"])
 def test_ranks_that_have_whole_experts(elsewhere, engine_alone, tmp_path, mode):
     model = make_model(tmp_path / "mixtral", "mixtral-even")
@@ -49,6 +53,7 @@ def test_ranks_that_have_whole_experts(elsewhere, engine_alone, tmp_path, mode):
         assert answers[name].ids == [*prompt, *model.greedy(prompt, NUM_TOKENS)]
 
 
+@pytest.mark.exhaustive
 def test_a_family_without_a_map(elsewhere, engine_alone, tmp_path):
     """Asked for by nothing; streamed, and as a beam search."""
     model = make_model(tmp_path / "stablelm", "stablelm")
@@ -76,6 +81,7 @@ def test_a_family_of_the_table_by_transformers_own_code(elsewhere, oracle, token
     assert body["text_output"] == text + tokenizer.decode(expected)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_4_bits_over_a_kv_cache_of_8(elsewhere, engine_alone, tmp_path, tokenizer):
     """The tokens are those of the same engine in this process, which other tests compare with transformers."""
     folder = quantize_checkpoint(DEMO_MODEL, tmp_path / "gptq", "gptq")

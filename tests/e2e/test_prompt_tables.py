@@ -12,6 +12,7 @@ import torch
 
 from inflight.server.launch import TritonServer, serve
 from inflight_client import Client, ServerError
+from tests.tiers import with_all
 
 from .clients import ask, completion
 from .conftest import DEMO_MODEL
@@ -120,7 +121,7 @@ def test_the_example(exact_server) -> None:
 # ---------------------------------------------------------------------- declared in other types
 
 
-@pytest.fixture(scope="module", params=["TYPE_BF16", "TYPE_FP32"])
+@pytest.fixture(scope="module", params=with_all(["TYPE_BF16", "TYPE_FP32"], ["TYPE_BF16"]))
 def typed_server(request: pytest.FixtureRequest, elsewhere: Path) -> Iterator[TritonServer]:
     settings = {"max_tokens_in_paged_kv_cache": "16384", "prompt_embedding_table_data_type": request.param}
     with serve(dtype="float32", settings=settings) as server:

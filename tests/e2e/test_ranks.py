@@ -193,7 +193,7 @@ def test_statistics_of_the_ranks_are_on_the_metrics_page(server):
             ("rank 1", STOP, False),
             ("rank 0", STOP, True),
         ],
-        [("rank 1", KILL, True), ("rank 0", KILL, True), ("rank 1", STOP, False)],
+        [("rank 1", KILL, True), ("rank 0", KILL, True)],
     ),
 )
 def test_an_orchestrated_engine_comes_back(server, victim, number, is_busy):
@@ -253,6 +253,7 @@ def test_a_lost_stub_takes_the_server_with_it(elsewhere, mode, number):
         wait_until(lambda: server.returncode is not None)
 
 
+@pytest.mark.exhaustive
 def test_a_leader_that_loses_a_rank_ends_although_it_has_nothing_to_do(elsewhere):
     """With something to do: `test_leader`."""
     with serve(dtype="float32", settings=SETTINGS, options=ServerOptions(tp=2, mode="leader")) as server:

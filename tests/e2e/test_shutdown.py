@@ -8,6 +8,7 @@ import pytest
 
 from inflight.server.launch import ServerOptions
 from inflight.testing.fake_server import serve_fake
+from tests.tiers import with_all
 
 from .clients import Stream
 
@@ -29,7 +30,7 @@ def test_requests_in_flight_finish_and_longer_ones_are_answered_unavailable(else
         assert "shutting down" in str(cut.error)
 
 
-@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+@pytest.mark.parametrize("model", with_all(["tensorrt_llm", "ensemble"], ["ensemble"]))
 def test_a_stream_that_is_held_without_requests_keeps_nobody(elsewhere, model):
     with (
         serve_fake(settings=SLOW, options=ServerOptions(exit_timeout_s=4)) as server,

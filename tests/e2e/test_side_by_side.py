@@ -13,6 +13,7 @@ from inflight.server.config_text import set_parameters
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.testing.make_model import make_model
 from tests.models.zoo import ZooModel
+from tests.tiers import with_all
 
 from .clients import CONTROL, CONTROLLED, ask, completion, infer, wait_until
 from .conftest import REPOSITORY
@@ -29,21 +30,24 @@ def tokens(server: TritonServer, model: str = "tensorrt_llm") -> list[int]:
     return answer.ids
 
 
-def test_servers_in_two_modes_answer_and_end_on_their_own(exact_server):
-    """One of two stages, and one of two tensor-parallel ranks."""
+MODES = [ServerOptions(pp=2), ServerOptions(tp=2, mode="leader")]
+"""An orchestrator with two stages, and a leader with two tensor-parallel ranks."""
+
+
+@pytest.mark.parametrize(
+    ("stays", "ends"),
+    with_all([tuple(MODES), tuple(reversed(MODES))], [tuple(MODES)]),
+    ids=["the leader ends first", "the orchestrator ends first"],
+)
+def test_a_server_goes_on_when_a_server_of_the_other_mode_ends(exact_server, stays, ends):
     expected = completion(exact_server.grpc, **REQUEST).ids
-    with serve(dtype="float32", settings=SMALL_CACHE, options=ServerOptions(pp=2)) as orchestrator:
-        leader_options = ServerOptions(tp=2, mode="leader")
-        with serve(dtype="float32", settings=SMALL_CACHE, options=leader_options) as leader:
-            assert tokens(leader) == tokens(orchestrator) == expected
-            assert leader.shut_down() is True
-        assert left_of(folder_of(leader)) == []
-        assert tokens(orchestrator) == expected
-        with serve(dtype="float32", settings=SMALL_CACHE, options=leader_options) as leader:
-            assert tokens(leader) == expected
-            assert orchestrator.shut_down() is True
-            assert tokens(leader) == expected
-    assert left_of(folder_of(orchestrator)) == left_of(folder_of(leader)) == []
+    with serve(dtype="float32", settings=SMALL_CACHE, options=stays) as staying:
+        with serve(dtype="float32", settings=SMALL_CACHE, options=ends) as ending:
+            assert tokens(ending) == tokens(staying) == expected
+            assert ending.shut_down() is True
+        assert left_of(folder_of(ending)) == []
+        assert tokens(staying) == expected
+    assert left_of(folder_of(staying)) == []
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from inflight.server import runtime_directory
 from inflight.server.guard import SILENCE_S
 from inflight.testing.fake_server import make_fake_repository
 from tests.commands import Command, command
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
 from .clients import Stream, ask, infer, unary, wait_until
 from .conftest import DEMO_MODEL, REPOSITORY
@@ -166,7 +166,7 @@ def test_a_stream_that_mixes_models_ends_nobodys_service_for_good(serving):
     ready = serving.ready_line()
     with Bystander(ready["grpc"]) as bystander:
         bystander.wait_answered()
-        for _ in range(2):
+        for _ in range(examples(fast=1, all=2)):
             mix_models_on_one_stream(ready["grpc"])
             assert serving.ready_line() == ready
         bystander.wait_answered()
@@ -175,9 +175,7 @@ def test_a_stream_that_mixes_models_ends_nobodys_service_for_good(serving):
 
 @pytest.mark.parametrize(
     "model",
-    with_all(
-        ["ensemble", "tensorrt_llm_infer", "tensorrt_llm", "preprocessing"], ["ensemble", "tensorrt_llm"]
-    ),
+    with_all(["ensemble", "tensorrt_llm_infer", "tensorrt_llm", "preprocessing"], ["tensorrt_llm"]),
 )
 def test_a_model_whose_process_is_killed_comes_back(serving, model):
     ready = serving.ready_line()

@@ -19,6 +19,7 @@ from inflight.server import runtime_directory
 from inflight.server.config_text import set_parameters
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.testing.fake_server import serve_fake
+from tests.tiers import examples, with_all
 
 from .clients import CONTROL, CONTROLLED, TIMEOUT_S, Answer, Stream, ask, completion, infer, wait_until
 from .footprint import Footprint, folder_of
@@ -179,6 +180,7 @@ def test_rounds_of_unloading_under_load_leave_nothing_behind(server):
     wait_until(lambda: Footprint.of(server).fits(footprints[1]))
 
 
+@pytest.mark.exhaustive
 def test_idle_rounds_leave_nothing_behind(server):
     footprints = []
     for _ in range(3):
@@ -230,7 +232,7 @@ def test_a_changed_config_is_served_by_the_next_load(server):
     assert max(completion(server.grpc, input_ids=PROMPT, request_output_len=200).ids) >= 500
 
 
-@pytest.mark.parametrize("model", FRONT_ENDS)
+@pytest.mark.parametrize("model", with_all(FRONT_ENDS, ["ensemble"]))
 def test_a_front_end_comes_and_goes_unnoticed_by_streams_of_the_engine(server, model):
     with Stream(server.grpc) as stream:
         stream.send(ENGINE, input_ids=PROMPT, request_output_len=700, end_id=-1, streaming=True)
@@ -299,7 +301,7 @@ def demo_model() -> None:
     with serve(dtype="float32", settings=settings, options=EXPLICIT) as server:
         tokens = tokens_of_all(server)
         footprints = []
-        for _ in range(3):
+        for _ in range(examples(fast=2, all=4)):
             with Client(server) as client:
                 client.ask(length=100, streaming=True)
                 client.until_running()

@@ -86,7 +86,7 @@ def request_of(
 
 
 @every_case
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse", "chunked"]))
 def test_what_comes_back_is_what_transformers_has(zoo: Zoo, case: str, kernels: str | None, way: str) -> None:
     """Packed with others, which want some of it or nothing; in chunks, with pauses, streamed and whole."""
     model = zoo[case]

@@ -13,6 +13,7 @@ from inflight.engine.engine import ModelEngine
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 CASES = ["llama-gqa", "mistral-window", "qwen2-window", "gpt2"]
 every_case = pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_rows_that_join_at_different_iterations_get_what_they_get_alone(engine: 
 
 
 @every_case
-@pytest.mark.parametrize("chunk", [1, 7, TOKENS_PER_BLOCK, 33])
+@pytest.mark.parametrize("chunk", with_all([1, 7, TOKENS_PER_BLOCK, 33], [7, 33]))
 def test_chunked_context_is_whole_context(engine: ModelEngine, chunk: int) -> None:
     prompt = _prompt(50, seed=3)
     driver = Driver(engine)

@@ -12,6 +12,7 @@ from tests.engine.driver import TOKENS_PER_BLOCK, Driver, load_engine
 from tests.engine.kernels import by_default_and
 from tests.engine.search import Search
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
 every_case = pytest.mark.parametrize(("case", "kernels"), by_default_and(["mistral-window"], CASES))
@@ -44,7 +45,7 @@ def assert_same(search: Search, other: Search) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("width", [2, 3, 8])
+@pytest.mark.parametrize("width", with_all([2, 3, 8], [3]))
 def test_beams_are_those_of_transformers(zoo: Zoo, case: str, kernels: str | None, width: int) -> None:
     model = zoo[case]
     prompt = model.prompt(21)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.engine.driver import Driver, alone, load_engine
+from tests.engine.kernels import by_default_and
 from tests.engine.test_every_family import CASE_OF
 from tests.models.zoo import CASES, Zoo
 from tests.tiers import with_all
@@ -14,7 +15,13 @@ NUM_TOKENS = 64
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("case", with_all(CASES, CASE_OF.values()))
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    with_all(
+        by_default_and(CASES, CASES),
+        [*((case, None) for case in CASE_OF.values()), ("llama-gqa", "torch"), ("gpt2", "torch")],
+    ),
+)
 def test_greedy_tokens_and_logits_are_those_of_transformers(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     prompt = model.prompt(27)

@@ -21,6 +21,7 @@ from tests.engine.ranks import assert_same, ranks
 from tests.engine.serving import config_of, serve, to_torch
 from tests.engine.serving import load as load_small
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 from tests.triton.factories import make_parameters
 
 
@@ -68,7 +69,9 @@ def test_both_kernels_are_nearer_to_each_other_than_to_the_model(zoo: Zoo, case:
     assert (native - rounded).square().mean() < 2 * (rounded - exact).square().mean()
 
 
-@pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+@pytest.mark.parametrize(
+    "topology", with_all([pytest.param((2, 1), id="tp2"), pytest.param((1, 2), id="pp2")], [(2, 1)])
+)
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_ranks_serve_quantized_weights(
     zoo: Zoo, topology: tuple[int, int], dtype: str, kernels: str | None

@@ -20,6 +20,7 @@ from inflight.models.loader import num_parameters, tensor_shapes
 from inflight.testing.make_model import Shape, make_model
 from inflight.testing.quantize import quantize_checkpoint
 from tests.engine.kernels import needs_native, why_no_native
+from tests.tiers import with_all
 
 _ROOT = Path(__file__).parents[2]
 _SLACK = 12 << 20
@@ -85,16 +86,29 @@ def _write(folder: Path, dtype: torch.dtype, **changed: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, int]]:
-    """Bytes that were resident at most (`peak`) and in the end (`kept`), and the numbers of the model, by case."""
+def measured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[Any, ...], dict[str, int]]:
+    """Bytes that were resident at most (`peak`) and in the end (`kept`), and the numbers of the model, by case.
+
+    Of the cases that were selected, all in one process.
+    """
+    selected = {
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    }
     folder = tmp_path_factory.mktemp("checkpoints")
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     small = _write(folder / "small", torch.float32, **sizes)
     stored = {name: _write(folder / name, getattr(torch, name)) for name in ("float32", "bfloat16")}
-    stored["experts"] = _write(folder / "experts", torch.bfloat16, **_MIXTRAL)
-    stored["gptq"] = quantize_checkpoint(stored["bfloat16"], folder / "gptq", "gptq")
-    stored["mxfp4"] = make_model(folder / "mxfp4", "gpt_oss", _GPT_OSS, quantize="mxfp4")
-    cases = [case for case in (*CASES, *_FOUR_BITS) if case[2] != "native" or not why_no_native()]
+    if any(case[0] == "experts" for case in selected):
+        stored["experts"] = _write(folder / "experts", torch.bfloat16, **_MIXTRAL)
+    if any(case[0] == "gptq" for case in selected):
+        stored["gptq"] = quantize_checkpoint(stored["bfloat16"], folder / "gptq", "gptq")
+    if any(case[0] == "mxfp4" for case in selected):
+        stored["mxfp4"] = make_model(folder / "mxfp4", "gpt_oss", _GPT_OSS, quantize="mxfp4")
+    cases = [case for case in selected if case[2] != "native" or not why_no_native()]
     arguments = [(str(small), str(stored[case[0]]), *case[1:4]) for case in cases]
     program = [sys.executable, "-m", "tests.engine.load_memory_program", json.dumps(arguments)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=180, cwd=_ROOT)
@@ -108,7 +122,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], 
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=needs_native if case[2] == "native" else ()) for case in CASES], ids=str
+    "case",
+    with_all(
+        [pytest.param(case, marks=needs_native if case[2] == "native" else ()) for case in CASES],
+        [
+            ("bfloat16", "bfloat16", "native", 2, 2),
+            ("experts", "int8", "native", 1, 1),
+            ("float32", "bfloat16", "torch", 1, 2),
+        ],
+    ),
+    ids=str,
 )
 def test_a_load_takes_the_weights_and_one_tensor_more(
     measured: dict[tuple[Any, ...], dict[str, int]], case: tuple[str, str, str, int, int]
@@ -125,7 +148,10 @@ def test_a_load_takes_the_weights_and_one_tensor_more(
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=needs_native if case[2] == "native" else ()) for case in _FOUR_BITS],
+    with_all(
+        [pytest.param(case, marks=needs_native if case[2] == "native" else ()) for case in _FOUR_BITS],
+        [("gptq", None, "native", 1)],
+    ),
     ids=str,
 )
 def test_four_bits_are_never_all_there_in_bfloat16(

@@ -82,7 +82,7 @@ def test_logits_and_tokens_are_those_of_inputs_embeds(zoo: Zoo, case: str, kerne
 
 
 @of_llama
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse", "chunked"]))
 def test_every_way_of_serving_gives_the_same(zoo: Zoo, case: str, kernels: str | None, way: str) -> None:
     """Chunked, paused and computed again, with blocks of others and without."""
     model = zoo[case]

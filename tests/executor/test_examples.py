@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from inflight.ranks.launch import find_mpirun
+from tests.tiers import with_all
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -84,26 +85,38 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_advanced(checkpoint: Path, reference, prompts: Path, tmp_path: Path) -> None:
+def test_advanced(checkpoint: Path, reference, prompts: Path) -> None:
     given = ("--input_tokens_csv_file", str(prompts), "--max_tokens", "6")
     outputs = [reference(prompt, 6) for prompt in PROMPTS]
     out = run(checkpoint, "advanced.py", *given)
     assert rows(out) == [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)]
-    assert rows(run(checkpoint, "advanced.py", *given, "--streaming")) == outputs
-    assert rows(run(checkpoint, "advanced.py", *given, "--exclude_input_from_output")) == outputs
+
+
+@pytest.mark.parametrize(
+    "flag", with_all(["--streaming", "--exclude_input_from_output"], ["--exclude_input_from_output"])
+)
+def test_advanced_without_the_prompt(checkpoint: Path, reference, prompts: Path, flag: str) -> None:
+    given = ("--input_tokens_csv_file", str(prompts), "--max_tokens", "6", flag)
+    assert rows(run(checkpoint, "advanced.py", *given)) == [reference(prompt, 6) for prompt in PROMPTS]
+
+
+@pytest.mark.exhaustive
+def test_advanced_writes_beams_to_a_file(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    given = ("--input_tokens_csv_file", str(prompts), "--max_tokens", "6")
     written = tmp_path / "out.csv"
     beams = ("--beam_width", "2", "--streaming", "--output_tokens_csv_file", str(written))
     assert run(checkpoint, "advanced.py", *given, *beams) == ""
     assert [len(line.split(",")) for line in written.read_text().splitlines()] == [6] * 6
 
 
-def test_advanced_on_several_ranks(checkpoint: Path, reference, prompts: Path) -> None:
+@pytest.mark.parametrize("mode", with_all(["orchestrator", "leader"], ["leader"]))
+def test_advanced_on_several_ranks(checkpoint: Path, reference, prompts: Path, mode: str) -> None:
     given = ("--input_tokens_csv_file", str(prompts), "--max_tokens", "6", "--streaming")
     outputs = [reference(prompt, 6) for prompt in PROMPTS]
-    orchestrated = run(checkpoint, "advanced.py", *given, "--use_orchestrator_mode", "--num_ranks", "2")
-    assert rows(orchestrated) == outputs
-    led = run(checkpoint, "advanced.py", *given, launcher=(find_mpirun(), *MPIRUN, "-n", "2"))
-    assert rows(led) == outputs
+    orchestrated = ("--use_orchestrator_mode", "--num_ranks", "2") if mode == "orchestrator" else ()
+    launcher = () if orchestrated else (find_mpirun(), *MPIRUN, "-n", "2")
+    out = run(checkpoint, "advanced.py", *given, *orchestrated, launcher=launcher)
+    assert rows(out) == outputs
 
 
 def test_debug(checkpoint: Path) -> None:
@@ -114,7 +127,7 @@ def test_debug(checkpoint: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", with_all([False, True], [True]))
 def test_logits_processor(checkpoint: Path, batched: bool) -> None:
     out = run(checkpoint, "logits_processor.py", *(["--batched"] if batched else [])).splitlines()
     first, bounded = (ast.literal_eval(line.partition(": ")[2])[4:] for line in out)

@@ -14,6 +14,7 @@ from inflight.core.request.beam_search import BeamCandidates, BeamSearch, Hypoth
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
+from tests.tiers import with_all
 
 VOCAB_SIZE = 48
 MAX_NEW_TOKENS = 12
@@ -113,7 +114,7 @@ def assert_same(found: list[Hypothesis], expected: tuple[list[tuple[int, ...]], 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 @pytest.mark.parametrize("length_penalty", [0.0, 0.7, 1.0, 2.0])
-@pytest.mark.parametrize("beam_width", range(2, 9))
+@pytest.mark.parametrize("beam_width", with_all(range(2, 9), [2, 5]))
 def test_tokens_and_scores_are_those_of_transformers(model, beam_width, length_penalty, early_stopping):
     for prompt, end_ids in product(PROMPTS, (ONE_END_ID, SEVERAL_END_IDS)):
         request = make_request(
@@ -131,7 +132,7 @@ def test_tokens_and_scores_are_those_of_transformers(model, beam_width, length_p
 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
-@pytest.mark.parametrize("num_return_sequences", [1, 2, 5])
+@pytest.mark.parametrize("num_return_sequences", with_all([1, 2, 5], [2]))
 def test_as_many_come_back_as_asked_for(model, num_return_sequences, early_stopping):
     request = make_request(
         PROMPTS[0],
@@ -146,7 +147,7 @@ def test_as_many_come_back_as_asked_for(model, num_return_sequences, early_stopp
     assert_same(found, generate(model, request))
 
 
-@pytest.mark.parametrize("beam_width", [2, 4])
+@pytest.mark.parametrize("beam_width", with_all([2, 4], [4]))
 def test_without_end_ids_every_beam_reaches_the_length(model, beam_width):
     request = make_request(PROMPTS[2], beam_width=beam_width, length_penalty=1.0)
     found = search(model, request)
@@ -155,7 +156,7 @@ def test_without_end_ids_every_beam_reaches_the_length(model, beam_width):
 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
-@pytest.mark.parametrize("beam_width", [2, 3, 5])
+@pytest.mark.parametrize("beam_width", with_all([2, 3, 5], [3]))
 def test_hard_masks(model, beam_width, early_stopping):
     """min_new_tokens and no_repeat_ngram, with what is left of the probabilities adding up to one again."""
     for prompt, end_ids in product(PROMPTS, (ONE_END_ID, SEVERAL_END_IDS)):
@@ -190,7 +191,7 @@ class _StopAtWords(transformers.StoppingCriteria):
 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
-@pytest.mark.parametrize("beam_width", [2, 4])
+@pytest.mark.parametrize("beam_width", with_all([2, 4], [4]))
 def test_stop_words_finish_a_beam_as_end_ids_do(model, beam_width, early_stopping):
     """So many of them that sometimes fewer than K candidates are left to run on."""
     reasons = set()
@@ -212,7 +213,7 @@ def test_stop_words_finish_a_beam_as_end_ids_do(model, beam_width, early_stoppin
 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
-@pytest.mark.parametrize("beam_width", [2, 3, 5])
+@pytest.mark.parametrize("beam_width", with_all([2, 3, 5], [3]))
 def test_no_beam_ends_before_min_tokens(model, beam_width, early_stopping):
     """Neither by an end id, which is banned until then, nor by a stop word, which the beam goes on behind."""
     lengths: list[int] = []

@@ -17,12 +17,13 @@ from inflight.sampling import reference
 from tests.sampling.factories import Row, beams_of, make_request, make_sampler, start_batch
 from tests.sampling.margins import is_apart
 from tests.sampling.strategies import logits_rows, requests
+from tests.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(fast=80, all=200), deadline=None, derandomize=True)
 def test_candidates_are_the_reference_s(data: st.DataObject) -> None:
     vocab_size, width = data.draw(st.sampled_from([4, 20])), data.draw(st.integers(1, 4))
     request = data.draw(requests(vocab_size, beam_width=max(2, width)))

@@ -16,6 +16,7 @@ from inflight.sampling import reference
 from inflight.sampling.drafts import weigh
 from inflight.sampling.rows import Rows, SlotParameters
 from tests.sampling.factories import Row, make_request, make_sampler, start_batch
+from tests.tiers import with_all
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
@@ -41,15 +42,22 @@ def _check_frequencies(drawn: Iterable[int], probabilities: dict[int, float]) ->
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        {"top_p": 1.0},
-        {"top_p": 1.0, "temperature": 2.5},
-        {"top_k": 6},
-        {"top_k": 8, "top_p": 0.9, "temperature": 1.5},
-        {"top_p": 0.95, "temperature": 1.5},
-        {"min_p": 0.1},
-        {"min_p": 0.05, "top_k": 9, "temperature": 1.5},
-    ],
+    with_all(
+        [
+            {"top_p": 1.0},
+            {"top_p": 1.0, "temperature": 2.5},
+            {"top_k": 6},
+            {"top_k": 8, "top_p": 0.9, "temperature": 1.5},
+            {"top_p": 0.95, "temperature": 1.5},
+            {"min_p": 0.1},
+            {"min_p": 0.05, "top_k": 9, "temperature": 1.5},
+        ],
+        [
+            {"top_p": 1.0},
+            {"top_k": 8, "top_p": 0.9, "temperature": 1.5},
+            {"min_p": 0.05, "top_k": 9, "temperature": 1.5},
+        ],
+    ),
     ids=str,
 )
 def test_frequencies_are_the_probabilities(sampling: dict[str, float]) -> None:
@@ -70,7 +78,11 @@ def _divided(logits: torch.Tensor, request: Request) -> list[float]:
     return [logit / request.sampling.temperature for logit in logits[0].tolist()]
 
 
-@pytest.mark.parametrize("sampling", [{"top_p": 1.0}, {"top_p": 0.95, "temperature": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    with_all([{"top_p": 1.0}, {"top_p": 0.95, "temperature": 3.0}], [{"top_p": 0.95, "temperature": 3.0}]),
+    ids=str,
+)
 def test_frequencies_over_a_long_row(sampling: dict[str, float]) -> None:
     """Draws by block, then token; counted by the remainder of the id, so that every count is large."""
     size, draws = 3000, 20_000

@@ -18,10 +18,11 @@ from inflight.sampling.rng import Purpose
 from tests.sampling.factories import Row, decode_rows, make_request, make_sampler
 from tests.sampling.margins import MARGIN, draw_is_clear, is_decided
 from tests.sampling.strategies import logits_rows, requests
+from tests.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
-seeded = settings(max_examples=200, deadline=None, derandomize=True)
+seeded = settings(max_examples=examples(fast=80, all=200), deadline=None, derandomize=True)
 
 
 def _logits(*best: int, vocab_size: int = 10) -> torch.Tensor:

@@ -17,11 +17,12 @@ from inflight.sampling import Sampler, reference
 from tests.sampling.factories import Row, choose_tokens, make_request, make_sampler, start_batch
 from tests.sampling.margins import is_decided
 from tests.sampling.strategies import logits_rows, requests
+from tests.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
-exhaustive = settings(
-    max_examples=250,
+many_examples = settings(
+    max_examples=examples(fast=80, all=250),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
@@ -41,7 +42,7 @@ class Sequence:
 
 
 @given(st.data())
-@exhaustive
+@many_examples
 def test_everything_is_as_the_reference_has_it(data: st.DataObject) -> None:
     """Slots are taken, advanced with and without drafts, left and taken again by other requests."""
     vocab_size, num_slots = data.draw(st.sampled_from([3, 5, 8, 40])), 5

@@ -17,7 +17,7 @@ from inflight.sampling import reference
 from tests.sampling.factories import Row, beams_of, choose_tokens, decode_rows, make_request
 from tests.sampling.margins import is_decided
 from tests.sampling.strategies import logits_rows, requests
-from tests.sampling.test_pipeline import exhaustive
+from tests.sampling.test_pipeline import many_examples
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
@@ -57,7 +57,7 @@ def test_what_is_drawn_is_what_llama_cpp_keeps(n: float, temperature: float) -> 
 
 
 @given(st.data())
-@exhaustive
+@many_examples
 def test_tokens_are_the_references_whatever_else_is_asked(data: st.DataObject) -> None:
     vocab_size = data.draw(st.sampled_from([5, 40, 300]))
     made = [data.draw(requests(vocab_size)) for _ in range(4)]
@@ -73,7 +73,7 @@ def test_tokens_are_the_references_whatever_else_is_asked(data: st.DataObject) -
 
 
 @given(st.data())
-@exhaustive
+@many_examples
 def test_drafts_are_verified_by_what_is_left(data: st.DataObject) -> None:
     """By equality; by chance the shares are those of the same rows."""
     drafts = data.draw(st.lists(st.integers(0, 39), min_size=1, max_size=3))

@@ -16,6 +16,7 @@ from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
+from tests.tiers import with_all
 
 from .drawn_requests import draw_tokens
 from .queue_oracle import cost_of
@@ -74,7 +75,7 @@ def starts_while_both_wait(server: SimulatedServer, pair: tuple[int, int]) -> li
     return started
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", with_all(range(40), range(15)))
 def test_two_backlogged_clients_differ_by_a_largest_request_each(seed):
     """Over any time: the difference between their shares never changes by more than that."""
     server = run_to_the_end(draw_backlog(seed))
@@ -90,7 +91,7 @@ def test_two_backlogged_clients_differ_by_a_largest_request_each(seed):
         assert max(leads) - min(leads) <= sum(largest.values())
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", with_all(range(40), range(15)))
 def test_what_is_not_generated_is_given_back(seed):
     """With end ids requests end early: what clients really got differs by what runs, and a largest one each."""
     server = run_to_the_end(draw_backlog(seed, end_ids=tuple(range(0, VOCAB_SIZE, 5))))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.tiers import with_all
+
 from .faults import FAULTS, FAULTS_OF_PIPELINES
 from .scenario import (
     Scenario,
@@ -17,13 +19,15 @@ from .simulated_server import run
 SEEDS = range(200)
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", with_all(FAULTS, FAULTS[::5]), ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_noticed(plant, monkeypatch):
     plant(monkeypatch)
     assert any(map(_notices, SEEDS)), f"{len(SEEDS)} seeds and nothing noticed"
 
 
-@pytest.mark.parametrize("plant", FAULTS_OF_PIPELINES, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize(
+    "plant", with_all(FAULTS_OF_PIPELINES, FAULTS_OF_PIPELINES[::4]), ids=lambda plant: plant.__name__
+)
 def test_a_fault_planted_in_a_pipeline_is_noticed(plant, monkeypatch):
     plant(monkeypatch)
     assert any(map(_notices_in_a_pipeline, SEEDS)), f"{len(SEEDS)} seeds and nothing noticed"

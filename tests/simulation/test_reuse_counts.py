@@ -19,6 +19,7 @@ from inflight.core.request.request import OutputConfig, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
 from tests.core.factories import make_table
+from tests.tiers import with_all
 
 from .drawn_requests import draw_tokens
 from .outcome import Outcome
@@ -79,7 +80,7 @@ def prefixes_of(request: Request, tokens_per_block: int) -> list[Hashable]:
     return [(scope, prompt[:end], extra_ids[:end]) for end in ends]
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", with_all(range(80), range(30)))
 def test_every_prefix_is_computed_once(seed):
     scenario = draw_family(seed)
     size, requests = scenario.limits.tokens_per_block, scenario.requests.values()

@@ -28,7 +28,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
 from inflight.testing.fake_engine import FakeEngine
 from tests.core.integrity import check_integrity
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
 from .endings import check_endings
 from .host_cache import HostCache, with_adapters
@@ -167,7 +167,7 @@ def scenario_of(seed: int) -> Scenario:
     return replace(scenario, arrivals=arrivals)
 
 
-@pytest.mark.parametrize("seeds", with_all([range(150), range(150, 400)], [range(150)]), ids=str)
+@pytest.mark.parametrize("seeds", with_all([range(75), range(75, 400)], [range(75)]), ids=str)
 def test_a_fault_at_any_line_of_the_core_leaves_everybody_with_what_he_has_alone(seeds):
     num_faults, num_crowded, places = 0, 0, set()
     for seed in seeds:
@@ -233,10 +233,11 @@ class Defect:
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("site", with_all(SITES, ["admission", "context", "blocks"]))
+@pytest.mark.parametrize("site", with_all(SITES, ["admission", "blocks"]))
 def test_the_request_that_makes_schedule_raise_ends_and_nobody_else(site, is_late):
+    num_seeds = examples(fast=50, all=100)
     num_convicted = num_crowded = 0
-    for seed in range(100):
+    for seed in range(num_seeds):
         scenario = scenario_of(seed)
         rng = random.Random(seed)
         faulty = rng.choice([i for i in scenario.requests if i not in scenario.invalid] or [0])
@@ -248,4 +249,4 @@ def test_the_request_that_makes_schedule_raise_ends_and_nobody_else(site, is_lat
         assert outcome.convicted <= {faulty}
         num_convicted += len(outcome.convicted)
         num_crowded += run.num_crowded
-    assert num_convicted > 10 and num_crowded > 5, (num_convicted, num_crowded)
+    assert num_convicted > num_seeds // 10 and num_crowded > num_seeds // 20, (num_convicted, num_crowded)

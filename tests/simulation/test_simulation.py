@@ -10,7 +10,7 @@ import pytest
 from inflight.config import CapacitySchedulerPolicy
 from inflight.core.request.response import Result, merge_responses
 from inflight.core.request.stop import FinishReason
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
 from .outcome import Outcome
 from .scenario import (
@@ -23,8 +23,10 @@ from .scenario import (
 )
 from .simulated_server import run
 
-SEEDS = with_all([range(300), range(300, 1000)], [range(300)])
-PIPELINED_SEEDS = with_all([range(150), range(150, 500)], [range(150)])
+SEEDS = with_all([range(150), range(150, 1000)], [range(150)])
+PIPELINED_SEEDS = with_all([range(75), range(75, 500)], [range(75)])
+NUM_OF_A_KIND = examples(fast=50, all=100)
+"""Seeds of scenarios that are drawn for one test."""
 Outcomes = list[tuple[CapacitySchedulerPolicy, Outcome]]
 
 
@@ -95,9 +97,9 @@ def test_every_seed_gives_the_same_on_a_pipeline_and_keeps_its_stages_at_work(pi
 )
 def test_a_device_that_fails_again_and_again_changes_no_tokens(kind):
     """So often that a request may well be alone in an iteration that fails: then it ends, whoever is to blame."""
-    outcomes = [run(kind(draw_with_a_bad_device(seed))) for seed in range(100)]
-    assert sum(outcome.num_failed_iterations for outcome in outcomes) > 300
-    assert sum(bool(outcome.convicted) for outcome in outcomes) > 50
+    outcomes = [run(kind(draw_with_a_bad_device(seed))) for seed in range(NUM_OF_A_KIND)]
+    assert sum(outcome.num_failed_iterations for outcome in outcomes) > 3 * NUM_OF_A_KIND
+    assert sum(bool(outcome.convicted) for outcome in outcomes) > NUM_OF_A_KIND // 2
 
 
 @pytest.mark.parametrize(
@@ -105,27 +107,28 @@ def test_a_device_that_fails_again_and_again_changes_no_tokens(kind):
 )
 def test_a_row_that_fails_alone_ends_its_request_and_changes_no_tokens_of_others(kind):
     """Covers searches, drafts and siblings, beside failed iterations too."""
-    outcomes = [run(kind(draw_with_failing_rows(seed))) for seed in range(200)]
-    assert sum(len(outcome.convicted) for outcome in outcomes) > 200
-    assert sum(bool(outcome.convicted) and outcome.num_failed_iterations > 0 for outcome in outcomes) > 20
+    outcomes = [run(kind(draw_with_failing_rows(seed))) for seed in range(2 * NUM_OF_A_KIND)]
+    assert sum(len(outcome.convicted) for outcome in outcomes) > len(outcomes)
+    both = sum(bool(outcome.convicted) and outcome.num_failed_iterations > 0 for outcome in outcomes)
+    assert both > len(outcomes) // 10
 
 
 @pytest.mark.parametrize(
     "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
 )
 def test_when_everybody_leaves_an_iteration_ends_a_bounded_number(kind):
-    outcomes = [run(kind(draw_with_everybody_leaving(seed))) for seed in range(100)]
-    assert sum(outcome.num_divided_endings > 0 for outcome in outcomes) > 30
+    outcomes = [run(kind(draw_with_everybody_leaving(seed))) for seed in range(NUM_OF_A_KIND)]
+    assert sum(outcome.num_divided_endings > 0 for outcome in outcomes) > 0.3 * NUM_OF_A_KIND
 
 
 @pytest.mark.parametrize("kind", [one_in_flight, two_in_flight])
 def test_a_failed_iteration_is_nobodys_end_who_was_in_company(kind):
     num_spared = 0
-    for seed in range(100):
+    for seed in range(NUM_OF_A_KIND):
         once = Breakdowns(transient=frozenset({4 + seed % 12}))
         outcome = run(kind(dataclasses.replace(undisturbed(seed), breakdowns=once)))
         num_spared += outcome.num_failed_iterations > 0 and not outcome.convicted
-    assert num_spared > 15
+    assert num_spared > 0.15 * NUM_OF_A_KIND
 
 
 def test_the_seeds_reach_what_they_are_meant_to_reach(outcomes, seeds):
@@ -207,13 +210,13 @@ def whole_results(scenario: Scenario) -> dict[tuple[int, int], Result | None]:
 
 
 def test_reuse_is_invisible_in_what_comes_back():
-    for seed in range(60):
+    for seed in range(examples(fast=30, all=60)):
         on, off = (undisturbed(seed, enable_kv_cache_reuse=reuse) for reuse in (True, False))
         assert whole_results(on) == whole_results(off)
 
 
 def test_the_policy_is_invisible_in_what_comes_back():
-    for seed in range(30):
+    for seed in range(examples(fast=15, all=30)):
         found = [whole_results(undisturbed(seed, policy=policy)) for policy in CapacitySchedulerPolicy]
         assert found[0] == found[1] == found[2]
 
@@ -221,7 +224,7 @@ def test_the_policy_is_invisible_in_what_comes_back():
 def test_max_utilization_admits_at_least_as_early():
     """With plenty of blocks the two policies make the same batches; looked-up drafts need reserved ones."""
     policies = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.MAX_UTILIZATION
-    for seed in range(60):
+    for seed in range(examples(fast=30, all=60)):
         numbers = []
         for policy in policies:
             scenario = undisturbed(seed, policy=policy)

@@ -13,16 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inflight.adapters.lora_modules import SPLIT_MODULES, Module, ModuleSize, module_sizes
+from inflight.adapters.lora_modules import FUSED_MODULES, SPLIT_MODULES, Module, ModuleSize, module_sizes
 from inflight.core.request.adapter import ITEM_SIZES, LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
 from inflight.models.decoder_config import DecoderConfig
 
 _EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
-_PARTS = {
-    Module.ATTN_QKV: (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V),
-    Module.MLP_GATE_UP: (Module.MLP_H_TO_4H, Module.MLP_GATE),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +154,7 @@ def _refuse_twice(rows: list[_LoraRow]) -> None:
                 "expected one row for each"
             )
     for row in rows:
-        for part in _PARTS.get(row.module, ()):
+        for part in sorted(FUSED_MODULES.get(row.module, ())):
             if (row.layer, part) in seen:
                 raise InvalidArgument(
                     f"rows {row.index} and {seen[row.layer, part]} of lora_config are of {row.module.text} and of "

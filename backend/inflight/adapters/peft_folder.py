@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 from safetensors.torch import load
 from torch import Tensor
 
-from inflight.adapters.lora_modules import Module, ModuleSize, module_sizes
+from inflight.adapters.lora_modules import PROJECTIONS, Module, ModuleSize, module_sizes
 from inflight.adapters.peft_config import CONFIG_FILE, PeftConfig
 from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
 from inflight.json_values import is_object
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.families import FAMILIES, WeightNames
+from inflight.models.families import FAMILIES, FUSED_GATE_UP, FUSED_QKV, WeightNames
 from inflight.models.registry import ModelDescription
 
 _SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _PREFIX = "base_model.model."
 _ROLE = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)(\.weight)?$")
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_FUSED = {"self_attn.qkv_proj": Module.ATTN_QKV, "mlp.gate_up_proj": Module.MLP_GATE_UP}
+_FUSED = {FUSED_QKV: Module.ATTN_QKV, FUSED_GATE_UP: Module.MLP_GATE_UP}
 """What some versions of a model call layers that its family has apart."""
 _ROWS_AT_ONCE = 2048
 
@@ -119,23 +119,24 @@ def modules_by_name(names: WeightNames) -> dict[str, Module]:
     Not among them is a matrix of queries, keys and values that has them head by head: rows of adapters have them
     one after another.
     """
-    if not names.qkv:  # latent attention, of which nothing can be changed
+    attention, mlp = names.attention, names.mlp
+    if attention.latent is not None:  # of which nothing can be changed
         return {}
-    qkv = (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V) if len(names.qkv) > 1 else (Module.ATTN_QKV,)
+    qkv = PROJECTIONS["qkv"] if len(attention.qkv) > 1 else (Module.ATTN_QKV,)
     # In a gated MLP the first is what the activation is applied to, as is the only one of a plain MLP.
-    up = (Module.MLP_H_TO_4H, Module.MLP_GATE)[: len(names.up)]
-    found = dict(zip((*names.qkv, *names.up), (*qkv, *up), strict=True))
+    up = PROJECTIONS["up"][: len(mlp.up)]
+    found = dict(zip((*attention.qkv, *mlp.up), (*qkv, *up), strict=True))
     found |= {name: module for name, module in _FUSED.items() if name in found}
-    if names.qkv_by_head:
-        found = {name: module for name, module in found.items() if name not in names.qkv}
-    return {**found, names.output: Module.ATTN_DENSE, names.down: Module.MLP_4H_TO_H}
+    if attention.qkv_by_head:
+        found = {name: module for name, module in found.items() if name not in attention.qkv}
+    return {**found, attention.output: Module.ATTN_DENSE, mlp.down: Module.MLP_4H_TO_H}
 
 
 def _place(name: str, families: Iterable[WeightNames]) -> _Place | None:
     """The linear layer of this name; None if rows cannot change what it names."""
     for names in families:
         modules = modules_by_name(names)
-        if len(names.up) > 1:
+        if len(names.mlp.up) > 1:
             modules |= _FUSED
         layers = re.escape(names.layers).replace(r"\{\}", r"(\d+)")
         match = re.fullmatch(f"(?:{re.escape(names.base)})?{layers}(.+)", name)

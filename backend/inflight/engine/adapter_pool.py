@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.adapters.lora_modules import Module, module_sizes
+from inflight.adapters.lora_modules import Module, module_sizes, projections
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.engine.host_memory import zeros
 from inflight.engine.low_rank import LowRank, low_rank_layers
@@ -28,11 +28,6 @@ from inflight.models import DecoderConfig, LayerWeights, Linear
 from inflight.models.sharding import Part
 from inflight.sampling.transfer import upload
 
-_QKV = (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V)
-_OUTPUT = (Module.ATTN_DENSE,)
-_GATE_UP = (Module.MLP_H_TO_4H, Module.MLP_GATE)
-_UP = (Module.MLP_H_TO_4H,)
-_DOWN = (Module.MLP_4H_TO_H,)
 _NO_OWNER = -2  # of a page that nobody's adapter has; -1 is a row without an adapter
 
 
@@ -299,11 +294,9 @@ class _LayerShapes:
 
     def __init__(self, held: DecoderConfig, page_rank: int) -> None:
         sizes = module_sizes(held)
-        up = _GATE_UP if held.gated_mlp else _UP
         self._shapes = [
             _Shape(modules, sizes[modules[0]].inner, tuple(sizes[module].outer for module in modules))
-            for modules in (_QKV, _OUTPUT, up, _DOWN)
-            if modules[0] in sizes
+            for modules in projections(held).values()
         ]
         self._num_layers = held.num_layers
         self._page_rank = page_rank

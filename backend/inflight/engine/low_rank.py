@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from inflight.adapters.lora_modules import Module, ModuleSize, module_sizes
+from inflight.adapters.lora_modules import FUSED_MODULES, Module, ModuleSize, module_sizes
 from inflight.core.request.adapter import LoraWeights
 from inflight.engine.matrices import to_tensor
 from inflight.models.decoder_config import DecoderConfig
@@ -59,7 +59,7 @@ def low_rank_layers(
         if first <= layer < last:
             module = Module(module_id)
             whole = _read_row(row, sizes[module], rank, bool(is_dora and is_dora[0]))
-            for each, low_rank in _taken_apart(module, whole, decoder):
+            for each, low_rank in _taken_apart(module, whole, sizes):
                 layers.setdefault(layer - first, {})[each] = _cut(each, low_rank, decoder, part.shard)
     return layers
 
@@ -71,23 +71,17 @@ def _read_row(row: Tensor, size: ModuleSize, rank: int, has_magnitude: bool) -> 
     return LowRank(a, b, row[ends[1] : ends[2]] if has_magnitude else None)
 
 
-def _taken_apart(module: Module, whole: LowRank, decoder: DecoderConfig) -> list[tuple[Module, LowRank]]:
-    """A fused module's parts, which have the same A and their rows of B."""
-    query, kv, inner = decoder.query_size, decoder.kv_size, decoder.intermediate_size
-    if module is Module.ATTN_QKV:
-        parts = [(Module.ATTN_Q, query), (Module.ATTN_K, kv), (Module.ATTN_V, kv)]
-    elif module is Module.MLP_GATE_UP:
-        # The converter stores what is gated first, then what the activation is applied to.
-        parts = [(Module.MLP_GATE, inner), (Module.MLP_H_TO_4H, inner)]
-    else:
-        return [(module, whole)]
+def _taken_apart(
+    module: Module, whole: LowRank, sizes: dict[Module, ModuleSize]
+) -> list[tuple[Module, LowRank]]:
+    """A fused module's parts, which have the same A and their rows of B; of any other module itself."""
     found: list[tuple[Module, LowRank]] = []
     begin = 0
-    for each, count in parts:
-        rows = slice(begin, begin + count)
+    for part in FUSED_MODULES.get(module, (module,)):
+        rows = slice(begin, begin + sizes[part].outer)
         magnitude = None if whole.magnitude is None else whole.magnitude[rows]
-        found.append((each, LowRank(whole.a, whole.b[rows], magnitude)))
-        begin += count
+        found.append((part, LowRank(whole.a, whole.b[rows], magnitude)))
+        begin = rows.stop
     return found
 
 

@@ -1,8 +1,8 @@
 """`python -m inflight.guided.child BACKEND`: compiles guides for an engine, in a process that can be killed.
 
-Reads a vocabulary from its standard input, answers when it is ready, then one job after another. Ends with its
-input, or with the thread of the engine that has started it. What compiles may take a bounded amount of memory, and
-processors only where nobody else wants them.
+Reads a vocabulary from standard input and answers when it is ready; then reads one job after another. Ends at the
+end of its input, or with the thread of the engine that started it. Compilation gets a bounded amount of memory,
+and processor time only while nothing else needs it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class CompileJob(msgspec.Struct, frozen=True):
 
 
 class CompileAnswer(msgspec.Struct, frozen=True):
-    """Child → engine: what `GuideBackend.compile` has returned, or the code and the message of its error.
+    """Child → engine: the result of `GuideBackend.compile`, or the code and message of its error.
 
-    The first answer is for the vocabulary, and empty.
+    The first answer is for the vocabulary and is empty.
     """
 
     compiled: bytes = b""
@@ -47,13 +47,13 @@ class CompileAnswer(msgspec.Struct, frozen=True):
 
 def main(backend_name: str) -> None:
     """Compile until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the engine, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the engine, which ends this process
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library that prints must not do so among the answers
+    os.dup2(2, 1)  # keep the output of a library that prints out of the answers
     first = read_frame(jobs)
     if first is None:
         return
@@ -71,7 +71,7 @@ def main(backend_name: str) -> None:
 
 
 def read_frame(file: IO[bytes]) -> bytes | None:
-    """The next message; None at the end."""
+    """Read the next message; None at the end of the file."""
     header = file.read(_LENGTH_BYTES)
     if len(header) < _LENGTH_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""Guides by xgrammar: pushdown automata whose masks are largely computed ahead, which is what takes time."""
+"""Guides by xgrammar: pushdown automata with masks that are largely precomputed, so that compilation is slow."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class XGrammarBackend:
     """Implements `GuideBackend`."""
 
     def __init__(self, vocabulary: GuideVocabulary) -> None:
-        # xgrammar never allows an empty token. Special tokens are empty, so that they stand for no text.
+        # xgrammar never allows an empty token, so special tokens are passed as empty and stand for no text.
         hidden = set(vocabulary.without_text())
         tokens = [b"" if index in hidden else token for index, token in enumerate(vocabulary.spelled())]
         self._info = xgrammar.TokenizerInfo(
@@ -59,7 +59,7 @@ class XGrammarBackend:
         self._batch = xgrammar.BatchGrammarMatcher(len(os.sched_getaffinity(0)))
 
     def compile(self, guide: Guide) -> bytes:
-        """Compile the guide, and prove it by its first mask."""
+        """Compile the guide, and check it by computing its first mask."""
         try:
             compiled = self._compile(guide)
             matcher = xgrammar.GrammarMatcher(compiled)
@@ -110,7 +110,7 @@ class XGrammarBackend:
 
 
 def _refuse_ignored(schema: Any) -> None:
-    """Raise InvalidArgument for what xgrammar takes in a JSON schema and does not enforce."""
+    """Raise InvalidArgument for parts of a JSON schema that xgrammar accepts but does not enforce."""
     if is_list(schema):
         for each in schema:
             _refuse_ignored(each)
@@ -130,7 +130,7 @@ def _refuse_ignored(schema: Any) -> None:
 
 
 def _ignored(schema: dict[str, Any]) -> str:
-    """A keyword of a schema, those of its parts left out, that xgrammar ignores; "" if there is none."""
+    """Return a keyword of this schema, not of its parts, that xgrammar ignores; "" if there is none."""
     found = [
         keyword
         for keyword, value in schema.items()
@@ -163,7 +163,7 @@ def _asks_for_nothing(keyword: str, value: Any) -> bool:
 
 
 def _refuse_ignored_in_regex(pattern: str) -> None:
-    """Raise InvalidArgument for what xgrammar takes for another thing than Python's and Rust's expressions do."""
+    """Raise InvalidArgument for syntax that xgrammar reads differently than Python and Rust do."""
     if wrong := re.search(r"(?:^|[^\\])(?:\\\\)*(\\[A-Za-z])(?<![dDsSwWnrtfvxu])", pattern):
         raise refusal(f"xgrammar does not know {wrong[1]} in regular expressions")
     inner = pattern.removeprefix("^").removesuffix("$")
@@ -186,7 +186,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
 }
-"""By keyword, values that ask for nothing."""
+"""By keyword, values without effect."""
 _TYPED = frozenset(
     [
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern"),

@@ -1,6 +1,6 @@
 """Finishers keep a model's projections as they are read, or pack or quantize them.
 
-A load (`loader.py`) hands each over before the next one is read, so that a model never takes the memory of both.
+A load hands each over before the next is read (`weight_reader.py`): a model never takes the memory of both.
 """
 
 from __future__ import annotations
@@ -98,13 +98,3 @@ class AsRead(Finisher[LayerWeights, Linear]):
 
     def layer(self, layer: LayerWeights) -> LayerWeights:
         return layer
-
-
-class NotRead(AsRead):
-    """For a walk over a model's tensors that reads none."""
-
-    def stack(
-        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> Linear:
-        *_, last = matrices
-        return Linear(last, bias)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import queue_client
 
-COUNT = 60
+COUNT = 30
 LENGTH = 400  # so long that the first twenty are not done before the others have come
 MESSAGES = ("Maximum queue size of", "Exceeds maximum queue size")
 

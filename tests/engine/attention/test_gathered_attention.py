@@ -23,6 +23,7 @@ from inflight.models import read_model_description
 from tests.engine.driver import Driver
 from tests.engine.paging import load_paged
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 CPU = torch.device("cpu")
 WINDOWS = (None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(300))
@@ -66,14 +67,14 @@ def check(zoo: Zoo, attention: Attention, tokens_per_block: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens_per_block", [3, 32])
+@pytest.mark.parametrize("tokens_per_block", with_all([3, 32], [3]))
 def test_gathered_attention_is_right_for_all_tried_numbers_of_rows(
     zoo: Zoo, dtype: torch.dtype, tokens_per_block: int
 ) -> None:
     check(zoo, GATHERING, tokens_per_block, dtype)
 
 
-@pytest.mark.parametrize("tile_rows", [32, 64, 128])
+@pytest.mark.parametrize("tile_rows", with_all([32, 64, 128], [64]))
 def test_a_kernel_that_is_wrong_for_a_last_tile_of_one_row_is_never_given_one(
     zoo: Zoo, tile_rows: int
 ) -> None:
@@ -113,7 +114,7 @@ def test_the_check_finds_a_wrong_tile(zoo: Zoo, tile_rows: int, num_rows: int) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens_per_block", [3, 32])
+@pytest.mark.parametrize("tokens_per_block", with_all([3, 32], [3]))
 def test_learned_sinks_are_as_by_products(zoo: Zoo, dtype: torch.dtype, tokens_per_block: int) -> None:
     decoder = read_model_description(zoo["gpt-oss"].folder).decoder
     for scale in (None, 0.7):

@@ -29,6 +29,7 @@ from tests.engine.paging import load_paged
 from tests.engine.serving import config_of, load, serve
 from tests.engine.varlen import ReferenceVarlen
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 CPU = torch.device("cpu")
 
@@ -72,7 +73,10 @@ def requests_of(model: ZooModel) -> list[Request]:
 
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
-@pytest.mark.parametrize("windows", [{}, {"max_attention_window_size": (12, 40)}])
+@pytest.mark.parametrize(
+    "windows",
+    with_all([{}, {"max_attention_window_size": (12, 40)}], [{"max_attention_window_size": (12, 40)}]),
+)
 def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo, way: str, windows: dict[str, Any]) -> None:
     model = zoo["llama-gqa"]
     requests = requests_of(model)
@@ -87,7 +91,12 @@ def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo, way: str, windows: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(300)])
+@pytest.mark.parametrize(
+    "window",
+    with_all(
+        [None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(300)], [None, AttentionWindow(5)]
+    ),
+)
 def test_a_kernel_that_computes_the_same_is_taken(zoo: Zoo, dtype: torch.dtype, window: Any) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     kernel = ReferenceVarlen()
@@ -98,7 +107,7 @@ def test_a_kernel_that_computes_the_same_is_taken(zoo: Zoo, dtype: torch.dtype, 
     assert kernel.num_rows == expected, "one call a batch and window"
 
 
-@pytest.mark.parametrize("tokens_per_block", [1, 2, 3, 5])
+@pytest.mark.parametrize("tokens_per_block", with_all([1, 2, 3, 5], [1, 3]))
 def test_a_kernel_is_tried_with_blocks_of_any_size(zoo: Zoo, tokens_per_block: int) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     check_attention(paged(), decoder, tokens_per_block, (None,), torch.float32, CPU)

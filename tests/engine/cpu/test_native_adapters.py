@@ -26,6 +26,7 @@ from tests.engine.kernels import needs_native
 from tests.engine.merged import LLAMA, LLAMA_FUSED, Merged, make_adapter, modules_of
 from tests.engine.ranks import ranks
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 NUM_TOKENS = 12
 LOGITS = OutputConfig(return_generation_logits=True)
@@ -67,7 +68,7 @@ def assert_equal(row: Row, other: Row) -> None:
     assert torch.equal(torch.stack(row.logits), torch.stack(other.logits))
 
 
-@pytest.mark.parametrize("rank", [1, 3, 8, 64])
+@pytest.mark.parametrize("rank", with_all([1, 3, 8, 64], [3]))
 @pytest.mark.parametrize("case", CASES)
 def test_all_modules_of_one_rank(zoo: Zoo, case: str, rank: int) -> None:
     model = zoo[case]
@@ -136,7 +137,7 @@ def _adapters(model: ZooModel) -> tuple[Merged, ...]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "llama-odd-sizes"])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2", "llama-odd-sizes"], ["llama-odd-sizes"]))
 def test_rows_of_a_batch_are_as_each_alone(zoo: Zoo, case: str, dtype: str) -> None:
     """To the bit: chunks of contexts and generation, of three adapters and none, in changing company."""
     model = zoo[case]
@@ -188,8 +189,10 @@ def test_long_contexts_beside_each_other(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("case", ["llama-gqa", "qwen3", "gpt2", "llama-odd-sizes"])
-@pytest.mark.parametrize("rank", [1, 8, 64])
+@pytest.mark.parametrize(
+    "case", with_all(["llama-gqa", "qwen3", "gpt2", "llama-odd-sizes"], ["llama-gqa", "gpt2"])
+)
+@pytest.mark.parametrize("rank", with_all([1, 8, 64], [8]))
 def test_error_is_that_of_the_merged_weights(
     zoo: Zoo, tmp_path: Path, case: str, rank: int, dtype: str
 ) -> None:
@@ -211,7 +214,18 @@ def _relative_error(row: Row, model: ZooModel) -> float:
     return ((torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()).item()
 
 
-@pytest.mark.parametrize("topology", [(2, 1), (1, 2), (4, 1), (2, 2)], ids=["tp2", "pp2", "tp4", "tp2-pp2"])
+@pytest.mark.parametrize(
+    "topology",
+    with_all(
+        [
+            pytest.param((2, 1), id="tp2"),
+            pytest.param((1, 2), id="pp2"),
+            pytest.param((4, 1), id="tp4"),
+            pytest.param((2, 2), id="tp2-pp2"),
+        ],
+        [(2, 2)],
+    ),
+)
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 def test_ranks_have_their_parts(zoo: Zoo, case: str, topology: tuple[int, int]) -> None:
     model = zoo[case]

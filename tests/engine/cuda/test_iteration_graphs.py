@@ -21,6 +21,7 @@ from tests.engine.paging import load_paged
 from tests.engine.serving import config_of, serve
 from tests.engine.tape import Tape
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def replay_everything(engine: ModelEngine, model_prompt: Callable[[int, int], li
     return [row.generated for row in (*ended, *rows)]
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window"])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2", "mistral-window"], ["mistral-window"]))
 def test_tokens_are_the_same_below_at_and_above_recorded_sizes(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     tape = Tape()
@@ -94,7 +95,7 @@ def test_tokens_are_the_same_below_at_and_above_recorded_sizes(zoo: Zoo, case: s
     assert set(tape.replayed) == set(range(5)), "11, 8, 4, 2 and 1 rows, recorded in this order"
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window"])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2", "mistral-window"], ["mistral-window"]))
 def test_with_chunks_tokens_are_the_same_too(zoo: Zoo, case: str) -> None:
     """The rows that pad a batch get NaN from attention, and no sequence sees them."""
     model, tape = zoo[case], Tape()
@@ -148,7 +149,9 @@ def test_what_has_more_rows_or_chunks_than_are_recorded_runs_without(
         assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
 
 
-@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse", "chunked"])
+@pytest.mark.parametrize(
+    "way", with_all(["no-evict", "utilization-chunked-no-reuse", "chunked"], ["utilization-chunked-no-reuse"])
+)
 def test_everything_that_is_served_is_the_same_with_recorded_chunks(zoo: Zoo, way: str) -> None:
     model = zoo["llama-gqa"]
     requests, tape = requests_of(model), Tape()
@@ -182,7 +185,7 @@ def serve_adapters(engine: ModelEngine, model: ZooModel, ranks: list[int], **opt
     return [row.generated for row in (*ended, *rows)]
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2"], ["llama-gqa"]))
 def test_adapters_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
     """Their pages, and how many rows there are, differ from replay to replay."""
     model, tape = zoo[case], Tape()
@@ -195,7 +198,9 @@ def test_adapters_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
     assert {index < 5 for index in tape.replayed} == {True, False}, "with adapters, and without"
 
 
-@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+@pytest.mark.parametrize(
+    "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
+)
 def test_searches_drafts_and_sampling_are_the_same(zoo: Zoo, way: str) -> None:
     model = zoo["llama-gqa"]
     requests, tape = requests_of(model), Tape()

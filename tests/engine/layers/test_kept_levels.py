@@ -266,7 +266,13 @@ def test_two_levels_are_in_a_byte(inputs: int, tile: int) -> None:
     assert torch.equal(unpack(pack(levels, tile), tile)[:, :inputs], levels)
 
 
-@pytest.mark.parametrize("name", [*KEPT, "fp8-tensor", "fbgemm", "gptq-8", "ct-packed-int8", "fp8-block"])
+@pytest.mark.parametrize(
+    "name",
+    with_all(
+        [*KEPT, "fp8-tensor", "fbgemm", "gptq-8", "ct-packed-int8", "fp8-block"],
+        ["gptq-act-order", "ct-int8", "fp8-block"],
+    ),
+)
 def test_modules_keep_them(zoo: Zoo, tmp_path: Path, name: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
     engine = load_engine(tmp_path, kernels="torch")
@@ -279,7 +285,7 @@ def test_modules_keep_them(zoo: Zoo, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["mixtral", "llama-gqa"])
-@pytest.mark.parametrize("name", ["gptq-act-order", "ct-int8", "fbgemm"])
+@pytest.mark.parametrize("name", with_all(["gptq-act-order", "ct-int8", "fbgemm"], ["gptq-act-order"]))
 def test_modules_in_float32_give_exact_logits(zoo: Zoo, tmp_path: Path, case: str, name: str) -> None:
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
     description = read_model_description(tmp_path)
@@ -299,7 +305,7 @@ def test_modules_in_float32_give_exact_logits(zoo: Zoo, tmp_path: Path, case: st
     torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "fbgemm"])
+@pytest.mark.parametrize("name", with_all(["gptq", "gptq-act-order", "fbgemm"], ["gptq-act-order"]))
 def test_ranks_on_torchs_operators(zoo: Zoo, tmp_path: Path, name: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
     request = Request(90, model.prompt(30), 1, output=OutputConfig(return_generation_logits=True))

@@ -57,7 +57,7 @@ def test_logits_are_those_of_what_the_weights_stand_for(zoo: Zoo, tmp_path: Path
     assert largest_error(zoo["llama-gqa"], texts) > 10 * EXACT
 
 
-@pytest.mark.parametrize("name", ["ct-int4", "awq"])
+@pytest.mark.parametrize("name", with_all(["ct-int4", "awq"], ["awq"]))
 def test_error_in_half_precision_is_bounded(zoo: Zoo, tmp_path: Path, name: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name], dtype="float16")
     (engine,) = build(model.folder, tmp_path / "engine")
@@ -88,7 +88,7 @@ def test_weights_that_are_inputs_stay_packed_in_4_bits(zoo: Zoo, tmp_path: Path)
     assert largest_error(model, texts) < EXACT
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-act-order"])
+@pytest.mark.parametrize("name", with_all(["awq", "gptq-act-order"], ["gptq-act-order"]))
 def test_ranks_cut_them(zoo: Zoo, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """With act-order a rank has inputs of many groups, of some only a few: then they are unpacked."""
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])

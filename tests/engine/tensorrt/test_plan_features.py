@@ -27,6 +27,7 @@ from tests.engine.tensorrt.conftest import Plans
 from tests.engine.tensorrt.engines import load, standing_in
 from tests.engine.test_adapters import assert_contained
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 LORA_RANKS = 24
 """Of all adapters of a part of a batch: two of the tests' adapters, or one."""
@@ -39,7 +40,7 @@ def without_magnitudes(requests: tuple[Request, ...]) -> list[Request]:
     return [each for each in requests if each.lora is None or each.lora.task_id != 3]
 
 
-@pytest.mark.parametrize("way", ["chunked", "utilization"])
+@pytest.mark.parametrize("way", with_all(["chunked", "utilization"], ["chunked"]))
 def test_adapters_of_a_batch_together(zoo: Zoo, plans: Plans, way: str) -> None:
     """More than a plan takes at once, which are computed in parts; loaded again and again, into few pages."""
     model = zoo["llama-gqa"]
@@ -91,7 +92,7 @@ def test_plans_without_room_for_adapters_take_none(zoo: Zoo, plans: Plans) -> No
 # ---------------------------------------------------------------------- tables, logits, hidden states
 
 
-@pytest.mark.parametrize("way", ["no-evict", "chunked"])
+@pytest.mark.parametrize("way", with_all(["no-evict", "chunked"], ["chunked"]))
 def test_prompt_tables_and_logits(zoo: Zoo, plans: Plans, way: str) -> None:
     model = zoo["llama-gqa"]
     requests, rows = tables.mixed_requests(model, output=tables.LOGITS)
@@ -110,7 +111,9 @@ def test_prompt_tables_and_logits(zoo: Zoo, plans: Plans, way: str) -> None:
             torch.testing.assert_close(found.view(wanted.shape), wanted, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+@pytest.mark.parametrize(
+    "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
+)
 def test_additional_outputs(zoo: Zoo, plans: Plans, way: str) -> None:
     model = zoo["llama-gqa"]
     names = tuple(f"hidden_states_{number}" for number in range(3))
@@ -185,7 +188,9 @@ def test_recorded_batches_give_the_same_tokens(zoo: Zoo, plans: Plans, case: str
     assert {sizes[number] for number in replays.ran} == set(sizes) - {56, 64}
 
 
-@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+@pytest.mark.parametrize(
+    "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
+)
 def test_recordings_serve_some_of_everything(zoo: Zoo, plans: Plans, way: str) -> None:
     """Reused prefixes, pauses, searches, drafts: of batches that are recorded, and others in between."""
     model, replays = zoo["llama-gqa"], Replays()
@@ -266,7 +271,10 @@ def test_everything_but_the_plan_can_be_recorded(
 # ---------------------------------------------------------------------- failures, ranks
 
 
-@pytest.mark.parametrize(("stage", "after"), [("prepare", True), ("_load", False), ("write_through", False)])
+@pytest.mark.parametrize(
+    ("stage", "after"),
+    with_all([("prepare", True), ("_load", False), ("write_through", False)], [("write_through", False)]),
+)
 def test_an_iteration_that_fails_changes_no_tokens(
     zoo: Zoo, plans: Plans, stage: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +290,7 @@ def test_an_iteration_that_fails_changes_no_tokens(
         failures.assert_same(result, expected[key])
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "llama-gqa-tied"])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "llama-gqa-tied"], ["llama-gqa-tied"]))
 def test_two_ranks_give_the_same(zoo: Zoo, plans: Plans, case: str) -> None:
     model = zoo[case]
     folder = plans(model, tensor_parallel_size=2, additional_outputs=("hidden_states_1",))

@@ -18,6 +18,7 @@ from inflight.serving.chat.template import ChatTemplate
 from inflight.serving.chat.template_files import TemplateFiles
 from tests.serving.chat.answers import Answer, read, write_calls
 from tests.serving.chat.template_folders import source
+from tests.tiers import examples
 
 
 def split(parts: list[str], starts_inside: bool = False, parser: str = "think") -> tuple[str, str]:
@@ -51,7 +52,7 @@ FRAGMENTS = ["<think>", "</think>", "<", "</", "think>", " ", "\n", "a", "b c"]
 
 
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join), st.booleans(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(fast=60, all=150), deadline=None)
 def test_reasoning_is_the_same_however_the_text_is_cut(
     text: str, starts_inside: bool, data: st.DataObject
 ) -> None:

@@ -19,6 +19,7 @@ from inflight.serving.chat.tool_styles import TOOL_CALL_PARSERS, needs_special_t
 from inflight.text.tokenizer import Tokenizer
 from tests.serving.chat.answers import Answer, joined, read, write_calls
 from tests.text import tiny_tokenizers
+from tests.tiers import examples
 
 WEATHER = {"city": "Zürich", "days": 3, "nested": {"a": [1, {"b": "}"}]}}
 
@@ -185,7 +186,7 @@ FRAGMENTS = [
     st.booleans(),
     st.data(),
 )
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(fast=100, all=250), deadline=None)
 def test_calls_are_the_same_however_the_text_is_cut(
     parser: str, text: str, forced: bool, data: st.DataObject
 ) -> None:
@@ -216,7 +217,7 @@ def is_subsequence(part: str, text: str) -> bool:
 
 
 @given(st.sampled_from(TOOL_CALL_PARSERS), CALLS, st.integers(0, 400), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(fast=60, all=150), deadline=None)
 def test_a_call_that_is_cut_leaves_nothing_of_itself(
     parser: str, calls: list[tuple[str, dict[str, Any]]], length: int, forced: bool
 ) -> None:

@@ -19,13 +19,13 @@ class ReportKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """The reports since the last fetch, oldest first; only of the kind asked for.
+    """The reports since the last fetch, oldest first; only those of the requested kind.
 
     Attributes:
         iterations: Statistics of iterations.
         requests: Statistics of every request, by iteration.
-        kv_events: What has happened to the content of KV blocks.
-        memory: What the engine's process holds now, with `iterations`.
+        kv_events: Changes to the content of KV blocks.
+        memory: Current memory of the engine's process, with `iterations`.
     """
 
     iterations: tuple[KeptIteration, ...] = ()

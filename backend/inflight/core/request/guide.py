@@ -1,4 +1,4 @@
-"""A guide: what the generated text has to look like, as a request says it. Pure."""
+"""A guide: the format that a request demands of the generated text. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from enum import Enum
 from inflight.errors import InvalidArgument
 
 GUIDE_END = -2
-"""What a row gets in place of a token where its guide can only end and its request has no end id. It ends then."""
+"""The token of a row whose guide allows nothing but the end, if its request has no end id. The sequence then
+ends."""
 
 
 class GuideType(Enum):
@@ -35,7 +36,7 @@ class Guide:
     text: str = ""
 
     def validate(self) -> None:
-        """Raise InvalidArgument where there is a text and should be none, or the other way round."""
+        """Raise InvalidArgument if a JSON guide has a text or another guide has none."""
         if self.type is GuideType.JSON and self.text:
             raise InvalidArgument(
                 "guided_decoding_guide must be left out where guided_decoding_guide_type is json, got "

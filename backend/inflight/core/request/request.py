@@ -1,4 +1,4 @@
-"""Requests: a frozen Request and its parts, the limits of an engine, and the input of an iteration. Pure."""
+"""The frozen Request and its parts, the limits of an engine, and the input of an iteration. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inflight.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class FloatTensor:
-    """A float32 tensor as the core sees it: a shape, and bytes that it hands through without looking inside.
+    """A float32 tensor as the core sees it: a shape, and bytes that are passed on unread.
 
     Attributes:
         shape: Lengths of the dimensions.
@@ -43,28 +43,28 @@ class FloatTensor:
 MAX_TOP_LOG_PROBS = 1024
 
 BATCHED_POST_PROCESSOR_NAME = "batched"
-"""TensorRT-LLM's name of the one logits post-processor that gets the rows of all its requests in one call."""
+"""TensorRT-LLM's name for the logits post-processor that gets the rows of all its requests in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputConfig:
-    """TensorRT-LLM's `OutputConfig`, and this project's own.
+    """TensorRT-LLM's `OutputConfig`, with fields of this project's own.
 
-    All log probabilities are log_softmax of the model's logits as they come, in float32: before bias, penalties
-    and temperature. `generation_logits` are the same logits, so that one follows from the other.
+    All log probabilities are log_softmax, in float32, of the model's unchanged logits: before bias, penalties and
+    temperature. `generation_logits` are the same unchanged logits.
 
     Attributes:
         exclude_input_from_output: Leave the prompt out of the output ids of a non-streaming request. Streamed
             responses never carry the prompt. Tensor `exclude_input_in_output`.
         return_log_probs: Log probability of each generated token, and their sum. Tensor `return_log_probs`.
-        num_top_log_probs: How many of the likeliest tokens come back beside each generated token, with their log
+        num_top_log_probs: Number of most likely tokens to return for each generated token, with their log
             probabilities. Tensor `num_top_log_probs`.
         return_prompt_log_probs: Log probability of each prompt token. Tensor `return_prompt_log_probs`.
         return_context_logits: Logits after each prompt token. Tensor `return_context_logits`.
-        return_generation_logits: Logits that each generated token was chosen from. Tensor
+        return_generation_logits: Logits that each generated token was sampled from. Tensor
             `return_generation_logits`.
         return_perf_metrics: Times, KV blocks and draft counts. Tensor `return_perf_metrics`.
-        additional_outputs: Tensors of the model that come back beside the tokens. Tensor `additional_outputs`.
+        additional_outputs: Other tensors of the model to return. Tensor `additional_outputs`.
     """
 
     exclude_input_from_output: bool = False
@@ -78,17 +78,17 @@ class OutputConfig:
 
     @property
     def wants_details(self) -> bool:
-        """Whether generated tokens come with more than their ids."""
+        """Whether generated tokens are returned with log probabilities or logits."""
         return self.return_log_probs or self.num_top_log_probs > 0 or self.return_generation_logits
 
     @property
     def wants_context(self) -> bool:
-        """Whether anything of every prompt position comes back; then no part of the prompt is reused."""
+        """Whether outputs of every prompt position are returned, so that no part of the prompt may be reused."""
         return self.return_context_logits or self.return_prompt_log_probs or bool(self.gathered_outputs)
 
     @property
     def gathered_outputs(self) -> tuple[AdditionalModelOutput, ...]:
-        """The additional outputs of which the prompt's rows are wanted."""
+        """The additional outputs that are also wanted for the prompt."""
         return tuple(output for output in self.additional_outputs if output.gather_context)
 
     def validate(self, vocab_size: int) -> None:
@@ -98,7 +98,7 @@ class OutputConfig:
             raise InvalidArgument(f"num_top_log_probs must be in [0, {most}], got {self.num_top_log_probs}")
 
     def validate_additional(self, offered: tuple[OfferedOutput, ...], uses_beams: bool) -> None:
-        """Raise InvalidArgument for additional outputs that the engine does not give."""
+        """Raise InvalidArgument for additional outputs that the engine does not offer."""
         names = [output.name for output in self.additional_outputs]
         if len(set(names)) < len(names):
             raise InvalidArgument(f"additional_outputs has a name twice: {', '.join(names)}")
@@ -121,23 +121,24 @@ class OutputConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits of a model for requests, known to every front end before it sends one.
+    """The limits that a model sets for requests. Every front end knows them.
 
     Attributes:
         vocab_size: Number of token ids; valid ids are 0 .. vocab_size - 1.
         max_sequence_length: Prompt and generated tokens together, in tokens.
         max_input_length: Longest prompt, in tokens.
-        num_blocks: KV cache blocks, all of which one request may have if it is alone.
+        num_blocks: KV cache blocks in total, the most that one request can use.
         tokens_per_block: Tokens per KV cache block.
-        max_beam_width: Most beams of a search.
-        max_draft_length: Most draft tokens verified at a time.
-        max_context_tokens: Most prompt and draft tokens together, where contexts are not split; else no bound.
+        max_beam_width: Maximum beam width.
+        max_draft_length: Maximum number of draft tokens verified at a time.
+        max_context_tokens: Maximum number of prompt and draft tokens together if contexts are not chunked;
+            otherwise a number too large to matter.
         logits_post_processors: Names that a request may give as its logits post-processor.
-        additional_outputs: What a request may ask for beside tokens and logits.
-        hidden_size: Width of the rows of prompt tables; 0: the engine takes none.
-        max_adapter_rank: Largest rank of LoRA adapters; 0: the engine takes none.
-        max_sequences_per_request: Most sequences of one request; front ends that take several prompts at a time
-            count those of all of them.
+        additional_outputs: The outputs besides tokens and logits that a request may ask for.
+        hidden_size: Row width of prompt tables; 0: the engine takes no prompt tables.
+        max_adapter_rank: Maximum rank of LoRA adapters; 0: the engine takes no adapters.
+        max_sequences_per_request: Maximum number of sequences of one request. Front ends that take several prompts
+            in one request count the sequences of all of them.
     """
 
     vocab_size: int
@@ -155,7 +156,8 @@ class ModelLimits:
     max_sequences_per_request: int = MAX_RETURN_SEQUENCES
 
     def kv_room(self, prompt_length: int, beam_width: int = 1) -> int:
-        """Most tokens that the KV cache has room to generate behind a prompt; below 0 if the prompt has none.
+        """Return how many tokens the KV cache has room to generate after a prompt; negative if the prompt does not
+        fit.
 
         Beams share the prompt's full blocks. The last generated token needs no room, as it is never fed back.
         """
@@ -164,16 +166,16 @@ class ModelLimits:
         return (shared + max(0, self.num_blocks - shared) // beam_width) * size + 1 - prompt_length
 
     def room(self, prompt_length: int, beam_width: int = 1) -> int:
-        """Most tokens that can be generated behind a prompt, by the model's length and the KV cache."""
+        """Return how many tokens can be generated after a prompt, limited by sequence length and KV cache."""
         return min(self.max_sequence_length - prompt_length, self.kv_room(prompt_length, beam_width))
 
     def check_sequences(self, num_prompts: int, num_sequences: int, name: str) -> None:
-        """Raise InvalidArgument if the prompts of one request ask for too many sequences together.
+        """Raise InvalidArgument if the prompts of one request ask for too many sequences in total.
 
         Args:
             num_prompts: How many prompts there are.
             num_sequences: How many sequences all of them ask for.
-            name: What the client calls `num_return_sequences`.
+            name: The client's name for `num_return_sequences`, for the error.
         """
         if num_sequences > self.max_sequences_per_request:
             raise InvalidArgument(
@@ -188,15 +190,15 @@ class ExternalDraft:
     """TensorRT-LLM's `ExternalDraftTokensConfig`: a guess at the first generated tokens, verified in one pass.
 
     Attributes:
-        token_ids: The guess. Tensor `draft_input_ids` [1, n].
-        logits: [n, vocab_size] float32: softmax of row i is the distribution that token i was drawn from. With
-            them a token is accepted with probability min(1, target / draft), so that the output's distribution
-            does not change; without, as long as it is the one that would have been generated anyway. Tensor
-            `draft_logits`.
-        acceptance_threshold: With logits, accept a token where target / draft reaches it, instead of by chance.
+        token_ids: The guessed tokens. Tensor `draft_input_ids` [1, n].
+        logits: [n, vocab_size] float32; softmax of row i is the distribution that token i was sampled from. With
+            logits, a token is accepted with probability min(1, target / draft), which keeps the target's
+            distribution. Without, tokens are accepted as long as they equal the ones that would have been
+            generated anyway. Tensor `draft_logits`.
+        acceptance_threshold: With logits, accept a token if target / draft >= threshold instead of by chance.
             Tensor `draft_acceptance_threshold`.
-        ends_sequence: The sequence ends with LENGTH once the draft is verified, after the accepted tokens and one
-            more: for whoever drafts the next tokens behind these.
+        ends_sequence: Whether the sequence ends with LENGTH once the draft is verified, after the accepted tokens
+            and one more, so that the caller can draft the next tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -217,31 +219,33 @@ class Request:
         end_ids: Token ids that end the sequence; they are not returned. Tensor `end_id`.
         pad_id: Fills ragged outputs of several beams; None means -1. Tensor `pad_id`.
         sampling: How tokens are chosen.
-        output: What comes back.
-        stop_words: Token sequences that end the output once generated; they are returned. A prompt's tokens are
-            no part of one. Tensor `stop_words_list`.
-        stop_words_after: A stop word that is complete with so many generated tokens, or fewer, ends nothing.
-        bad_words: Token sequences whose last token is banned where the others stand before it, prompt included.
-            Tensor `bad_words_list`.
+        output: The outputs to return.
+        stop_words: Token sequences that end the output once generated; they are returned. A stop word must lie
+            wholly within the generated tokens. Tensor `stop_words_list`.
+        stop_words_after: A stop word that is complete within this many generated tokens is ignored.
+        bad_words: Token sequences that must not appear: the last token is banned whenever the others precede it,
+            prompt included. Tensor `bad_words_list`.
         embedding_bias: [vocab_size], added to the logits. Tensor `embedding_bias`.
         draft: Draft tokens for the first generated ones. Tensors `draft_*`.
-        prompt_lookup_num_tokens: Most tokens to guess in an iteration from what followed the last few tokens
-            earlier in this sequence; 0: none. Tensor `prompt_lookup_num_tokens`.
-        logits_post_processor_name: Which function of the server's operator changes its logits before anything
-            else does; "": none. Tensor of the same name.
+        prompt_lookup_num_tokens: Maximum number of draft tokens per iteration from prompt lookup; 0: off. Tensor
+            `prompt_lookup_num_tokens`.
+        logits_post_processor_name: Name of the operator's function that changes its logits before all controls;
+            "": none. Tensor of the same name.
         identity: What its KV blocks depend on besides its tokens.
         retention: How long its KV blocks are worth keeping afterwards.
         priority: 0 .. 1; waiting requests of a higher priority go first. Tensor `priority`.
-        client_id: Whose request it is; clients of one priority get equal shares. Tensor `client_id`.
-        allotted_time_ms: From arrival; then it ends with TIMED_OUT. 0: no deadline. Tensor `allotted_time_ms`.
-        arrival_time_ns: When the engine's client took it; the clock of `IterationInput.now_ns`; 0: unknown.
-        guide: What the generated text has to look like; None: anything. Tensors `guided_decoding_*`.
-        lora: The adapter that changes the model for it; None: the bare model. Tensors `lora_*`.
-        prompt_table: Embeddings that prompt ids from vocab_size on stand for; None: there are no such ids. Tensor
+        client_id: The client that sent it; clients of one priority get equal shares. Tensor `client_id`.
+        allotted_time_ms: Time from arrival after which it ends with TIMED_OUT; 0: no deadline. Tensor
+            `allotted_time_ms`.
+        arrival_time_ns: When the engine client took it, by the clock of `IterationInput.now_ns`; 0: unknown.
+        guide: The format demanded of the generated text; None: any. Tensors `guided_decoding_*`.
+        lora: The LoRA adapter to use; None: the base model. Tensors `lora_*`.
+        prompt_table: Embeddings for prompt ids >= vocab_size; None: there are no such ids. Tensor
             `prompt_embedding_table`.
-        is_continuation: It goes on where an answered request of this engine ended: neither a drain nor a full
-            queue turns it away.
-        may_be_continued: If it ends with LENGTH, a drain waits a moment for the request that continues it.
+        is_continuation: Whether it continues a request that this engine has answered; such a request is accepted
+            during a drain and with a full queue.
+        may_be_continued: Whether a continuation may follow if it ends with LENGTH; a drain waits a moment for
+            that.
     """
 
     request_id: int
@@ -278,12 +282,12 @@ class Request:
 
     @property
     def max_sequence_length(self) -> int:
-        """Prompt and generated tokens at the length limit."""
+        """Number of prompt and generated tokens at the length limit."""
         return len(self.input_token_ids) + self.max_new_tokens
 
     @property
     def max_kv_tokens(self) -> int:
-        """KV entries of one sequence at the length limit: the last generated token is never fed back."""
+        """Number of KV entries of one sequence at the length limit. The last generated token is never fed back."""
         return len(self.input_token_ids) + self.max_new_tokens - 1
 
     @property
@@ -293,7 +297,7 @@ class Request:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the device needs the tokens so far to choose the next one."""
+        """Whether the device needs all tokens so far to choose the next one."""
         return (
             self.sampling.looks_back
             or bool(self.logits_post_processor_name)
@@ -302,15 +306,15 @@ class Request:
 
     @property
     def starts_with_tokens(self) -> bool:
-        """Whether a slot is told the tokens so far when the sequence starts or resumes there."""
+        """Whether the device gets the tokens so far when the sequence starts or resumes in a slot."""
         return self.looks_back or self.guide is not None
 
     @property
     def needs_host(self) -> bool:
-        """Whether its next token waits for the host to look at the one before; else the device goes on alone.
+        """Whether the host must see each token before the next one is chosen. Otherwise the device goes on alone.
 
-        The host decides about drafts, describes tokens, calls logits post-processors, follows guides, and does
-        what sampling controls need it for.
+        The host verifies drafts, computes token details, calls logits post-processors and follows guides; see also
+        `SamplingConfig.needs_host`.
         """
         return (
             self.sampling.needs_host
@@ -324,8 +328,8 @@ class Request:
 
     @property
     def banning_tensors(self) -> list[str]:
-        """Names of the tensors that may leave a sequence without a token to go on with."""
-        asked = {
+        """Names of the tensors that may ban every possible next token."""
+        banning = {
             "logits_post_processor_name": bool(self.logits_post_processor_name),
             "embedding_bias": self.embedding_bias is not None,
             "min_length": bool(
@@ -336,22 +340,25 @@ class Request:
         }
         for name, control in CONTROLS.items():
             if control.bans:
-                asked[control.tensor] = asked.get(control.tensor, True) and self.sampling.uses(name)
-        return [name for name, is_asked in asked.items() if is_asked]
+                banning[control.tensor] = banning.get(control.tensor, True) and self.sampling.uses(name)
+        return [name for name, bans in banning.items() if bans]
 
     def without_weights(self) -> Request:
-        """The same request without the weights of its adapter, for whoever does not hand them on."""
+        """Return the same request without its adapter's weights."""
         if self.lora is None or self.lora.weights is None:
             return self
         return replace(self, lora=replace(self.lora, weights=None))
 
     def max_kv_blocks(self, tokens_per_block: int) -> int:
-        """KV blocks at the length limit; beams share the prompt's full blocks and nothing else for certain."""
+        """Return the KV blocks needed at the length limit.
+
+        Beams are certain to share only the prompt's full blocks.
+        """
         shared = self.prompt_length // tokens_per_block if self.sampling.uses_beams else 0
         return shared + self.sampling.beam_width * (-(-self.max_kv_tokens // tokens_per_block) - shared)
 
     def validate(self, limits: ModelLimits) -> None:
-        """Raise InvalidArgument, with what would fit, if this request can never run on such a model."""
+        """Raise InvalidArgument, naming a value that would fit, if this request can never run on such a model."""
         self.sampling.validate(limits.vocab_size)
         self.output.validate(limits.vocab_size)
         self.output.validate_additional(limits.additional_outputs, self.sampling.uses_beams)
@@ -385,7 +392,7 @@ class Request:
             )
 
     def _validate_prompt_ids(self, limits: ModelLimits) -> None:
-        """Ids from vocab_size on are virtual: the rows of the prompt table."""
+        """Check prompt ids; ids >= vocab_size are virtual and stand for rows of the prompt table."""
         vocab_size, highest = limits.vocab_size, max(self.input_token_ids)
         table = self.prompt_table
         if table is None:
@@ -441,7 +448,7 @@ class Request:
             self._refuse_blocks(needed, limits)
 
     def _remedy(self, limits: ModelLimits) -> str:
-        """The end of the message for a prompt that is too long for one iteration, but not for the model."""
+        """Return the end of the error for a prompt that fits the model but not one iteration."""
         if not limits.max_context_tokens < self.prompt_length < limits.max_sequence_length:
             return ""
         return (
@@ -452,9 +459,9 @@ class Request:
     def _refuse_blocks(self, needed: int, limits: ModelLimits) -> None:
         size, beams = limits.tokens_per_block, self.sampling.beam_width
         fits = limits.kv_room(self.prompt_length, beams)
-        of_beams = f" and beam_width {beams}" if beams > 1 else ""
+        beam_clause = f" and beam_width {beams}" if beams > 1 else ""
         raise InvalidArgument(
-            f"{self.prompt_length} prompt tokens, request_output_len {self.max_new_tokens}{of_beams} need "
+            f"{self.prompt_length} prompt tokens, request_output_len {self.max_new_tokens}{beam_clause} need "
             f"{needed * size} tokens of KV cache; it holds {limits.num_blocks * size}, "
             f"so request_output_len can be at most {max(fits, 0)}"
         )
@@ -520,10 +527,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class IterationInput:
-    """Everything that enters one iteration and is not a function of earlier state.
+    """All input of one iteration that is not a function of earlier state.
 
-    Rank 0 makes it inside GetInferenceRequests. It is what a broadcast carries to other ranks and what a
-    recording keeps; `now_ns` is the only clock the core sees.
+    Rank 0 makes it inside GetInferenceRequests. It is broadcast to the other ranks and recorded in traces.
+    `now_ns` is the only clock that the core sees.
 
     Attributes:
         iteration: Count of iterations, from 0.
@@ -531,7 +538,7 @@ class IterationInput:
         new_requests: Requests that arrive with this iteration, in order.
         stops: Requests to end early.
         guides: Requests whose guides are ready or have failed.
-        adapters: What has become of adapters, and of requests that wait for one.
+        adapters: Changes of the stored adapters, and requests whose adapters are ready or have failed.
     """
 
     iteration: int
@@ -544,19 +551,19 @@ class IterationInput:
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
-    """The facts that a front end needs to check and build requests; constant while the engine lives.
+    """The facts about an engine that a front end needs to check and build requests; constant while the engine
+    lives.
 
     Attributes:
-        limits: What requests may ask for.
+        limits: The limits for requests.
         model_path: The checkpoint folder.
-        tokenizer_dir: Folder with tokenizer.json; "" if there is none, then only ids are served.
-        eos_token_ids: End ids of the checkpoint's generation_config.json (else config.json): where requests
-            that come as text end, unless they say otherwise.
-        default_end_ids: End ids of requests that come as ids and have no end_id; the specification's default
-            is none.
+        tokenizer_dir: Folder with tokenizer.json; "" if there is none, so that only token ids are served.
+        eos_token_ids: End ids of the checkpoint's generation_config.json (else config.json): the default end ids
+            of requests that come as text.
+        default_end_ids: Default end ids of requests that come as token ids; the specification's default is none.
         exclude_input_from_output: Server-wide default of the `exclude_input_in_output` tensor.
         dtype: Type of the weights: float32, bfloat16, float16 or int8.
-        state_enabled: Whether front ends tell their clients the whole state (`state` requests).
+        state_enabled: Whether front ends answer `state` requests in full.
         adapter_commands_enabled: Whether `lora_command` requests are answered.
     """
 

@@ -1,7 +1,7 @@
-"""Makes the responses of a sequence: from an LlmRequest to a Result.
+"""Makes the responses of a sequence: turns an LlmRequest into a Result.
 
-This module selects the tokens and details that a response carries, and counts what was streamed already.
-`outcomes.py` and `endings.py` call it, on the loop thread.
+Selects the tokens and details that a response carries, and counts what has been streamed. `outcomes.py` and
+`endings.py` call it, on the loop thread.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from inflight.core.request.response import AdditionalOutput, PerfMetrics, Respon
 from inflight.core.request.stop import CUT_SHORT, FinishReason
 
 BlockCounter = Callable[[LlmRequest], BlockCounts]
-"""Returns how many KV blocks a sequence took new at its starts, found in the cache and missed there."""
+"""Returns the KV blocks of a sequence over all its starts: newly taken, found in the cache, missed in the
+cache."""
 
 
 def make_response(llm_request: LlmRequest, block_counts: BlockCounter, is_final: bool = False) -> Response:
-    """The response with the sequence's result (`make_result`); `is_final` if no other sequence has one to come."""
+    """Return the response with the sequence's result (`make_result`).
+
+    `is_final`: no other sequence has a response to come.
+    """
     return Response(llm_request.request_id, make_result(llm_request, block_counts), None, is_final)
 
 
 def ended_before_start(request: Request, reason: FinishReason) -> list[Response]:
-    """The last responses of a request all of whose sequences have ended before anything was computed."""
+    """Return the last responses of a request whose sequences all ended before anything was computed."""
     sequences = RequestGroup(request, 0, CacheRules(None), request.arrival_time_ns).sequences
     for llm_request in sequences:
         llm_request.finish(reason)
@@ -36,10 +40,10 @@ def ended_before_start(request: Request, reason: FinishReason) -> list[Response]
 
 
 def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> Result:
-    """The result of a sequence now: what is new since the last call, or everything, as the request wants it.
+    """Return a sequence's current result: everything new since the last call, or everything, as the request asks.
 
     Args:
-        llm_request: The sequence. What the result carries is counted as streamed, and its details are dropped.
+        llm_request: The sequence. The tokens in the result are counted as streamed, and their details are dropped.
         block_counts: Called if the request wants perf metrics.
     """
     request, reason = llm_request.request, llm_request.finish_reason
@@ -58,7 +62,7 @@ _RUNS_ON = (FinishReason.NOT_FINISHED,)
 
 
 def _delta(llm_request: LlmRequest) -> Result:
-    """A result with new tokens alone; it is made for every stream in every iteration, and so has to be cheap."""
+    """Return a result with new tokens only. It runs for every stream in every iteration, so it has to be cheap."""
     tokens = tuple(llm_request.tokens[llm_request.prompt_length + llm_request.num_streamed_tokens :])
     llm_request.num_streamed_tokens += len(tokens)
     return Result(
@@ -109,7 +113,7 @@ def _of_beams(llm_request: LlmRequest, beams: BeamSearch) -> Result:
     request, output = llm_request.request, llm_request.request.output
     best, reason = beams.hypotheses(), llm_request.finish_reason
     final = reason is not FinishReason.NOT_FINISHED
-    # A reason that comes from outside, or that the search has not ended, holds for all its beams.
+    # A finish reason from outside, and NOT_FINISHED, hold for all beams.
     is_common = not final or reason in CUT_SHORT
     echoed = not (request.streaming or output.exclude_input_from_output)
     prompt = request.input_token_ids if echoed else ()
@@ -158,14 +162,14 @@ def _gathered_outputs(group: RequestGroup) -> Iterator[AdditionalOutput]:
 
 
 def _of_prompt(pieces: list[bytes], group: RequestGroup) -> FloatTensor:
-    """The prompt's rows as one tensor. They are kept only if other sequences are still to carry them."""
+    """Return the prompt's rows as one tensor. They are kept only if other sequences still have to return them."""
     tensor = _stacked(pieces, group.num_context_rows)
     pieces[:] = [tensor.data] if len(group.sequences) > 1 else []
     return tensor
 
 
 def _stacked(pieces: list[bytes] | tuple[bytes, ...], num_rows: int | None = None) -> FloatTensor:
-    """A tensor [rows, values of a row] from pieces of rows; each piece is one row unless `num_rows` is given."""
+    """Return a tensor [rows, row width] from pieces of rows; each piece is one row unless `num_rows` is given."""
     data = b"".join(pieces)
     rows = len(pieces) if num_rows is None else num_rows
     return FloatTensor((rows, len(data) // (4 * rows) if rows else 0), data)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.adapters.lora_modules import Module
+from inflight.adapters.lora_modules import Module, module_sizes, projections
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.engine.cpu.packing import HALF, PANEL, gated_order, in_order
 from inflight.engine.cpu.structs import AdapterStruct, LayerAdapterStruct, LowRankStruct
@@ -247,18 +247,14 @@ class PackedAdapters:
 
 
 def _products(held: DecoderConfig) -> tuple[_Product, ...]:
-    hidden, inner, query, kv = held.hidden_size, held.intermediate_size, held.query_size, held.kv_size
-    up: tuple[tuple[Module, int], ...] = ((Module.MLP_H_TO_4H, inner),)
-    up_order = torch.arange(inner)
-    if held.gated_mlp:
-        up, up_order = (*up, (Module.MLP_GATE, inner)), gated_order(2 * inner)
-    qkv = ((Module.ATTN_Q, query), (Module.ATTN_K, kv), (Module.ATTN_V, kv))
-    return (
-        _Product("qkv", qkv, hidden, torch.arange(query + 2 * kv)),
-        _Product("output", ((Module.ATTN_DENSE, hidden),), query, torch.arange(hidden)),
-        _Product("up", up, hidden, up_order),
-        _Product("down", ((Module.MLP_4H_TO_H, hidden),), inner, torch.arange(hidden)),
-    )
+    sizes = module_sizes(held)
+    products: list[_Product] = []
+    for name, modules in projections(held).items():
+        parts = tuple((module, sizes[module].outer) for module in modules)
+        rows = sum(count for _, count in parts)
+        order = gated_order(rows) if name == "up" and held.gated_mlp else torch.arange(rows)
+        products.append(_Product(name, parts, sizes[modules[0]].inner, order))
+    return tuple(products)
 
 
 def _pack_magnitude(part: _Part) -> Tensor | None:

@@ -10,18 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.adapters.lora_modules import Module, module_sizes
+from inflight.adapters.lora_modules import module_sizes, projections
 from inflight.engine.tensorrt.graph import Graph
 from inflight.engine.tensorrt.sidecar import Settings
 from inflight.models import DecoderConfig
-
-_GATE_UP = (Module.MLP_H_TO_4H, Module.MLP_GATE)
-_FUSED = {
-    "qkv": (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V),
-    "output": (Module.ATTN_DENSE,),
-    "down": (Module.MLP_4H_TO_H,),
-}
-"""The modules of a layer's projections, in the order of their outputs."""
 
 
 class NetworkAdapters:
@@ -36,7 +28,7 @@ class NetworkAdapters:
 
     def __init__(self, graph: Graph, held: DecoderConfig, settings: Settings, order: Any) -> None:
         self._graph, self._dtype, self._sizes = graph, settings.dtype, module_sizes(held)
-        self._fused = _FUSED | {"up": _GATE_UP if held.gated_mlp else _GATE_UP[:1]}
+        self._projections = projections(held)
         self._is_own = None
         if settings.max_lora_rank:
             mask = graph.input("lora_mask", settings.dtype, ("T", "ranks"))
@@ -46,8 +38,8 @@ class NetworkAdapters:
         """The output of projection `name` of a layer plus that of each row's adapter; x is the projection's
         input.
         """
-        modules = self._fused[name.rsplit(".", 1)[1]]
-        if self._is_own is None or modules[0] not in self._sizes:
+        modules = self._projections.get(name.rsplit(".", 1)[1], ())
+        if self._is_own is None or not modules:
             return y
         graph = self._graph
         parts: list[Any] = []
