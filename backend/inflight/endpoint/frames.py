@@ -21,10 +21,10 @@ import msgspec
 
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.request import EngineDescription, FloatTensor, Request
-from inflight.core.request.response import AdditionalOutput, Response, Result
+from inflight.core.request.response import Response, ReturnedOutput, SequenceResult
 from inflight.core.request.stop import StopReason
 from inflight.errors import InflightError, error_from_code
 from inflight.raw_buffers import BufferedDecoder, BufferedEncoder
@@ -169,7 +169,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 class Statistics(msgspec.Struct, frozen=True, tag=True):
     """Engine → supervisor: statistics and metrics, their time, and the engine's memory."""
 
-    stats: IterationStats
+    stats: IterationCounts
     metrics: MetricsSnapshot
     wall_clock_s: float
     memory: MemoryUsage
@@ -189,7 +189,7 @@ class EngineResponse(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """
 
     request_id: int
-    result: Result | None = None
+    result: SequenceResult | None = None
     error_code: str = ""
     error_message: str = ""
     is_final: bool = False
@@ -245,12 +245,12 @@ def encode_response(response: Response) -> list[bytes]:
     return [encode(answer)]
 
 
-def _has_tensors(result: Result) -> bool:
+def _has_tensors(result: SequenceResult) -> bool:
     has_logits = result.context_logits is not None or result.generation_logits is not None
     return has_logits or bool(result.additional_outputs)
 
 
-def _encode_with_tensors(response: Response, result: Result) -> list[bytes]:
+def _encode_with_tensors(response: Response, result: SequenceResult) -> list[bytes]:
     context, generation, additional = (
         result.context_logits,
         result.generation_logits,
@@ -334,7 +334,7 @@ def read_response(connection: socket.socket, answer: EngineResponse) -> Response
                 None if generation is None else tuple(_read_tensor(connection, shape) for shape in generation)
             ),
             additional_outputs=tuple(
-                AdditionalOutput(name, tuple(_read_tensor(connection, shape) for shape in shapes))
+                ReturnedOutput(name, tuple(_read_tensor(connection, shape) for shape in shapes))
                 for name, shapes in answer.additional_outputs
             ),
         )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from inflight.core.report.metrics import MetricsSnapshot
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.endpoint.frames import (
     BadFrame,
     Beat,
@@ -82,7 +82,7 @@ class Supervision:
             is_awaited = self._num_supervisors_awaited == 1 and self._supervisors
             return self._job if is_awaited and self._notice_s is None else ""
 
-    def put(self, stats: IterationStats, metrics: MetricsSnapshot) -> None:
+    def put(self, stats: IterationCounts, metrics: MetricsSnapshot) -> None:
         """Send these statistics to all supervisors, replacing those not sent yet. Never blocks."""
         news = partial(Statistics, stats, metrics, time.time())
         with self._changed:

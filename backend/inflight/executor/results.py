@@ -50,7 +50,7 @@ class Asked:
     max_tokens: int
     vocab_size: int
     client_id: int | None
-    output: core.OutputConfig
+    output: core.OutputOptions
     tokens_per_block: int = 1
 
     @property
@@ -75,7 +75,8 @@ class Answers:
         self.asked = asked
         self.num_sequences = num_sequences
         self.have_ended = False
-        self._history: dict[int, list[core_response.Result]] = {}  # by sequence index, if it is needed
+        # By sequence index, if it is needed.
+        self._history: dict[int, list[core_response.SequenceResult]] = {}
         self._num_generated: dict[int, int] = {}  # by sequence index
 
     def add(self, response: core_response.Response) -> Answer:
@@ -96,7 +97,10 @@ class Answers:
         return self._answer(response, tuple(history), count)
 
     def _answer(
-        self, response: core_response.Response, so_far: Sequence[core_response.Result], num_generated: int
+        self,
+        response: core_response.Response,
+        so_far: Sequence[core_response.SequenceResult],
+        num_generated: int,
     ) -> Answer:
         return Answer(
             response.request_id,
@@ -120,7 +124,7 @@ class Answer(core_response.Response):
     """
 
     answers: Answers
-    so_far: Sequence[core_response.Result]
+    so_far: Sequence[core_response.SequenceResult]
     num_generated: int
 
     def to_response(self) -> Response:
@@ -130,7 +134,7 @@ class Answer(core_response.Response):
             return Response(self.request_id, str(self.error) or "unknown error", asked.client_id)
         return Response(self.request_id, self._result(asked, result), asked.client_id)
 
-    def _result(self, asked: Asked, result: core_response.Result) -> Result:
+    def _result(self, asked: Asked, result: core_response.SequenceResult) -> Result:
         so_far = (result,) if result.is_cumulative else self.so_far or (result,)
         repeats = asked.streaming and asked.repeats_tokens
         iterations = result.num_iterations
@@ -157,17 +161,17 @@ def _joined(parts: Sequence[tuple[tuple[int, ...], ...]]) -> list[list[int]]:
     return [list(chain.from_iterable(beam)) for beam in zip(*parts, strict=True)]
 
 
-def _log_probs(results: Iterable[core_response.Result]) -> list[list[float]]:
+def _log_probs(results: Iterable[core_response.SequenceResult]) -> list[list[float]]:
     parts = [each.log_probs for each in results if each.log_probs is not None]
     return [list(chain.from_iterable(beam)) for beam in zip(*parts, strict=True)]
 
 
-def _context_logits(results: Iterable[core_response.Result]) -> torch.Tensor | None:
+def _context_logits(results: Iterable[core_response.SequenceResult]) -> torch.Tensor | None:
     found = next((each.context_logits for each in results if each.context_logits is not None), None)
     return None if found is None else _tensor(found)
 
 
-def _generation_logits(asked: Asked, results: Sequence[core_response.Result]) -> torch.Tensor | None:
+def _generation_logits(asked: Asked, results: Sequence[core_response.SequenceResult]) -> torch.Tensor | None:
     """[tokens, beams, vocab_size] of a stream, else [beams, max_tokens, vocab_size], 0 behind the last token."""
     by_result = [each.generation_logits for each in results]
     if any(tensors is None for tensors in by_result):
@@ -186,7 +190,7 @@ def _generation_logits(asked: Asked, results: Sequence[core_response.Result]) ->
     return whole
 
 
-def _additional_outputs(results: Sequence[core_response.Result]) -> list[AdditionalOutput]:
+def _additional_outputs(results: Sequence[core_response.SequenceResult]) -> list[AdditionalOutput]:
     """`context_<name>` [prompt tokens, width] and `generation_<name>` [1, tokens, width], rows joined by name."""
     if not any(each.additional_outputs for each in results):
         return []
@@ -212,7 +216,7 @@ def _tensor(tensor: core.FloatTensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(tensor.data), dtype=torch.float32).reshape(tensor.shape)
 
 
-def _perf_metrics(result: core_response.Result, tokens_per_block: int) -> RequestPerfMetrics:
+def _perf_metrics(result: core_response.SequenceResult, tokens_per_block: int) -> RequestPerfMetrics:
     found = result.perf_metrics
     assert found is not None, "it is wanted"
     # TensorRT-LLM's count has the prompt's last block, be it full or not.

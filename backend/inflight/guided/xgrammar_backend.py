@@ -13,7 +13,7 @@ import torch
 import xgrammar
 from numpy.typing import NDArray
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import MaskJob, Matcher, refusal
 from inflight.guided.schemas.documents import refused
@@ -84,11 +84,11 @@ class XGrammarBackend:
         return {}
 
     def _compile(self, guide: Guide) -> xgrammar.CompiledGrammar:
-        if guide.type is GuideType.JSON:
+        if guide.type is GuideKind.JSON:
             return self._compiler.compile_json_schema(
                 _ANY_JSON, strict_mode=False, max_whitespace_cnt=MOST_SPACES
             )
-        if guide.type is GuideType.JSON_SCHEMA:
+        if guide.type is GuideKind.JSON_SCHEMA:
             schema = json.loads(guide.text)
             _refuse_ignored(schema)
             spaces = read_spaces(schema, "#")
@@ -101,10 +101,10 @@ class XGrammarBackend:
                 separators=None if spaces.is_flexible else (",", ":"),
                 max_whitespace_cnt=MOST_SPACES if spaces.is_flexible else None,
             )
-        if guide.type is GuideType.REGEX:
+        if guide.type is GuideKind.REGEX:
             _refuse_ignored_in_regex(guide.text)
             return self._compiler.compile_regex(guide.text)
-        if guide.type is GuideType.EBNF_GRAMMAR:
+        if guide.type is GuideKind.EBNF_GRAMMAR:
             return self._compiler.compile_grammar(guide.text)
         return self._compiler.compile_structural_tag(_structural_tag(guide.text))
 
