@@ -152,7 +152,7 @@ def shared_memory_of(server_folder: str) -> list[Path]:
     return list(Path("/dev/shm").glob(server_folder + "*"))
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> bool:
     """Whether the condition becomes true within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition() and time.monotonic() < deadline:

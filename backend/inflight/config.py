@@ -256,7 +256,7 @@ class EngineConfig:
     kernels: str | None = parameter(
         None,
         choice("native", "torch"),
-        "compiled layers, for CPUs with AVX-512 or AVX2, or torch's operators; native where possible without one",
+        "compiled layers, for CPUs, or torch's operators; native where possible without one",
     )
     cuda_graph_mode: bool = parameter(
         True, BOOLEAN, "on a GPU, record iterations of up to 1,024 rows and replay them"

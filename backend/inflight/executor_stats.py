@@ -275,10 +275,10 @@ def _spec_decoding_stats(stats: core.IterationCounts) -> SpecDecodingStats | Non
 
 def request_stats(stats: core.RequestCountsOfIteration) -> RequestStatsPerIteration:
     """Return the statistics of all requests after an iteration."""
-    return RequestStatsPerIteration(stats.iteration, [_of_request(each) for each in stats.request_stats])
+    return RequestStatsPerIteration(stats.iteration, [_request_stats(each) for each in stats.request_stats])
 
 
-def _of_request(stats: core.RequestCounts) -> RequestStats:
+def _request_stats(stats: core.RequestCounts) -> RequestStats:
     return RequestStats(
         id=stats.request_id,
         stage=stats.stage,

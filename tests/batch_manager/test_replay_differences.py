@@ -111,7 +111,7 @@ def test_another_configuration_decides_otherwise(trace):
 
 
 def test_a_failure_is_another_outcome_than_an_answer(trace):
-    change(trace, 4, output=None, error_code="INTERNAL", error="it failed")
+    change(trace, 4, output=None, error_kind="INTERNAL", error="it failed")
     code, report = outcome(trace)
     assert code == DIFFERENT and report.startswith("iteration 2 (line 6) differs")
 

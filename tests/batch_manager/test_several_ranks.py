@@ -22,11 +22,12 @@ from inflight.testing.fake_model import expected_tokens
 from tests.batch_manager.ranks_in_memory import make_ranks
 from tests.core.integrity import check_integrity
 from tests.simulation.scenario import Scenario, draw, draw_with_a_bad_device
+from tests.tiers import examples
 
 from .several_ranks import Rank, run_in_step
 from .test_gpt_manager import LIMITS
 
-SEEDS = range(15)
+SEEDS = range(examples(fast=6, all=15))
 
 
 def plain(scenario: Scenario) -> Scenario:

@@ -256,7 +256,7 @@ def test_what_a_tool_started_ends_with_it(tmp_path: Path):
     with pytest.raises(ServeError, match=r"sh was not done after 1 s and was ended:\nloading"):
         run_tool(command, dict(os.environ), tmp_path, timeout_s=1)
     stat = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline, "the tool's child still runs"
         time.sleep(0.02)

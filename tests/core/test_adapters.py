@@ -106,7 +106,7 @@ def test_a_request_may_wait_for_a_guide_and_an_adapter():
 def test_an_adapter_that_fails_or_fits_nowhere_ends_its_request_alone():
     scheduler = make_scheduler(num_adapter_pages=2)
     accept(scheduler, adapted(1), adapted(2, 9), adapted(3))
-    missing = AdapterEvent(1, error_code="INVALID_ARG", error="LoRA task 1 not found in cache")
+    missing = AdapterEvent(1, error_kind="INVALID_ARG", error="LoRA task 1 not found in cache")
     too_large = make_adapter(9, rank=17)
     update = AdapterUpdate((too_large,), (missing, AdapterEvent(2, 9), AdapterEvent(8, 9)))
     responses = accept(scheduler, adapters=update)

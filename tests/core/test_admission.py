@@ -10,7 +10,7 @@ from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.errors import StepFailed, Unavailable
+from inflight.errors import QueueFull, StepFailed, Unavailable
 
 from .factories import Driver, make_request, make_scheduler
 
@@ -37,7 +37,7 @@ def refused(responses: list[Response]) -> list[int]:
 def test_the_message_is_the_specifications():
     driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=2))
     (response,) = driver.accept(*(make_request(number) for number in range(4)))
-    assert type(response.error) is Unavailable and response.is_final
+    assert type(response.error) is QueueFull and response.is_final
     message = "Exceeds maximum queue size. Maximum queue size of 2 has been reached, please try again later"
     assert str(response.error) == message
 

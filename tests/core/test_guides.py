@@ -146,7 +146,7 @@ def test_guides_of_requests_that_have_ended_are_forgotten():
 def test_without_a_tokenizer_a_guide_is_refused_by_name():
     inputs = OwnInputs(make_scheduler(), lambda room: (guided(1),), None, lambda: 0, None)
     (event,) = inputs.next().guides
-    assert event.error_code == Unsupported.code
+    assert event.error_kind == Unsupported.code
     assert "guided_decoding_guide_type" in event.error and "tokenizer_dir" in event.error
 
 

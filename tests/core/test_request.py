@@ -12,7 +12,7 @@ from inflight.core.request.adapter import PromptTable
 from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
-from inflight.errors import InvalidArgument, Unsupported, error_from_code
+from inflight.errors import InvalidArgument, Unsupported, error_from_kind
 
 from .factories import make_prompt_table, make_request, with_table
 
@@ -175,10 +175,24 @@ def test_the_length_that_a_refusal_calls_possible_is(prompt):
         make_request(prompt=prompt, new=most + 1, sampling=sampling).validate(LIMITS)
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_the_room_that_the_kv_cache_has_is_what_its_blocks_hold(width):
+    """`kv_room` turns `max_kv_blocks` round, prompts that are larger than the cache included."""
+    sampling = SamplingConfig(beam_width=width)
+    for num_blocks in range(1, 7):
+        for size in (1, 2, 4):
+            limits = ModelLimits(1000, 10**6, 10**6, num_blocks, size, max_beam_width=4)
+            for length in range(1, 30):
+                room = limits.kv_room(length, width)
+                for count in range(1, 30):
+                    request = Request(0, (1,) * length, count, sampling=sampling)
+                    assert (request.max_kv_blocks(size) <= num_blocks) == (count <= room)
+
+
 def test_errors_survive_a_process_boundary():
-    error = error_from_code("INVALID_ARG", "why")
+    error = error_from_kind("INVALID_ARG", "why")
     assert isinstance(error, InvalidArgument) and str(error) == "why"
-    assert error_from_code("no such code", "why").code == "INTERNAL"
+    assert error_from_kind("no such code", "why").code == "INTERNAL"
 
 
 # ---------------------------------------------------------------- prompt tables

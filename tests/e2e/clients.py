@@ -230,7 +230,7 @@ def generate(url: str, model: str = "ensemble", **body) -> dict:
         return json.load(response)
 
 
-def wait_until(condition, timeout: float = 20.0) -> None:
+def wait_until(condition, timeout: float = 60.0) -> None:
     """Wait for a state of the server's log, files or processes, by polling."""
     deadline = time.monotonic() + timeout
     while not condition():

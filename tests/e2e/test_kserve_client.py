@@ -34,7 +34,7 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.path import endpoint_path
-from inflight.errors import InvalidArgument, NotFound, RequestError, Unavailable, Unsupported
+from inflight.errors import InvalidArgument, NotFound, RequestError, TooLong, Unavailable, Unsupported
 from inflight.openai import kserve_client, serving_model
 from inflight.openai.__main__ import main
 from inflight.openai.kserve_client import KServeEngineClient
@@ -233,7 +233,7 @@ def test_both_clients_get_the_same_responses(remote, local, name):
 
 REFUSED = {
     "a bad value": (make_request(sampling=SamplingConfig(temperature=-1.0)), InvalidArgument),
-    "too long": (make_request(100_000), InvalidArgument),
+    "too long": (make_request(100_000), TooLong),
     "several bad end ids": (make_request(end_ids=(3, 10**6)), InvalidArgument),
     "no such adapter": (make_request(lora=LoraRequest(name="nobody")), NotFound),
     "a guide that is none": (make_request(guide=Guide(GuideKind.REGEX, "(")), InvalidArgument),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import pytest
+
 from benchmarks.measuring import perf_analyzer
 
 REQUESTS = Path(__file__).with_name("requests.json")
 
 
+@pytest.mark.exhaustive
 def test_perf_analyzer_streams_at_every_concurrency_without_an_error(fake_server, tmp_path):
     report = tmp_path / "report.csv"
     experiments = perf_analyzer.export(

@@ -206,7 +206,7 @@ def test_a_stop_is_counted_and_timed(fake_server):
     after = wait_idle(fake_server, before, 1)
     assert grown(before, after, "inflight_finished_sequences_total", finish_reason="CANCELLED") == 1
     assert grown(before, after, "inflight_cancel_to_free_seconds_count") == 1
-    assert 0 < grown(before, after, "inflight_cancel_to_free_seconds_sum") < 20
+    assert grown(before, after, "inflight_cancel_to_free_seconds_sum") > 0
 
 
 @pytest.fixture(scope="module")

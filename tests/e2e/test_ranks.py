@@ -193,7 +193,7 @@ def test_statistics_of_the_ranks_are_on_the_metrics_page(server):
             ("rank 1", STOP, False),
             ("rank 0", STOP, True),
         ],
-        [("rank 1", KILL, True), ("rank 0", KILL, True)],
+        [("rank 1", KILL, True)],
     ),
 )
 def test_an_orchestrated_engine_comes_back(server, victim, number, is_busy):
@@ -224,6 +224,7 @@ def test_unloading_ends_the_ranks_and_loading_starts_others(server):
     assert not set(before.by_name.values()) & set(Processes.of(server).by_name.values())
 
 
+@pytest.mark.exhaustive
 def test_a_load_over_a_loaded_model_replaces_its_ranks(server):
     before, expected = Processes.of(server), tokens(server)
     path = server.repository.path / ENGINE / "config.pbtxt"

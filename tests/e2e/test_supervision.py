@@ -211,7 +211,8 @@ def test_a_model_whose_process_is_stopped_comes_back(serving, model):
     assert f"the process of the model {model} has been silent for {SILENCE_S:g} s" in said
 
 
-@pytest.mark.parametrize("mode", with_all(["orchestrator", "leader"], ["orchestrator"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["orchestrator", "leader"])
 def test_a_server_with_ranks_comes_back_with_others(elsewhere, mode):
     arguments = ["--tp", "2", "--mode", mode, "--dtype", "float32", "--set=max_tokens_in_paged_kv_cache=8192"]
     with command(REPOSITORY, *arguments) as serving:

@@ -19,7 +19,7 @@ from inflight.server import runtime_directory
 from inflight.server.config_text import set_parameters
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.testing.fake_server import serve_fake
-from tests.tiers import examples, with_all
+from tests.tiers import with_all
 
 from .clients import CONTROL, CONTROLLED, TIMEOUT_S, Answer, Stream, ask, completion, infer, wait_until
 from .footprint import Footprint, folder_of
@@ -301,7 +301,7 @@ def demo_model() -> None:
     with serve(dtype="float32", settings=settings, options=EXPLICIT) as server:
         tokens = tokens_of_all(server)
         footprints = []
-        for _ in range(examples(fast=2, all=4)):
+        for _ in range(3):
             with Client(server) as client:
                 client.ask(length=100, streaming=True)
                 client.until_running()
@@ -319,19 +319,21 @@ Story = Callable[[], None]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def told(elsewhere) -> Iterator[dict[Story, Future[None]]]:
-    """Run the slow cases at once and beside the tests above: they mostly wait for timeouts and loads."""
+def told(request: pytest.FixtureRequest, elsewhere) -> Iterator[dict[Story, Future[None]]]:
+    """Run those slow cases that are selected at once and beside the tests above: they mostly wait."""
+    stories = {
+        item.callspec.params["story"]
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function) and "story" in item.fixturenames
+    }
     with ThreadPoolExecutor() as pool:
-        yield {story: pool.submit(story) for story in (too_long_for_an_unload, hanging, demo_model)}
+        yield {story: pool.submit(story) for story in stories}
 
 
-def test_requests_of_front_ends_that_take_too_long_are_answered_unavailable(told):
-    told[too_long_for_an_unload].result()
-
-
-def test_a_load_ends_an_engine_that_hangs(told):
-    told[hanging].result()
-
-
-def test_the_demo_model_comes_back_with_the_same_tokens(told):
-    told[demo_model].result()
+@pytest.mark.parametrize(
+    "story",
+    with_all([too_long_for_an_unload, hanging, demo_model], [too_long_for_an_unload, hanging]),
+    ids=lambda story: story.__name__,
+)
+def test_an_unload_of_an_engine_that_is_busy(told, story):
+    told[story].result()

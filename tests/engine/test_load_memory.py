@@ -93,7 +93,7 @@ def measured(
 
     Of the cases that were selected, all in one process.
     """
-    selected = {
+    selected: set[Any] = {
         item.callspec.params["case"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path

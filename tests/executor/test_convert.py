@@ -287,7 +287,7 @@ def test_retention_of_generated_tokens_has_the_originals_default() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stop_words": [[]]}, "stop_words_list has an empty word"),
+        ({"stop_words": [[]]}, "stop_words has an empty word"),
         ({"end_id": 10}, "end_id must be in"),
         ({"sampling_config": trtllm.SamplingConfig(5)}, "beam_width must be at most 4"),
     ],

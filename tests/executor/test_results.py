@@ -9,7 +9,7 @@ import pytest
 from inflight.core.request.request import FloatTensor, OutputOptions
 from inflight.core.request.response import PerfMetrics, Response, SequenceResult
 from inflight.core.request.stop import FinishReason
-from inflight.executor.results import Answers, Asked
+from inflight.executor.results import Answers, ResponseOptions
 
 ON, LENGTH = FinishReason.NOT_FINISHED, FinishReason.LENGTH
 VOCABULARY = 3
@@ -23,7 +23,7 @@ def logits(*rows: float) -> FloatTensor:
 
 
 def make_answers(streaming: bool = True, repeats: bool = False, **output) -> Answers:
-    return Answers(Asked(streaming, repeats, 4, VOCABULARY, None, OutputOptions(**output)), 1)
+    return Answers(ResponseOptions(streaming, repeats, 4, VOCABULARY, None, OutputOptions(**output)), 1)
 
 
 def delta(*tokens: int, final: bool = False, index: int = 0, **fields) -> Response:
@@ -125,7 +125,7 @@ def test_missed_blocks_are_all_of_the_prompt_that_were_not_found(
     num_tokens: int, num_reused: int, num_missed: int, rate: float
 ) -> None:
     """The last one among them, be it full or not, as NVIDIA's tests want it."""
-    asked = Asked(
+    asked = ResponseOptions(
         False, False, 4, VOCABULARY, None, OutputOptions(return_perf_metrics=True), tokens_per_block=4
     )
     metrics = PerfMetrics(1_000, 2_000, 3_000, 4_000, num_reused_blocks=num_reused)

@@ -94,7 +94,7 @@ def test_a_wrong_guide_is_refused_and_remembered(guide: Guide, message: str) -> 
     with compiling() as it:
         it.submit(1, guide)
         (event,) = it.next()
-        assert (event.request_id, event.error_code) == (1, "INVALID_ARG")
+        assert (event.request_id, event.error_kind) == (1, "INVALID_ARG")
         assert "guided_decoding_guide" in event.error and message in event.error
         it.submit(2, guide)
         (again,) = it.compiler.events()
@@ -208,7 +208,7 @@ def test_a_guide_that_is_too_long_reaches_no_process() -> None:
     with compiling(bounds=GuideBounds(max_bytes=10)) as it:
         it.submit(1, Guide(GuideKind.REGEX, "ü" * 6))
         (event,) = it.compiler.events()
-        assert event.error_code == "INVALID_ARG"
+        assert event.error_kind == "INVALID_ARG"
         assert "12 bytes, expected at most 10" in event.error
         assert not children()
 
@@ -217,7 +217,7 @@ def test_a_guide_that_takes_too_long_is_killed_and_the_next_one_compiled() -> No
     with compiling(bounds=GuideBounds(timeout_s=2.0)) as it:
         it.submit(1, make_bomb())
         (event,) = it.next()
-        assert event.error_code == "INVALID_ARG"
+        assert event.error_kind == "INVALID_ARG"
         assert "longer to compile than 2000 ms (guided_decoding_compile_timeout_ms)" in event.error
         assert not children(), "the process was killed"
         it.submit(2, GOOD)
@@ -235,7 +235,7 @@ def test_a_process_that_ends_harms_the_guide_it_compiles_alone() -> None:
         it.submit(3, make_bomb())
         kill_child(is_busy=True)
         (event,) = it.next()
-        assert (event.request_id, event.error_code) == (3, "INVALID_ARG")
+        assert (event.request_id, event.error_kind) == (3, "INVALID_ARG")
         assert "ended with -9" in event.error
         it.submit(4, Guide(GuideKind.REGEX, "y"))
         assert it.next() == (GuideEvent(4),)
@@ -283,7 +283,7 @@ def test_a_process_that_cannot_start_is_said_so() -> None:
     with compiling(command=(sys.executable, "-c", "raise SystemExit(3)")) as it:
         it.submit(1, GOOD)
         (event,) = it.next()
-        assert event.error_code == "INTERNAL"
+        assert event.error_kind == "INTERNAL"
         assert "did not start" in event.error
 
 

@@ -20,6 +20,7 @@ from inflight.adapters.lora_rows import CheckedAdapter
 from inflight.adapters.waiting_weights import WaitingWeights
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, LoraRequest, StoredAdapter
 from inflight.errors import (
+    BadAdapter,
     InflightError,
     InvalidArgument,
     NotFound,
@@ -319,7 +320,7 @@ class HostAdapterCache:
         except RequestError as error:
             return error
         except InflightError as error:
-            return InvalidArgument(f"LoRA adapter {lora.label}: {error}")
+            return BadAdapter(f"LoRA adapter {lora.label}: ", *error.args)
         except Exception as error:  # whatever a reader of files raises, it is these requests' error alone
             _log.warning("the LoRA adapter %s could not be loaded", lora.label, exc_info=True)
             return StepFailed(without_places(f"LoRA adapter {lora.label} could not be loaded: {error!r}"))
@@ -442,4 +443,4 @@ class HostAdapterCache:
 
     def _fail(self, request_id: int, error: RequestError) -> None:
         self.waiting_weights.remove(request_id)
-        self._events[request_id] = AdapterEvent(request_id, error_code=error.code, error=str(error))
+        self._events[request_id] = AdapterEvent(request_id, error_kind=error.kind, error=error.marked)

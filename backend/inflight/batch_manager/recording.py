@@ -108,13 +108,14 @@ class End(msgspec.Struct, frozen=True, tag_field="record", tag="end", omit_defau
         iteration: Number of the batch's iteration.
         now_ns: When the result was known, by the clock of `IterationInput.now_ns`.
         output: The device's answer; None if the batch failed.
-        error_code, error: The error if the batch failed; the code decides what happens to its requests.
+        error_kind, error: The error if the batch failed, its message marked; the kind decides what happens to its
+            requests.
     """
 
     iteration: int
     now_ns: int
     output: ModelOutput | None = None
-    error_code: str = ""
+    error_kind: str = ""
     error: str = ""
 
 
@@ -234,7 +235,7 @@ class JsonRecorder:
         """Write the result of the oldest batch without one, and its time."""
         iteration = self._in_flight.popleft()
         if isinstance(outcome, InflightError):
-            self._write(lambda: End(iteration, now_ns, None, outcome.code, str(outcome)))
+            self._write(lambda: End(iteration, now_ns, None, outcome.kind, outcome.marked))
         else:
             self._write(
                 lambda: End(iteration, now_ns, outcome if self._keep_logits else leave_out_logits(outcome))

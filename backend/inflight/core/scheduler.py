@@ -34,7 +34,7 @@ from inflight.core.schedule.batch_builder import BatchBuilder
 from inflight.core.schedule.capacity_scheduler import make_capacity_scheduler
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
 from inflight.core.schedule.running import Running
-from inflight.errors import AlreadyExists, InflightError, error_from_code
+from inflight.errors import AlreadyExists, InflightError, error_from_kind
 
 
 class Scheduler:
@@ -151,9 +151,9 @@ class Scheduler:
         group = self._admission.held.get(event.request_id)
         if group is None:
             return
-        self._observed.guide_known(group, not event.error_code, self._now_ns)
-        if event.error_code:
-            self._to_end.add(group, error_from_code(event.error_code, event.error))
+        self._observed.guide_known(group, not event.error_kind, self._now_ns)
+        if event.error_kind:
+            self._to_end.add(group, error_from_kind(event.error_kind, event.error))
             return
         group.awaits_guide = False
         self._admission.release_if_ready(group)
@@ -175,8 +175,8 @@ class Scheduler:
 
     def _set_adapter(self, group: RequestGroup, event: AdapterEvent) -> None:
         """Set a request's adapter and queue the request, or raise the event's error."""
-        if event.error_code:
-            raise error_from_code(event.error_code, event.error)
+        if event.error_kind:
+            raise error_from_kind(event.error_kind, event.error)
         adapter = self._adapters[event.handle]
         self._running.adapter_pages.check_fits(adapter)
         rules = self._rules(group.request, group.sequences[0].key, adapter)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from inflight.config import EngineConfig, Parameters
     from inflight.models import ModelDescription
-    from inflight.models.levels import Kind
+    from inflight.models.levels import MatrixKind
 
 _GIB = 2**30
 
@@ -200,7 +200,7 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
 
 
-def _quantization(facts: CheckpointFacts, kept: frozenset[Kind]) -> str:
+def _quantization(facts: CheckpointFacts, kept: frozenset[MatrixKind]) -> str:
     """How weights are stored that will be loaded, and what becomes of them."""
     if facts.quantization is None:
         return "not quantized"
@@ -224,7 +224,7 @@ def _mend(reason: str) -> str:
 
 def _check_path(
     config: EngineConfig, description: ModelDescription, dtype: torch.dtype, device: torch.device
-) -> tuple[Finding, torch.dtype, frozenset[Kind]]:
+) -> tuple[Finding, torch.dtype, frozenset[MatrixKind]]:
     """The way the layers will be computed, the dtype of their matrices, and the quantized kinds that stay
     quantized.
     """
@@ -237,7 +237,7 @@ def _check_path(
     from inflight.models.loader import quantized_kinds
 
     kept = torch.int8 if config.dtype in QUANTIZED else dtype
-    kinds: frozenset[Kind] = kept_by_compiled_layers(config, description, device)
+    kinds: frozenset[MatrixKind] = kept_by_compiled_layers(config, description, device)
     computed = torch.bfloat16 if kinds else dtype
     try:
         check_native(config, description.decoder, computed, device)

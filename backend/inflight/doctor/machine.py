@@ -105,18 +105,25 @@ def check_layers(has_gpu: bool) -> Iterator[Finding]:
     for dtype, int8 in _KINDS:
         name = f"CPU layers, {'int8' if int8 else dtype}"
         try:
-            yield green(name, f"compiled layers ({describe_target(dtype, int8)}), {foresee(dtype, int8)}")
+            target = describe_target(dtype, int8)
+            says = f"compiled layers ({target}), {foresee(dtype, int8)}"
+            if target.startswith("generic: "):
+                yield yellow(
+                    name, says, "a processor with AVX2, FMA and F16C (Haswell, Zen or later) is faster"
+                )
+            else:
+                yield green(name, says)
         except CannotBuild as reason:
             yield yellow(name, f"torch's operators, which are slower: {reason}", _mend_layers(str(reason)))
 
 
 def _mend_layers(reason: str) -> str:
+    if "INFLIGHT_CPU_BUILD" in reason:
+        return "unset INFLIGHT_CPU_BUILD"
     if "compiler" in reason:
         return "apt-get install g++"
     if "INFLIGHT_CPU_TARGET" in reason:
         return "unset INFLIGHT_CPU_TARGET"
-    if "processor lacks" in reason:
-        return "a processor with AVX2, FMA and F16C (Haswell, Zen or later)"
     return "c++ --version (does the compiler work?)"
 
 

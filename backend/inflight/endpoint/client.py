@@ -44,7 +44,7 @@ from inflight.endpoint.frames import (
     read_response,
 )
 from inflight.endpoint.path import connect, peer_has_this_parent, reach, read_hello
-from inflight.errors import InvalidArgument, Unavailable, Unreachable, error_from_code
+from inflight.errors import InvalidArgument, Unavailable, Unreachable, error_from_kind
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
@@ -209,16 +209,16 @@ class _EngineConnection:
     def state(self, timeout_s: float) -> str:
         state = self._ask(ReadState(next(self._question_ids), timeout_s), "its state")
         assert isinstance(state, State), f"got {type(state).__name__}"
-        if state.error_code:
-            raise error_from_code(state.error_code, state.error_message)
+        if state.error_kind:
+            raise error_from_kind(state.error_kind, state.error_message)
         return state.text
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
         question = CommandAdapters(next(self._question_ids), command, timeout_s)
         answer = self._ask(question, f"whether it could {command.action.value} adapters")
         assert isinstance(answer, AdapterStates), f"got {type(answer).__name__}"
-        if answer.error_code:
-            raise error_from_code(answer.error_code, answer.error_message)
+        if answer.error_kind:
+            raise error_from_kind(answer.error_kind, answer.error_message)
         return answer.adapters
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:

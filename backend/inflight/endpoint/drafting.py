@@ -42,7 +42,7 @@ from inflight.core.request.response import PerfMetrics, Response, SequenceResult
 from inflight.core.request.results import ended_before_start
 from inflight.core.request.sampling_config import DRAWING, SamplingConfig
 from inflight.core.request.stop import CUT_SHORT, FINISH_REASON_OF_STOP, FinishReason, StopReason
-from inflight.errors import InflightError, StepFailed, Unavailable, without_places
+from inflight.errors import InflightError, Name, StepFailed, Unavailable, without_places
 
 _log = logging.getLogger(__name__)
 _NS_PER_MS = 1_000_000
@@ -81,7 +81,7 @@ class DraftingClient:
         try:
             draft_limits = self._draft.describe().limits
         except Unavailable as error:
-            raise Unavailable(f"num_draft_tokens needs the draft model: {error}") from error
+            raise Unavailable(Name("num_draft_tokens"), " needs the draft model: ", *error.args) from error
         request_id = self._target.reserve_id()
 
         def respond(response: Response) -> None:

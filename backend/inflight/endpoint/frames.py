@@ -26,7 +26,7 @@ from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.request import EngineDescription, FloatTensor, Request
 from inflight.core.request.response import Response, ReturnedOutput, SequenceResult
 from inflight.core.request.stop import StopReason
-from inflight.errors import InflightError, error_from_code
+from inflight.errors import InflightError, error_from_kind
 from inflight.raw_buffers import BufferedDecoder, BufferedEncoder
 
 MAX_FRAME_BYTES = 1 << 30
@@ -94,7 +94,7 @@ class State(msgspec.Struct, frozen=True, tag=True):
 
     question: int
     text: str = ""
-    error_code: str = ""
+    error_kind: str = ""
     error_message: str = ""
 
 
@@ -114,7 +114,7 @@ class AdapterStates(msgspec.Struct, frozen=True, tag=True):
 
     question: int
     adapters: tuple[AdapterState, ...] = ()
-    error_code: str = ""
+    error_kind: str = ""
     error_message: str = ""
 
 
@@ -190,7 +190,7 @@ class EngineResponse(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     request_id: int
     result: SequenceResult | None = None
-    error_code: str = ""
+    error_kind: str = ""
     error_message: str = ""
     is_final: bool = False
     context_logits: _Shape | None = None
@@ -237,7 +237,7 @@ def encode_response(response: Response) -> list[bytes]:
     """Return the frame of an EngineResponse and its tensors; raises BadFrame as `encode` does."""
     result, error = response.result, response.error
     if error is not None:
-        answer = EngineResponse(response.request_id, None, error.code, str(error), response.is_final)
+        answer = EngineResponse(response.request_id, None, error.kind, error.marked, response.is_final)
     elif result is not None and _has_tensors(result):
         return _encode_with_tensors(response, result)
     else:
@@ -324,7 +324,7 @@ def read_frame(connection: socket.socket) -> bytes | None:
 
 def read_response(connection: socket.socket, answer: EngineResponse) -> Response:
     """Return the response of an EngineResponse and read its tensors; raises BadFrame if they are cut short."""
-    error = error_from_code(answer.error_code, answer.error_message) if answer.error_code else None
+    error = error_from_kind(answer.error_kind, answer.error_message) if answer.error_kind else None
     result, context, generation = answer.result, answer.context_logits, answer.generation_logits
     if result is not None and (context is not None or generation is not None or answer.additional_outputs):
         result = replace(

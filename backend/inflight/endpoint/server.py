@@ -232,7 +232,7 @@ class _ClientConnection:
             state = State(frame.question, self._client.state(frame.timeout_s))
         except Exception as caught:  # any error goes to the peer
             error = _as_inflight_error(caught, "the state could not be read")
-            state = State(frame.question, error_code=error.code, error_message=str(error))
+            state = State(frame.question, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(state)])
 
@@ -242,7 +242,7 @@ class _ClientConnection:
             answer = AdapterStates(frame.question, self._client.adapters(frame.command, frame.timeout_s))
         except Exception as caught:  # any error goes to the peer
             error = _as_inflight_error(caught, "the command could not be carried out")
-            answer = AdapterStates(frame.question, error_code=error.code, error_message=str(error))
+            answer = AdapterStates(frame.question, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(answer)])
 

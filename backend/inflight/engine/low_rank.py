@@ -1,7 +1,6 @@
-"""An adapter's rows as the low-rank matrices of a rank's linear layers: fused modules taken apart, slices cut out.
+"""Splits an adapter's rows into low-rank matrices of a rank's linear layers: unfuses modules and cuts slices.
 
-Every device loads adapters through here. Shapes and ids were checked when the adapter was stored
-(`inflight.adapters`). Loop thread.
+Used on every device. Shapes and ids were checked when the adapter was stored (`inflight.adapters`). Loop thread.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _ROW_PARALLEL = (Module.ATTN_DENSE, Module.MLP_4H_TO_H)
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An adapter's change to a linear layer: y = m * (W x + B (A x)) + bias, with m = 1 but for DoRA.
+    """An adapter's change to a linear layer: y = m * (W x + B (A x)) + bias, with m = 1 except for DoRA.
 
     Attributes:
-        a: [rank, in], in the dtype that it came in.
-        b: [out, rank], with the adapter's scale in it.
+        a: [rank, in], in the adapter's dtype.
+        b: [out, rank], with the adapter's scale multiplied in.
         magnitude: m, [out]; None: 1.
     """
 
@@ -36,20 +35,20 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """Rows of A."""
+        """Number of rows of A."""
         return self.a.shape[0]
 
 
 def low_rank_layers(
     adapter: LoraWeights, decoder: DecoderConfig, part: Part
 ) -> dict[int, dict[Module, LowRank]]:
-    """By layer, from the part's first on, what an adapter changes of `SPLIT_MODULES`, cut to the part's shard.
+    """Return an adapter's changes to `SPLIT_MODULES`, by layer from the part's first on, cut to the part's shard.
 
     Args:
-        adapter: Checked against the model.
-        decoder: Of the whole model.
-        part: Of which rank. Row-parallel modules get a slice of A's columns, the others one of B's rows, and
-            of the magnitudes.
+        adapter: An adapter that was checked against the model.
+        decoder: Configuration of the whole model.
+        part: The rank's part. Row-parallel modules get a slice of A's columns, others a slice of B's rows and of
+            the magnitudes.
     """
     sizes = module_sizes(decoder)
     first, last = part.layers
@@ -74,7 +73,7 @@ def _read_row(row: Tensor, size: ModuleSize, rank: int, has_magnitude: bool) -> 
 def _taken_apart(
     module: Module, whole: LowRank, sizes: dict[Module, ModuleSize]
 ) -> list[tuple[Module, LowRank]]:
-    """A fused module's parts, which have the same A and their rows of B; of any other module itself."""
+    """Split a fused module into its parts, which have the same A and their rows of B; return others unchanged."""
     found: list[tuple[Module, LowRank]] = []
     begin = 0
     for part in FUSED_MODULES.get(module, (module,)):
@@ -86,7 +85,7 @@ def _taken_apart(
 
 
 def _cut(module: Module, whole: LowRank, decoder: DecoderConfig, shard: Shard) -> LowRank:
-    """A shard's slice."""
+    """Return a shard's slice."""
     begin, end = _slice(module, decoder, shard)
     if module in _ROW_PARALLEL:
         return LowRank(whole.a[:, begin:end], whole.b, whole.magnitude)

@@ -27,10 +27,10 @@ from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
 from inflight.engine_folder import is_engine_folder, num_slots
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name, Unsupported
 from inflight.executor.config import DebugConfig, ExecutorConfig, KvCacheConfig, PeftCacheConfig
 from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode
-from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported
+from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported, in_fields
 from inflight.executor.request import (
     ExternalDraftTokensConfig,
     GuidedDecodingParams,
@@ -67,7 +67,7 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
     sampling = to_core_sampling(request)
     if request.streaming and sampling.uses_beams and request.output_config.return_generation_logits:
         raise InvalidArgument(
-            "generation logits cannot be streamed with beam_width > 1, because beams change"
+            "generation logits cannot be streamed with ", Name("beam_width"), " > 1, because beams change"
         )
     table = _prompt_table(request.prompt_tuning_config)
     converted = CoreRequest(
@@ -93,7 +93,10 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
         lora=to_lora_request(request.lora_config),
         prompt_table=table,
     )
-    converted.validate(limits)
+    try:
+        converted.validate(limits)
+    except (InvalidArgument, Unsupported) as error:
+        raise in_fields(error) from None
     return converted
 
 
@@ -225,7 +228,7 @@ def _allotted_time_ms(time: timedelta | None) -> int:
     if time is None:
         return 0
     if time < timedelta(0):
-        raise InvalidArgument(f"allotted_time_ms must not be negative, got {time}")
+        raise InvalidArgument(Name("allotted_time_ms"), f" must not be negative, got {time}")
     return max(1, time // _MS)
 
 

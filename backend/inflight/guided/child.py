@@ -35,13 +35,13 @@ class CompileJob(msgspec.Struct, frozen=True):
 
 
 class CompileAnswer(msgspec.Struct, frozen=True):
-    """Child → engine: the result of `GuideBackend.compile`, or the code and message of its error.
+    """Child → engine: the result of `GuideBackend.compile`, or the kind and marked message of its error.
 
     The first answer is for the vocabulary and is empty.
     """
 
     compiled: bytes = b""
-    error_code: str = ""
+    error_kind: str = ""
     error: str = ""
 
 
@@ -66,7 +66,7 @@ def main(backend_name: str) -> None:
             answer = CompileAnswer(backend.compile(guide))
             try_out(backend, vocabulary, guide, answer.compiled)
         except InflightError as error:
-            answer = CompileAnswer(error_code=error.code, error=str(error))
+            answer = CompileAnswer(error_kind=error.kind, error=error.marked)
         write_frame(answers, answer)
 
 

@@ -179,8 +179,7 @@ class LLGuidanceBackend:
             try:
                 self._prove(_unforced(llguidance.LLMatcher.grammar_from_json_schema(schema)))
             except InvalidArgument as error:
-                reason = str(error).partition(": ")[2]
-                raise refusal(f"at {one.path}: {reason}") from None
+                raise refusal(f"at {one.path}: {error.args[-1]}") from None
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)

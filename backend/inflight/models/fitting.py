@@ -16,7 +16,7 @@ from inflight.models.checkpoint import Checkpoint
 from inflight.models.quantized_tensors import unpack_quantized
 from inflight.models.registry import ModelDescription
 from inflight.models.stacked_experts import unstack_experts
-from inflight.models.weight_plan import plan_weights, stored_shapes
+from inflight.models.weight_sources import find_sources, stored_shapes
 
 _UNTIED = "%s: tie_word_embeddings is true, but %s and %s differ: the output projection is the latter"
 _logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def _is_same(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
     decoder = model.decoder
-    expected = stored_shapes(plan_weights(model))
+    expected = stored_shapes(find_sources(model))
     missing = [name for name in expected if name not in checkpoint.tensors]
     head = _vocabulary_names(model)[1]
     if decoder.tied_embeddings and head in checkpoint.tensors:

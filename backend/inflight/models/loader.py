@@ -1,7 +1,7 @@
 """Checkpoint tensors → DecoderWeights: checked against the DecoderConfig first, then read and fused.
 
-What is read, `weight_plan.py` says; how, `weight_reader.py`. The files may be replaced after a load. A long load
-says how far it is (`inflight.progress`).
+What is read, `weight_sources.py` says; how, `weight_reader.py`. The files may be replaced after a load. A long
+load says how far it is (`inflight.progress`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from inflight.hub import checkpoint_name
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_weights import DecoderWeights, LayerT, LinearT, PlainWeights
-from inflight.models.finisher import AsRead, Finisher
 from inflight.models.fitting import fitted, untied
-from inflight.models.levels import Kind
+from inflight.models.levels import MatrixKind
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
-from inflight.models.weight_plan import plan_weights, stored_shapes, tensors
+from inflight.models.sink import KeptLevels, PlainSink, Sink
 from inflight.models.weight_reader import WeightReader
+from inflight.models.weight_sources import find_sources, stored_shapes, tensors
 from inflight.progress import load_progress
 
 
@@ -29,7 +29,7 @@ def tensor_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
 
     Experts that checkpoints have in one tensor count as one each.
     """
-    return stored_shapes(plan_weights(model))
+    return stored_shapes(find_sources(model))
 
 
 def check_weights(model: ModelDescription) -> None:
@@ -47,7 +47,7 @@ def stored_dtype(model: ModelDescription) -> torch.dtype:
         return _stored_dtype(fitted(model, checkpoint), checkpoint)
 
 
-def quantized_kinds(model: ModelDescription) -> Counter[Kind]:
+def quantized_kinds(model: ModelDescription) -> Counter[MatrixKind]:
     """Count the checkpoint's quantized matrices of each format, by its files' headers."""
     if model.quantization is None:
         return Counter()
@@ -57,7 +57,10 @@ def quantized_kinds(model: ModelDescription) -> Counter[Kind]:
 
 
 def num_weight_bytes(
-    model: ModelDescription, dtype: torch.dtype, linear_dtype: torch.dtype, kept: Set[Kind] = frozenset()
+    model: ModelDescription,
+    dtype: torch.dtype,
+    linear_dtype: torch.dtype,
+    kept: Set[MatrixKind] = frozenset(),
 ) -> int:
     """Bytes of all the model's weights. ConfigError if the checkpoint does not hold them.
 
@@ -72,17 +75,17 @@ def num_weight_bytes(
         model = untied(fitted(model, checkpoint), checkpoint)
         levels, stored = checkpoint.levels, checkpoint.tensors
         of_levels = {name: stored[name].level_bytes or 0 for name in levels if levels[name].kind in kept}
-    plan = plan_weights(model)
-    looked_up = (plan.embedding, plan.position_embedding)
+    sources = find_sources(model)
+    looked_up = (sources.embedding, sources.position_embedding)
     total = 0
-    for tensor in tensors(plan):
+    for tensor in tensors(sources):
         if all(part.name in of_levels for part in tensor.parts):
             total += sum(of_levels[part.name] for part in tensor.parts)
         else:
             is_multiplied = tensor.columns is not None and tensor not in looked_up
             total += tensor.num_bytes(linear_dtype if is_multiplied else dtype)
-    if plan.embedding is not None and model.decoder.tied_embeddings and linear_dtype != dtype:
-        total += plan.embedding.num_bytes(linear_dtype)
+    if sources.embedding is not None and model.decoder.tied_embeddings and linear_dtype != dtype:
+        total += sources.embedding.num_bytes(linear_dtype)
     return total
 
 
@@ -114,27 +117,29 @@ def load_weights(
     Raises:
         ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
     """
-    return load_finished_weights(model, dtype, device, part or Part.whole(model.decoder), AsRead())
+    return load_weights_into(PlainSink(), model, dtype, device, part or Part.whole(model.decoder))
 
 
-def load_finished_weights(
+def load_weights_into(
+    sink: Sink[LayerT, LinearT],
     model: ModelDescription,
     dtype: torch.dtype | None,
     device: torch.device,
     part: Part,
-    finisher: Finisher[LayerT, LinearT],
+    kept: KeptLevels | None = None,
 ) -> DecoderWeights[LayerT, LinearT]:
-    """As `load_weights`, but each projection and each layer is given to `finisher` once it is read.
+    """As `load_weights`, but each projection and each layer is given to `sink` once it is read.
 
-    What that returns is kept instead, so that no more than one projection is there twice.
+    What that returns is kept instead, so that no more than one projection is there twice. With `kept` it is given
+    what the checkpoint has quantized as levels, if it keeps them.
     """
     with Checkpoint(model.folder) as checkpoint:
         model = untied(fitted(model, checkpoint), checkpoint)
         target = dtype or _stored_dtype(model, checkpoint)
-        plan = plan_weights(model, part)
-        num_bytes = sum(tensor.num_bytes(target) for tensor in tensors(plan))
+        sources = find_sources(model, part)
+        num_bytes = sum(tensor.num_bytes(target) for tensor in tensors(sources))
         with load_progress(f"Loading {checkpoint_name(model.folder)}", num_bytes) as advance:
-            return WeightReader(checkpoint, target, device, finisher, advance).read(plan)
+            return WeightReader(checkpoint, target, device, sink, kept, advance).read(sources)
 
 
 def _stored_dtype(model: ModelDescription, checkpoint: Checkpoint) -> torch.dtype:

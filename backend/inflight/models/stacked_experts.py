@@ -18,7 +18,7 @@ from inflight.checkpoint_config import DTYPES
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
 from inflight.models.families.family import ExpertNames, ExpertStacks
-from inflight.models.levels import Kind, Levels, float4_pairs
+from inflight.models.levels import Levels, MatrixKind, float4_pairs
 from inflight.models.registry import ModelDescription
 
 _BLOCK = 32  # values that share a scale
@@ -170,7 +170,7 @@ class _PackedMatrices:
         num_bytes = shape[0] * shape[1] // _BLOCK * (_BLOCK // 2 + 1)
         info = TensorInfo(self._blocks.info.file, shape, "bfloat16", num_bytes)
         own = index, rows
-        levels = LevelsOfFile(Kind.FLOAT4, partial(self._levels, *own), partial(self._release, *own))
+        levels = LevelsOfFile(MatrixKind.FLOAT4, partial(self._levels, *own), partial(self._release, *own))
         self._checkpoint.add(name, info, partial(self._read, *own), levels)
 
     def _read(self, index: int, rows: slice) -> Tensor:

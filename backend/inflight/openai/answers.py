@@ -17,7 +17,7 @@ from inflight.errors import Cancelled, InvalidArgument, Unsupported
 from inflight.openai.errors import in_fields
 from inflight.openai.log_probs import ranks_in_prompt, top_of_prompt
 from inflight.openai.protocol import SamplingBody
-from inflight.openai.sampling import Asked
+from inflight.openai.sampling import BodySettings
 from inflight.prompt import Output, Prompt
 from inflight.serving.completion_text import new_tokens
 from inflight.serving.engine_session import OutputStream
@@ -158,7 +158,7 @@ class Pieces:
         usage: Counts what comes.
     """
 
-    def __init__(self, asked: Asked, usage: Usage) -> None:
+    def __init__(self, asked: BodySettings, usage: Usage) -> None:
         self._asked = asked
         self._usage = usage
         self._begun: set[int] = set()

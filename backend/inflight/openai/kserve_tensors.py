@@ -20,7 +20,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.errors import Unsupported
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.reader import NUMPY_TYPES
-from inflight.tensors.request_parameters import END_IDS, ERROR_CODES_WANTED
+from inflight.tensors.request_parameters import END_IDS, STRUCTURED_ERRORS
 from inflight.tensors.sampling import as_float_tensor
 from inflight.tensors.word_lists import pack_words
 
@@ -78,7 +78,7 @@ def input_tensors(request: Request) -> dict[str, np.ndarray]:
 def request_parameters(request: Request) -> dict[str, str | bool]:
     """The parameters that a request has beside its tensors."""
     several = {END_IDS: ",".join(map(str, request.end_ids))} if len(request.end_ids) > 1 else {}
-    return {ERROR_CODES_WANTED: True, **several}
+    return {STRUCTURED_ERRORS: True, **several}
 
 
 def output_names(request: Request) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from inflight.additional_outputs import outputs_of_tensors
 from inflight.core.request.request import OutputOptions
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 from inflight.tensors.output_table import OUTPUTS, is_additional
 from inflight.tensors.reader import TensorReader
 from inflight.tensors.spec import TensorSpec, Vocabulary
@@ -88,8 +88,9 @@ def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
         if name not in naming.requested or not is_additional(name):
             known = ", ".join(sorted(filter(is_additional, naming.requested))) or "none"
             raise InvalidArgument(
-                f"additional_outputs has {name[:100]!r}, expected names of this model's additional outputs: "
-                f"{known} (parameter additional_model_outputs)"
+                Name("additional_outputs"),
+                f" has {name[:100]!r}, expected names of this model's additional outputs: "
+                f"{known} (parameter additional_model_outputs)",
             )
         yield name
 

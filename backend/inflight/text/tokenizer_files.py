@@ -1,6 +1,6 @@
-"""Reads a checkpoint's tokenizer from its files, as transformers' `AutoTokenizer` does, without transformers.
+"""Reads a checkpoint's tokenizer from its files as transformers' `AutoTokenizer` does, without transformers.
 
-Owns which files there are and which has the last word on added tokens: tokenizer.json, tokenizer_config.json,
+Owns the list of files, and their precedence for added tokens: tokenizer.json, tokenizer_config.json,
 special_tokens_map.json, added_tokens.json, and config.json for the kind of model. Does not know texts. Plain
 functions; any thread.
 """
@@ -36,7 +36,7 @@ class TokenizerFiles:
     """The tokenizer and special tokens in a checkpoint's files.
 
     Attributes:
-        backend: The tokenizer, complete.
+        backend: The complete tokenizer.
         named_tokens: Special tokens by their role, such as `eos_token`.
         special_tokens: Spellings of all special tokens.
     """
@@ -102,12 +102,12 @@ def _with_added_tokens(
 def _added_tokens(
     folder: Path, settings: dict[str, Any], in_pipeline: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[int, AddedToken]]:
-    """The settings, and the added tokens by the ids that the files give them.
+    """Return the settings, and the added tokens by their ids in the files.
 
-    A tokenizer_config.json that lists added tokens has the last word. One that does not is of the old kind, whose
-    special tokens stand in special_tokens_map.json, and the others in added_tokens.json and tokenizer.json.
+    A tokenizer_config.json that lists added tokens takes precedence. One without a list is of the old format,
+    whose special tokens are in special_tokens_map.json and the others in added_tokens.json and tokenizer.json.
     """
-    if own := _as_dict(settings.get("extra_special_tokens")):  # by role; the key is also that of a list
+    if own := _as_dict(settings.get("extra_special_tokens")):  # by role; the key may also hold a list
         own = {**_as_dict(settings.get(_MODELS_OWN)), **own}
         settings = {**settings, _MODELS_OWN: own, "extra_special_tokens": None}
     if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
@@ -123,7 +123,7 @@ def _added_tokens(
     settings = {**settings, **in_map}
     special = {_content(settings[name]) for name in _NAMES if settings.get(name)}
     special |= {_content(token) for token in extra}
-    # Too late to make tokens of added_tokens.json special: so it is with transformers.
+    # As in transformers, too late to make tokens of added_tokens.json special.
     extra = extra or _as_list(in_map.get("additional_special_tokens"))
     if extra:
         settings["extra_special_tokens"] = extra
@@ -137,7 +137,7 @@ def _added_tokens(
 
 
 class _SpecialTokens:
-    """The special tokens that the settings name, and those that a class has without being told."""
+    """The special tokens of the settings and the default ones of a class."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _SpecialTokens:
         return list(dict.fromkeys(token.content for token in tokens))
 
     def missing(self, known: set[str]) -> list[AddedToken]:
-        """The special tokens whose spellings are not among `known`."""
+        """Return the special tokens whose spellings are not in `known`."""
         tokens = {token.content: token for token in reversed([*self._named.values(), *self._extra])}
         return [tokens[content] for content in self.all() if content not in known]
 
@@ -171,7 +171,7 @@ class _SpecialTokens:
 def _named(
     settings: Mapping[str, Any], defaults: Mapping[str, str]
 ) -> Iterator[tuple[str, str | dict[str, Any]]]:
-    """Special tokens that have a role: first those that every model may have, then a model's own."""
+    """Yield the special tokens with a role: first the roles common to all models, then the model's own."""
     for name in _NAMES:
         token = settings[name] if name in settings else defaults.get(name)
         if token:
@@ -187,7 +187,7 @@ def _named(
 def _template(
     backend: tokenizers.Tokenizer, around: tuple[str, ...], named: Mapping[str, str]
 ) -> processors.TemplateProcessing:
-    """The post-processor that puts a class's special tokens before a text: its begin token, or nothing."""
+    """Return the post-processor that puts a class's special tokens, a begin token or none, before a text."""
     before = [named[name] for name in around if name in named]
     ids = [(content, backend.token_to_id(content)) for content in before]
     return processors.TemplateProcessing(

@@ -50,9 +50,9 @@ def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> Sequence
     if reason is FinishReason.NOT_FINISHED and llm_request.streams_tokens_only:
         return _delta(llm_request)
     if llm_request.beams is not None:
-        result = _of_beams(llm_request, llm_request.beams)
+        result = _beams_result(llm_request, llm_request.beams)
     else:
-        result = _of_sequence(llm_request)
+        result = _sequence_result(llm_request)
     if request.output.return_perf_metrics:
         result = replace(result, perf_metrics=_metrics(llm_request, block_counts(llm_request)))
     return result
@@ -75,7 +75,7 @@ def _delta(llm_request: LlmRequest) -> SequenceResult:
     )
 
 
-def _of_sequence(llm_request: LlmRequest) -> SequenceResult:
+def _sequence_result(llm_request: LlmRequest) -> SequenceResult:
     request, reason = llm_request.request, llm_request.finish_reason
     first = llm_request.num_streamed_tokens
     tokens = tuple(llm_request.tokens[request.prompt_length + first :])
@@ -109,7 +109,7 @@ def _of_sequence(llm_request: LlmRequest) -> SequenceResult:
     return _with_context(result, llm_request) if first == 0 else result
 
 
-def _of_beams(llm_request: LlmRequest, beams: BeamSearch) -> SequenceResult:
+def _beams_result(llm_request: LlmRequest, beams: BeamSearch) -> SequenceResult:
     request, output = llm_request.request, llm_request.request.output
     best, reason = beams.hypotheses(), llm_request.finish_reason
     final = reason is not FinishReason.NOT_FINISHED
@@ -151,17 +151,17 @@ def _with_context(result: SequenceResult, llm_request: LlmRequest) -> SequenceRe
     return replace(
         result,
         prompt_log_probs=(0.0, *group.context_log_probs) if output.return_prompt_log_probs else None,
-        context_logits=_of_prompt(group.context_logits, group) if output.return_context_logits else None,
+        context_logits=_prompt_rows(group.context_logits, group) if output.return_context_logits else None,
         additional_outputs=(*_gathered_outputs(group), *result.additional_outputs),
     )
 
 
 def _gathered_outputs(group: RequestGroup) -> Iterator[ReturnedOutput]:
     for output, pieces in zip(group.request.output.gathered_outputs, group.context_outputs, strict=True):
-        yield ReturnedOutput(CONTEXT + output.name, (_of_prompt(pieces, group),))
+        yield ReturnedOutput(CONTEXT + output.name, (_prompt_rows(pieces, group),))
 
 
-def _of_prompt(pieces: list[bytes], group: RequestGroup) -> FloatTensor:
+def _prompt_rows(pieces: list[bytes], group: RequestGroup) -> FloatTensor:
     """Return the prompt's rows as one tensor. They are kept only if other sequences still have to return them."""
     tensor = _stacked(pieces, group.num_context_rows)
     pieces[:] = [tensor.data] if len(group.sequences) > 1 else []

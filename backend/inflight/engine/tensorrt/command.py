@@ -1,4 +1,4 @@
-"""`scripts/build`: a checkpoint as an engine for TensorRT."""
+"""`scripts/build`: builds a TensorRT engine from a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inflight.hub import find_checkpoint
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Build what the command line asks for; returns the exit status."""
+    """Run the command line; return the exit status."""
     given = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     options = BuildOptions(

@@ -1,9 +1,9 @@
-"""LoRA adapters in a network: the matrices of all adapters of a batch behind each other, as inputs.
+"""LoRA adapters in a network: the concatenated matrices of all adapters of a batch, as inputs.
 
     y += B (A x where mask, else 0)     A [ranks, in], B [out, ranks], mask [rows, ranks]
 
-`ranks` are those of all adapters together, maybe none. The mask is 1 where a rank is of the row's own adapter.
-What others' ranks give is replaced, not multiplied by 0: it may be infinite.
+`ranks` are those of all adapters together; there may be none. The mask is 1 where a rank belongs to the row's own
+adapter. The results of other ranks are replaced by 0, not multiplied by it, as they may be infinite.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from inflight.models import DecoderConfig
 
 
 class NetworkAdapters:
-    """The adapters' inputs of a network; nothing if it is built without.
+    """The adapter inputs of a network; does nothing if it is built without adapters.
 
     Args:
-        graph: Where they are defined.
-        held: The model as this rank computes it.
-        settings: Of the build.
-        order: [rows], which of the batch's rows each row is.
+        graph: The graph in which they are defined.
+        held: The model, as this rank computes it.
+        settings: The build's settings.
+        order: [rows], the index in the batch of each row.
     """
 
     def __init__(self, graph: Graph, held: DecoderConfig, settings: Settings, order: Any) -> None:
@@ -35,9 +35,7 @@ class NetworkAdapters:
             self._is_own = graph.is_greater(graph.gather(mask, order), self._zero())
 
     def add(self, y: Any, x: Any, index: int, name: str) -> Any:
-        """The output of projection `name` of a layer plus that of each row's adapter; x is the projection's
-        input.
-        """
+        """Add each row's adapter to y, the output of a layer's projection `name`; x is the projection's input."""
         modules = self._projections.get(name.rsplit(".", 1)[1], ())
         if self._is_own is None or not modules:
             return y

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 from urllib.parse import unquote, urldefrag, urljoin
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 from inflight.json_values import is_list, is_object
 
 _DRAFTS = {
@@ -64,7 +64,7 @@ def refused(path: str, reason: str) -> InvalidArgument:
         path: The schema's path, as a JSON pointer.
         reason: A sentence that begins with the keyword.
     """
-    return InvalidArgument(f"guided_decoding_guide cannot be used: at {path}: {reason}")
+    return InvalidArgument(Name("guided_decoding_guide"), f" cannot be used: at {path}: {reason}")
 
 
 def shown(value: object) -> str:

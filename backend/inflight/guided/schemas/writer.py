@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 from inflight.guided.schemas import choices, objects
 from inflight.guided.schemas.documents import Document, Node, keywords_of, refused, shown
 from inflight.guided.schemas.formats import FORMATS
@@ -43,7 +43,7 @@ def followed_schema(text: str, path: str = "#", is_watched: bool = False) -> str
         raise refused(path, "the schema is nested too deeply") from None
     except ValueError as error:
         raise InvalidArgument(
-            f"guided_decoding_guide must be a JSON schema, got {text[:80]!r}: {error}"
+            Name("guided_decoding_guide"), f" must be a JSON schema, got {text[:80]!r}: {error}"
         ) from None
     spaces = read_spaces(schema, path)
     writer = None

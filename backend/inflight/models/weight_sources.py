@@ -1,7 +1,7 @@
-"""The tensors that a part of a model is made of: which rows and columns of which tensors of a checkpoint.
+"""The sources of the tensors of a part of a model: which rows and columns of which tensors of a checkpoint.
 
-A plan has the structure of `DecoderWeights` and comes of the description of the model alone: nothing is opened or
-read. What is read by it, `weight_reader.py` says.
+Sources have the structure of `DecoderWeights`, and follow from the description of the model alone: no file is
+opened. `weight_reader.py` reads by them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """One tensor of the result: rows of checkpoint tensors on top of each other.
+class TensorSource:
+    """One tensor of a model: rows of checkpoint tensors on top of each other.
 
     Attributes:
         parts: The checkpoint's tensors, and which of their rows.
@@ -48,12 +48,12 @@ class TensorPlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result."""
+        """The shape of the tensor, with the wanted rows and columns alone."""
         rows = sum(end - begin for part in self.parts for begin, end in part.ranges)
         return (rows,) if self.columns is None else (rows, self.kept[1] - self.kept[0])
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the result in a model of this dtype."""
+        """Bytes of the tensor in a model of this dtype."""
         return torch.Size(self.shape).numel() * (self.dtype or dtype).itemsize
 
     def stored_shape(self, rows: int) -> tuple[int, ...]:
@@ -70,16 +70,16 @@ class TensorPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearPlan:
+class LinearSource:
     """A `Linear`; `is_gated`: gate above up of a gated MLP."""
 
-    weight: TensorPlan
-    bias: TensorPlan | None
+    weight: TensorSource
+    bias: TensorSource | None
     is_gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class StackPlan:
+class StackSource:
     """The same matrix of each expert.
 
     Attributes:
@@ -88,62 +88,62 @@ class StackPlan:
         is_gated: They are gate above up.
     """
 
-    bias: TensorPlan | None
-    matrices: tuple[TensorPlan, ...]
+    bias: TensorSource | None
+    matrices: tuple[TensorSource, ...]
     is_gated: bool
 
 
 @dataclass(frozen=True, slots=True)
-class NormPlan:
+class NormSource:
     """A `Norm`; `offset` is added to its weight, which is float32 then, unless it is 0."""
 
-    weight: TensorPlan
-    bias: TensorPlan | None
+    weight: TensorSource
+    bias: TensorSource | None
     offset: float
 
 
 @dataclass(frozen=True, slots=True)
-class LatentPlan:
+class LatentSources:
     """`LatentWeights`."""
 
-    query_norm: NormPlan | None
-    query_up: LinearPlan | None
-    kv_norm: NormPlan
-    kv_up: LinearPlan
+    query_norm: NormSource | None
+    query_up: LinearSource | None
+    kv_norm: NormSource
+    kv_up: LinearSource
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsPlan:
+class ExpertSources:
     """`ExpertWeights`."""
 
-    router: LinearPlan
-    up: StackPlan
-    down: StackPlan
-    shared_gate: LinearPlan | None
-    choice_bias: TensorPlan | None
+    router: LinearSource
+    up: StackSource
+    down: StackSource
+    shared_gate: LinearSource | None
+    choice_bias: TensorSource | None
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlan:
+class LayerSources:
     """A `Layer`, its tensors in the order in which they are read."""
 
-    qkv: LinearPlan
-    latent: LatentPlan | None
-    up: LinearPlan | None
-    down: LinearPlan | None
-    experts: ExpertsPlan | None
-    attention_norm: NormPlan | None
-    query_norm: NormPlan | None
-    key_norm: NormPlan | None
-    output: LinearPlan
-    attention_post_norm: NormPlan | None
-    mlp_norm: NormPlan | None
-    mlp_post_norm: NormPlan | None
-    sinks: TensorPlan | None
+    qkv: LinearSource
+    latent: LatentSources | None
+    up: LinearSource | None
+    down: LinearSource | None
+    experts: ExpertSources | None
+    attention_norm: NormSource | None
+    query_norm: NormSource | None
+    key_norm: NormSource | None
+    output: LinearSource
+    attention_post_norm: NormSource | None
+    mlp_norm: NormSource | None
+    mlp_post_norm: NormSource | None
+    sinks: TensorSource | None
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderPlan:
+class DecoderSources:
     """`DecoderWeights`, its tensors in the order in which they are read.
 
     The output projection comes before the layers: a matrix of it is not there twice when they are there too.
@@ -152,42 +152,42 @@ class DecoderPlan:
         lm_head: None before the last stage, and where the embedding, which is there, is the output projection too.
     """
 
-    embedding: TensorPlan | None
-    position_embedding: TensorPlan | None
-    lm_head: TensorPlan | None
-    final_norm: NormPlan | None
-    layers: tuple[LayerPlan, ...]
+    embedding: TensorSource | None
+    position_embedding: TensorSource | None
+    lm_head: TensorSource | None
+    final_norm: NormSource | None
+    layers: tuple[LayerSources, ...]
 
 
-def tensors(plan: object) -> Iterator[TensorPlan]:
-    """The tensors of a plan, or of a part of one, in the order in which they are read."""
-    if isinstance(plan, TensorPlan):
-        yield plan
-    elif isinstance(plan, tuple):
-        for each in plan:  # pyright: ignore[reportUnknownVariableType]
+def tensors(sources: object) -> Iterator[TensorSource]:
+    """Each tensor of sources of any structure, in the order in which they are read."""
+    if isinstance(sources, TensorSource):
+        yield sources
+    elif isinstance(sources, tuple):
+        for each in sources:  # pyright: ignore[reportUnknownVariableType]
             yield from tensors(each)  # pyright: ignore[reportUnknownArgumentType]
-    elif is_dataclass(plan):
-        for field in fields(plan):
-            yield from tensors(getattr(plan, field.name))
+    elif is_dataclass(sources):
+        for field in fields(sources):
+            yield from tensors(getattr(sources, field.name))
 
 
-def stored_shapes(plan: DecoderPlan) -> dict[str, tuple[int, ...]]:
-    """The checkpoint's tensors that a plan is made of, in the order in which they are read, and their shapes."""
-    return {part.name: each.stored_shape(part.rows) for each in tensors(plan) for part in each.parts}
+def stored_shapes(sources: DecoderSources) -> dict[str, tuple[int, ...]]:
+    """The checkpoint's tensors that are read, in the order in which they are read, and their shapes."""
+    return {part.name: each.stored_shape(part.rows) for each in tensors(sources) for part in each.parts}
 
 
-def plan_weights(model: ModelDescription, part: Part | None = None) -> DecoderPlan:
-    """The tensors of a part of the model; None: of all of it."""
-    return _Planner(model, part or Part.whole(model.decoder)).decoder()
+def find_sources(model: ModelDescription, part: Part | None = None) -> DecoderSources:
+    """The sources of a part of the model; None: of all of it."""
+    return _Finder(model, part or Part.whole(model.decoder)).decoder()
 
 
-class _Planner:
-    """Plans a part of a model, whose decoder, names and shard all methods look at."""
+class _Finder:
+    """Finds the sources of a part of a model, whose decoder, names and shard all methods look at."""
 
     def __init__(self, model: ModelDescription, part: Part) -> None:
         self._decoder, self._names, self._part = model.decoder, model.names, part
 
-    def decoder(self) -> DecoderPlan:
+    def decoder(self) -> DecoderSources:
         decoder, names, part = self._decoder, self._names, self._part
         vocabulary = part.shard.split(decoder.vocab_size)
         embedding = position_embedding = lm_head = final_norm = None
@@ -203,18 +203,18 @@ class _Planner:
                 lm_head = self._table(name, decoder.vocab_size, vocabulary)
             final_norm = self._norm(names.base + names.final_norm, decoder.hidden_size)
         layers = tuple(self._layer(index) for index in range(*part.layers))
-        return DecoderPlan(embedding, position_embedding, lm_head, final_norm, layers)
+        return DecoderSources(embedding, position_embedding, lm_head, final_norm, layers)
 
-    def _table(self, name: str, rows: int, own: Range) -> TensorPlan:
+    def _table(self, name: str, rows: int, own: Range) -> TensorSource:
         hidden = self._decoder.hidden_size
-        return TensorPlan((Rows(f"{name}.weight", rows, (own,)),), hidden, (0, hidden))
+        return TensorSource((Rows(f"{name}.weight", rows, (own,)),), hidden, (0, hidden))
 
-    def _layer(self, index: int) -> LayerPlan:
+    def _layer(self, index: int) -> LayerSources:
         decoder, names, shard = self._decoder, self._names, self._part.shard
         attention, norms = names.attention, names.norms
         prefix = names.base + names.layers.format(index)
 
-        def norm(module: str) -> NormPlan | None:
+        def norm(module: str) -> NormSource | None:
             return self._norm(prefix + module, decoder.hidden_size) if module else None
 
         queries, keys = shard.query_rows(decoder), (decoder.kv_size, shard.kv_rows(decoder))
@@ -231,7 +231,7 @@ class _Planner:
             experts = self._experts(prefix, names.experts, decoder.experts)
         else:
             up, down = self._mlp(prefix, names.mlp, decoder.intermediate_size)
-        return LayerPlan(
+        return LayerSources(
             qkv=qkv,
             latent=latent,
             up=up,
@@ -254,22 +254,22 @@ class _Planner:
 
     def _latent(
         self, prefix: str, names: LatentNames, config: LatentAttention
-    ) -> tuple[LinearPlan, LatentPlan]:
+    ) -> tuple[LinearSource, LatentSources]:
         """The projection of hidden states and the other weights of latent attention, of this shard's heads."""
         decoder, rank = self._decoder, config.query_rank
 
         def rows_of_heads(width: int) -> tuple[int, Range]:
             return decoder.num_heads * width, self._part.shard.head_rows(decoder, width)
 
-        def of_heads(name: str, width: int, columns: int) -> LinearPlan:
+        def of_heads(name: str, width: int, columns: int) -> LinearSource:
             count, own = rows_of_heads(width)
             weight = Rows(f"{prefix}{name}.weight", count, (own,))
-            return LinearPlan(TensorPlan((weight,), columns, (0, columns), self._names.transposed), None)
+            return LinearSource(TensorSource((weight,), columns, (0, columns), self._names.transposed), None)
 
         queries = rows_of_heads(config.query_head_dim) if rank is None else (rank, (0, rank))
         modules = (names.query if rank is None else names.query_down, names.kv_down)
         rows = queries, (config.cached_dim, (0, config.cached_dim))
-        return self._column_parallel(prefix, modules, rows, decoder.qkv_bias), LatentPlan(
+        return self._column_parallel(prefix, modules, rows, decoder.qkv_bias), LatentSources(
             query_norm=None if rank is None else self._norm(prefix + names.query_down_norm, rank),
             query_up=None if rank is None else of_heads(names.query_up, config.query_head_dim, rank),
             kv_norm=self._norm(prefix + names.kv_down_norm, config.kv_rank),
@@ -278,7 +278,7 @@ class _Planner:
 
     def _mlp(
         self, prefix: str, names: MlpNames | None, inner: int
-    ) -> tuple[LinearPlan, LinearPlan] | tuple[None, None]:
+    ) -> tuple[LinearSource, LinearSource] | tuple[None, None]:
         """Both projections of an MLP that is `inner` wide; no such MLP where that is 0."""
         if not inner or names is None:
             return None, None
@@ -289,13 +289,13 @@ class _Planner:
             self._row_parallel(prefix + names.down, inner, own[1], decoder.mlp_bias),
         )
 
-    def _sinks(self, prefix: str) -> TensorPlan:
+    def _sinks(self, prefix: str) -> TensorSource:
         """The learned scores of this shard's query heads."""
         count = self._decoder.num_heads
         name = prefix + self._names.attention.sinks
-        return TensorPlan((Rows(name, count, (self._part.shard.split(count),)),))
+        return TensorSource((Rows(name, count, (self._part.shard.split(count),)),))
 
-    def _experts(self, prefix: str, names: ExpertNames, config: ExpertsConfig) -> ExpertsPlan:
+    def _experts(self, prefix: str, names: ExpertNames, config: ExpertsConfig) -> ExpertSources:
         """A layer's router, and of the experts that this shard has its slices."""
         hidden, inner = self._decoder.hidden_size, config.intermediate_size
         own = self._part.shard.slice_of_experts(inner)
@@ -304,31 +304,31 @@ class _Planner:
         up = [tuple(Rows(each + name, inner, (own,)) for name in names.each.up) for each in modules]
         down = [(Rows(each + names.each.down, hidden, ((0, hidden),)),) for each in modules]
 
-        def replicated(name: str, rows: int, bias: bool = False) -> LinearPlan:
+        def replicated(name: str, rows: int, bias: bool = False) -> LinearSource:
             whole = (Rows(prefix + name, rows, ((0, rows),)),)
-            weight = TensorPlan(_named(whole, "weight"), hidden, (0, hidden), self._names.transposed)
-            return LinearPlan(weight, TensorPlan(_named(whole, "bias")) if bias else None)
+            weight = TensorSource(_named(whole, "weight"), hidden, (0, hidden), self._names.transposed)
+            return LinearSource(weight, TensorSource(_named(whole, "bias")) if bias else None)
 
         def stack(
             modules: list[tuple[Rows, ...]], columns: int, kept: Range, has_bias: bool, is_gated: bool
-        ) -> StackPlan:
-            matrices = tuple(TensorPlan(_named(each, "weight"), columns, kept) for each in modules)
+        ) -> StackSource:
+            matrices = tuple(TensorSource(_named(each, "weight"), columns, kept) for each in modules)
             vectors = tuple(chain.from_iterable(_named(each, "bias") for each in modules))
-            return StackPlan(TensorPlan(vectors) if has_bias else None, matrices, is_gated)
+            return StackSource(TensorSource(vectors) if has_bias else None, matrices, is_gated)
 
         # What the ranks give is added up, and a bias is in it once.
         has_down_bias = config.has_bias and own[0] == 0
         # Kept in float32: what it decides between may be closer together than bfloat16's steps.
         choice_bias = Rows(prefix + names.choice_bias, config.count, ((0, config.count),))
-        return ExpertsPlan(
+        return ExpertSources(
             router=replicated(names.router, config.count, config.has_router_bias),
             up=stack(up, hidden, (0, hidden), config.has_bias, is_gated=True),
             down=stack(down, inner, own, has_down_bias, is_gated=False),
             shared_gate=replicated(names.shared_gate, 1) if config.has_shared_gate else None,
-            choice_bias=TensorPlan((choice_bias,), dtype=torch.float32) if config.has_choice_bias else None,
+            choice_bias=TensorSource((choice_bias,), dtype=torch.float32) if config.has_choice_bias else None,
         )
 
-    def _head_norm(self, module: str, all_heads: tuple[int, Range]) -> NormPlan | None:
+    def _head_norm(self, module: str, all_heads: tuple[int, Range]) -> NormSource | None:
         """The norm over each head, or over all of them: how wide they are, and which are this shard's."""
         decoder = self._decoder
         if decoder.qk_norm is None:
@@ -343,7 +343,7 @@ class _Planner:
         rows: tuple[tuple[int, Range], ...],
         bias: bool,
         is_gated: bool = False,
-    ) -> LinearPlan:
+    ) -> LinearSource:
         """`rows`: of each of the fused projections all there are, and this shard's."""
         fused, *others = modules
         if self._names.attention.qkv_by_head and len(rows) == 3 and not others:
@@ -368,20 +368,20 @@ class _Planner:
         )
         return Rows(name, 3 * self._decoder.query_size, tuple(ranges))
 
-    def _row_parallel(self, module: str, columns: int, own: Range, bias: bool) -> LinearPlan:
+    def _row_parallel(self, module: str, columns: int, own: Range, bias: bool) -> LinearSource:
         hidden = self._decoder.hidden_size
         return self._linear((Rows(module, hidden, ((0, hidden),)),), columns, own, bias)
 
     def _linear(
         self, modules: tuple[Rows, ...], columns: int, kept: Range, bias: bool, is_gated: bool = False
-    ) -> LinearPlan:
-        weight = TensorPlan(_named(modules, "weight"), columns, kept, self._names.transposed)
-        return LinearPlan(weight, TensorPlan(_named(modules, "bias")) if bias else None, is_gated)
+    ) -> LinearSource:
+        weight = TensorSource(_named(modules, "weight"), columns, kept, self._names.transposed)
+        return LinearSource(weight, TensorSource(_named(modules, "bias")) if bias else None, is_gated)
 
-    def _norm(self, module: str, size: int, own: Range | None = None) -> NormPlan:
+    def _norm(self, module: str, size: int, own: Range | None = None) -> NormSource:
         rows = (Rows(module, size, (own or (0, size),)),)
-        bias = TensorPlan(_named(rows, "bias")) if self._decoder.norm == "layer" else None
-        return NormPlan(TensorPlan(_named(rows, "weight")), bias, self._decoder.norm_offset)
+        bias = TensorSource(_named(rows, "bias")) if self._decoder.norm == "layer" else None
+        return NormSource(TensorSource(_named(rows, "weight")), bias, self._decoder.norm_offset)
 
 
 def _named(modules: tuple[Rows, ...], kind: str) -> tuple[Rows, ...]:
