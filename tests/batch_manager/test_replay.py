@@ -17,7 +17,7 @@ from inflight.batch_manager.replay import (
     Replay,
     describe_batch,
 )
-from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.request.request import EngineDescription, IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason
@@ -147,7 +147,7 @@ class BurningEngine(FakeEngine):
 def test_what_the_loop_records_with_all_its_threads_is_the_same_again(seed, tmp_path):
     """Arrivals, stops, deadlines and idle times are the threads'; failures too."""
     path, rng = tmp_path / "trace", random.Random(seed)
-    config = SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION, max_num_requests=9)
+    config = SchedulingConfig(CapacityPolicy.MAX_UTILIZATION, max_num_requests=9)
     limits = replace(LIMITS, num_blocks=30)
     scheduler = Scheduler(config, limits)
     client = LocalEngineClient(EngineDescription(scheduler.limits), lambda: manager.notify())
@@ -256,7 +256,7 @@ def test_a_batch_in_words():
 
 def test_a_row_that_failed_alone_fails_again(tmp_path):
     """Its request ends in the same iteration, with the same error; the other runs on as it did."""
-    config, path = SchedulerConfig(max_num_tokens=18), tmp_path / "trace"
+    config, path = SchedulingConfig(max_num_tokens=18), tmp_path / "trace"
     scheduler, engine = Scheduler(config, LIMITS), FakeEngine(LIMITS)
     recorder = JsonRecorder(str(path), config, LIMITS)
     recorded = []

@@ -17,7 +17,7 @@ from inflight.batch_manager.replay import (
     differences,
     main,
 )
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.schedule.batch import BeamGroup, ModelOutput, ScheduledBatch
 from tests.batch_manager.recorded import (
     END_ID,
@@ -200,7 +200,7 @@ def test_the_program_prints_its_report(trace, capsys):
         (lambda path: path.unlink(), "No such file"),
         (lambda path: path.write_bytes(b""), "no complete first line"),
         (lambda path: change(path, 0, version=99), "version 99"),
-        (lambda path: change(path, 0, config=SchedulerConfig(max_num_tokens=1)), "max_num_tokens is 1"),
+        (lambda path: change(path, 0, config=SchedulingConfig(max_num_tokens=1)), "max_num_tokens is 1"),
         (lambda path: change(path, 2, iteration=5), "line 3: an answer to iteration 5"),
         (lambda path: write(path, [*raw_records(path), End(4, 1)]), "line 12: an answer to iteration 4"),
     ],
@@ -214,7 +214,7 @@ def test_what_cannot_be_replayed_is_said_on_stderr(trace, spoil, said, capsys):
 
 def test_a_header_alone_is_a_trace(tmp_path):
     path = tmp_path / "trace"
-    path.write_bytes(encode(Header(SchedulerConfig(), LIMITS)))
+    path.write_bytes(encode(Header(SchedulingConfig(), LIMITS)))
     assert outcome(path) == (
         IDENTICAL,
         "0 iterations replayed, identical\n0 requests, 0 answered to the end\n",

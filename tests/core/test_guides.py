@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from inflight.batch_manager.inputs import OwnInputs
-from inflight.core.request.guide import Guide, GuideEvent, GuideType
+from inflight.core.request.guide import Guide, GuideEvent, GuideKind
 from inflight.core.request.request import IterationInput
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InvalidArgument, Unavailable, Unsupported
 from tests.core.factories import make_request, make_scheduler
 
-GUIDE = Guide(GuideType.REGEX, "a+")
+GUIDE = Guide(GuideKind.REGEX, "a+")
 
 
 def guided(request_id: int, **changes):
@@ -152,7 +152,7 @@ def test_without_a_tokenizer_a_guide_is_refused_by_name():
 
 @pytest.mark.parametrize(
     ("guide", "message"),
-    [(Guide(GuideType.JSON, "{}"), "left out"), (Guide(GuideType.REGEX), "is required"), (GUIDE, None)],
+    [(Guide(GuideKind.JSON, "{}"), "left out"), (Guide(GuideKind.REGEX), "is required"), (GUIDE, None)],
 )
 def test_a_guide_comes_with_a_text_or_without(guide, message):
     request = replace(make_request(1), guide=guide)

@@ -15,18 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.adapters.lora_tensors import lora_weights
-from inflight.additional_outputs import AdditionalModelOutput as CoreOutput
-from inflight.additional_outputs import are_distinct
+from inflight.additional_outputs import WantedOutput, are_distinct
 from inflight.arrays import BFLOAT16, to_prompt_table
-from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, Parameters
-from inflight.config import CapacitySchedulerPolicy as Policy
-from inflight.config import ContextChunkingPolicy as ChunkingPolicy
+from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, CapacityPolicy, ChunkingPolicy, Parameters
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.adapter import ITEM_SIZES, LoraRequest, PromptTable
-from inflight.core.request.guide import Guide, GuideType
-from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits
-from inflight.core.request.request import OutputConfig as CoreOutputConfig
+from inflight.core.request.guide import Guide, GuideKind
+from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
@@ -119,9 +115,9 @@ def to_core_sampling(request: Request) -> CoreSamplingConfig:
     return CoreSamplingConfig(**given)
 
 
-def to_core_output(config: OutputConfig) -> CoreOutputConfig:
+def to_core_output(config: OutputConfig) -> OutputOptions:
     """Convert an OutputConfig of the Executor API to the core's."""
-    return CoreOutputConfig(
+    return OutputOptions(
         exclude_input_from_output=config.exclude_input_from_output,
         return_log_probs=config.return_log_probs,
         return_context_logits=config.return_context_logits,
@@ -255,7 +251,7 @@ def check_post_processor(request: Request, known: tuple[str, ...]) -> None:
 
 
 def _guide(params: GuidedDecodingParams | None) -> Guide | None:
-    return None if params is None else Guide(GuideType[params.guide_type.name], params.guide or "")
+    return None if params is None else Guide(GuideKind[params.guide_type.name], params.guide or "")
 
 
 def _logits_post_processor(request: Request) -> str:
@@ -264,8 +260,8 @@ def _logits_post_processor(request: Request) -> str:
     return request.logits_post_processor_name or ""
 
 
-def _additional_outputs(outputs: list[AdditionalModelOutput] | None) -> tuple[CoreOutput, ...]:
-    return tuple(CoreOutput(each.name, each.gather_context) for each in outputs or ())
+def _additional_outputs(outputs: list[AdditionalModelOutput] | None) -> tuple[WantedOutput, ...]:
+    return tuple(WantedOutput(each.name, each.gather_context) for each in outputs or ())
 
 
 def _model_outputs(config: ExecutorConfig) -> dict[str, Any]:
@@ -304,9 +300,9 @@ def _debug_fields(debug: DebugConfig | None) -> dict[str, Any]:
 
 
 _POLICIES = {
-    CapacitySchedulerPolicy.MAX_UTILIZATION: Policy.MAX_UTILIZATION,
-    CapacitySchedulerPolicy.GUARANTEED_NO_EVICT: Policy.GUARANTEED_NO_EVICT,
-    CapacitySchedulerPolicy.STATIC_BATCH: Policy.STATIC_BATCH,
+    CapacitySchedulerPolicy.MAX_UTILIZATION: CapacityPolicy.MAX_UTILIZATION,
+    CapacitySchedulerPolicy.GUARANTEED_NO_EVICT: CapacityPolicy.GUARANTEED_NO_EVICT,
+    CapacitySchedulerPolicy.STATIC_BATCH: CapacityPolicy.STATIC_BATCH,
 }
 _LAUNCH_MODES = {CommunicationMode.LEADER: "leader", CommunicationMode.ORCHESTRATOR: "orchestrator"}
 
@@ -331,7 +327,9 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
     chunking = config.scheduler_config.context_chunking_policy
     is_static = config.batching_type is BatchingType.STATIC
     policy = (
-        Policy.STATIC_BATCH if is_static else _POLICIES[config.scheduler_config.capacity_scheduler_policy]
+        CapacityPolicy.STATIC_BATCH
+        if is_static
+        else _POLICIES[config.scheduler_config.capacity_scheduler_policy]
     )
     cache, guides = config.kv_cache_config, config.guided_decoding_config
     scheduler = replace(
@@ -359,7 +357,7 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
     )
     return replace(
         base,
-        gpt_model_type="V1" if policy is Policy.STATIC_BATCH else base.gpt_model_type,
+        gpt_model_type="V1" if policy is CapacityPolicy.STATIC_BATCH else base.gpt_model_type,
         iter_stats_max_iterations=config.iter_stats_max_iterations,
         request_stats_max_iterations=config.request_stats_max_iterations,
         scheduler=scheduler,

@@ -26,8 +26,7 @@ from inflight.core.ports import EngineClient
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription
-from inflight.core.request.request import OutputConfig as CoreOutputConfig
+from inflight.core.request.request import EngineDescription, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import StopReason
@@ -438,7 +437,7 @@ class Executor:
         try:
             converted = to_core_request(request, limits)
         except InvalidArgument as error:
-            nothing = ResponseOptions(False, False, 0, 0, request.client_id, CoreOutputConfig())
+            nothing = ResponseOptions(False, False, 0, 0, request.client_id, OutputOptions())
             return _Prepared(None, error, Answers(nothing, 1))
         if self._is_static and converted.streaming:  # as TensorRT-LLM does it
             whole = replace(converted.output, exclude_input_from_output=True)

@@ -51,7 +51,7 @@ class ResponseOptions:
     max_tokens: int
     vocab_size: int
     client_id: int | None
-    output: core.OutputConfig
+    output: core.OutputOptions
     tokens_per_block: int = 1
 
     @property
@@ -76,7 +76,9 @@ class Answers:
         self.asked = asked
         self.num_sequences = num_sequences
         self.have_ended = False
-        self._history: dict[int, list[core_response.Result]] = {}  # by sequence index, if it is needed
+        self._history: dict[
+            int, list[core_response.SequenceResult]
+        ] = {}  # by sequence index, if it is needed
         self._num_generated: dict[int, int] = {}  # by sequence index
 
     def add(self, response: core_response.Response) -> EngineAnswer:
@@ -97,7 +99,10 @@ class Answers:
         return self._answer(response, tuple(history), count)
 
     def _answer(
-        self, response: core_response.Response, so_far: Sequence[core_response.Result], num_generated: int
+        self,
+        response: core_response.Response,
+        so_far: Sequence[core_response.SequenceResult],
+        num_generated: int,
     ) -> EngineAnswer:
         return EngineAnswer(
             response.request_id,
@@ -121,7 +126,7 @@ class EngineAnswer(core_response.Response):
     """
 
     answers: Answers
-    so_far: Sequence[core_response.Result]
+    so_far: Sequence[core_response.SequenceResult]
     num_generated: int
 
     def to_response(self) -> Response:
@@ -132,7 +137,7 @@ class EngineAnswer(core_response.Response):
             return Response(self.request_id, said or "unknown error", asked.client_id)
         return Response(self.request_id, self._result(asked, result), asked.client_id)
 
-    def _result(self, asked: ResponseOptions, result: core_response.Result) -> Result:
+    def _result(self, asked: ResponseOptions, result: core_response.SequenceResult) -> Result:
         so_far = (result,) if result.is_cumulative else self.so_far or (result,)
         repeats = asked.streaming and asked.repeats_tokens
         iterations = result.num_iterations
@@ -159,18 +164,18 @@ def _joined(parts: Sequence[tuple[tuple[int, ...], ...]]) -> list[list[int]]:
     return [list(chain.from_iterable(beam)) for beam in zip(*parts, strict=True)]
 
 
-def _log_probs(results: Iterable[core_response.Result]) -> list[list[float]]:
+def _log_probs(results: Iterable[core_response.SequenceResult]) -> list[list[float]]:
     parts = [each.log_probs for each in results if each.log_probs is not None]
     return [list(chain.from_iterable(beam)) for beam in zip(*parts, strict=True)]
 
 
-def _context_logits(results: Iterable[core_response.Result]) -> torch.Tensor | None:
+def _context_logits(results: Iterable[core_response.SequenceResult]) -> torch.Tensor | None:
     found = next((each.context_logits for each in results if each.context_logits is not None), None)
     return None if found is None else _tensor(found)
 
 
 def _generation_logits(
-    asked: ResponseOptions, results: Sequence[core_response.Result]
+    asked: ResponseOptions, results: Sequence[core_response.SequenceResult]
 ) -> torch.Tensor | None:
     """[tokens, beams, vocab_size] of a stream, else [beams, max_tokens, vocab_size], 0 behind the last token."""
     by_result = [each.generation_logits for each in results]
@@ -190,7 +195,7 @@ def _generation_logits(
     return whole
 
 
-def _additional_outputs(results: Sequence[core_response.Result]) -> list[AdditionalOutput]:
+def _additional_outputs(results: Sequence[core_response.SequenceResult]) -> list[AdditionalOutput]:
     """`context_<name>` [prompt tokens, width] and `generation_<name>` [1, tokens, width], rows joined by name."""
     if not any(each.additional_outputs for each in results):
         return []
@@ -216,7 +221,7 @@ def _tensor(tensor: core.FloatTensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(tensor.data), dtype=torch.float32).reshape(tensor.shape)
 
 
-def _perf_metrics(result: core_response.Result, tokens_per_block: int) -> RequestPerfMetrics:
+def _perf_metrics(result: core_response.SequenceResult, tokens_per_block: int) -> RequestPerfMetrics:
     found = result.perf_metrics
     assert found is not None, "it is wanted"
     # TensorRT-LLM's count has the prompt's last block, be it full or not.

@@ -20,7 +20,7 @@ import msgspec
 
 from inflight.core.request.guide import Guide, GuideEvent
 from inflight.errors import InflightError, InvalidArgument, Name, StepFailed, error_from_kind
-from inflight.guided.child import Answer, Job, read_frame, write_frame
+from inflight.guided.child import CompileAnswer, CompileJob, read_frame, write_frame
 from inflight.guided.grammars import Grammars
 from inflight.guided.vocabulary import GuideVocabulary
 
@@ -31,7 +31,7 @@ _START_S = 120.0
 _SHARE_OF_TIME = 0.1
 """Fraction of its time after which a guide is interrupted if others wait for their first try."""
 _MOST_FAILURES = 256
-_ANSWER = msgspec.msgpack.Decoder(Answer)
+_ANSWER = msgspec.msgpack.Decoder(CompileAnswer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class ChildCompiler:
         child = self._started()
         may_continue = (lambda: True) if is_slow else self._jobs.empty
         try:
-            answer = child.ask(Job(guide), self._bounds.timeout_s, may_continue)
+            answer = child.ask(CompileJob(guide), self._bounds.timeout_s, may_continue)
         except _Interrupted:
             self._end_child()
             raise
@@ -274,8 +274,8 @@ class _Child:
         return self._process.wait()
 
     def ask(
-        self, message: GuideVocabulary | Job, timeout_s: float, may_continue: Callable[[], bool]
-    ) -> Answer:
+        self, message: GuideVocabulary | CompileJob, timeout_s: float, may_continue: Callable[[], bool]
+    ) -> CompileAnswer:
         """Send a message and wait for the answer.
 
         Args:

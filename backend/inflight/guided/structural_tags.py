@@ -23,6 +23,7 @@ import llguidance
 from inflight.errors import InvalidArgument, Name
 from inflight.guided.schemas import followed_schema
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.json_values import is_object
 
 _SHAPE = '{"structures": [{"begin": "…", "schema": {…}, "end": "…"}], "triggers": ["…"]}'
 
@@ -197,6 +198,6 @@ def _text(value: Any) -> str:
 
 
 def _schema(value: Any) -> Any:
-    if not isinstance(value, dict | bool):
-        raise TypeError(f"{value!r} is no JSON schema")
-    return value
+    if isinstance(value, bool) or is_object(value):
+        return value
+    raise TypeError(f"{value!r} is no JSON schema")

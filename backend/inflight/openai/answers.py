@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from inflight.core.request.response import Result, TopLogProbs
+from inflight.core.request.response import SequenceResult, TopLogProbs
 from inflight.core.request.stop import FinishReason
 from inflight.errors import Cancelled, InvalidArgument, Unsupported
 from inflight.openai.errors import in_fields
@@ -122,7 +122,7 @@ class Usage:
     def cached_tokens(self) -> int:
         return sum(self._cached)
 
-    def add(self, batch_index: int, result: Result) -> None:
+    def add(self, batch_index: int, result: SequenceResult) -> None:
         """Count what the engine says of a prompt's first sequence, which computes the prompt for its siblings."""
         metrics = result.perf_metrics
         if metrics is not None and result.sequence_index == 0:

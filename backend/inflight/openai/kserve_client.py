@@ -37,7 +37,7 @@ from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription, Request
-from inflight.core.request.response import Response, Result
+from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, StopReason
 from inflight.errors import (
     ERROR_KINDS,
@@ -328,7 +328,7 @@ class _Running:
         self.task: asyncio.Task[None] | None = None
         self._on_response = on_response
         self._unfinished = set(range(request.sampling.num_sequences))
-        self._last: dict[int, Result] = {}
+        self._last: dict[int, SequenceResult] = {}
 
     @property
     def is_done(self) -> bool:
@@ -362,7 +362,7 @@ class _Running:
             self._deliver(Response(self.request.request_id, error=error, is_final=True))
         self._end_if_done()
 
-    def _pass_on(self, result: Result) -> None:
+    def _pass_on(self, result: SequenceResult) -> None:
         self._last[result.sequence_index] = result
         if result.is_sequence_final:
             self._unfinished.discard(result.sequence_index)

@@ -14,7 +14,7 @@ from typing import Any
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.guide import Guide
-from inflight.core.request.request import EngineDescription, ModelLimits, OutputConfig, Request
+from inflight.core.request.request import EngineDescription, ModelLimits, OutputOptions, Request
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid, unsupported
@@ -208,7 +208,7 @@ def _end_ids(body: SamplingBody, description: EngineDescription) -> tuple[int, .
     return tuple(dict.fromkeys((*own, *body.stop_token_ids)))
 
 
-def _output(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> OutputConfig:
+def _output(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> OutputOptions:
     top, prompt_top = asked.num_top, asked.num_prompt_top
     num_bytes = 4 * prompt_length * limits.vocab_size
     fits = num_bytes <= MAX_CONTEXT_LOGITS_BYTES
@@ -219,7 +219,7 @@ def _output(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> Out
             f"{name} is {prompt_top}: the likeliest tokens beside {prompt_length} prompt tokens take "
             f"{num_bytes >> 20} MiB of logits, more than {MAX_CONTEXT_LOGITS_BYTES >> 20}; 0 needs none",
         )
-    return OutputConfig(
+    return OutputOptions(
         exclude_input_from_output=True,
         return_log_probs=top is not None,
         num_top_log_probs=top or 0,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -235,7 +235,7 @@ class RankEngine:
         return outcome
 
     @contextmanager
-    def _in_step(self, batch: ScheduledBatch) -> Iterator[None]:
+    def _in_step(self, batch: ScheduledBatch) -> Generator[None, None, None]:
         """Retire this rank if a step fails on it alone, as the ranks are then out of step."""
         if self._cause_of_death:
             raise Unavailable(self._cause_of_death)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from inflight.core.request.response import Response, Result
+from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.delivery import Delivery
 from inflight.errors import InflightError, StepFailed, unexpected
@@ -124,7 +124,7 @@ class Sender:
             else:
                 stream.send(message)
 
-    def _message(self, arrival: Arrival, result: Result) -> Any:
+    def _message(self, arrival: Arrival, result: SequenceResult) -> Any:
         """Make a response of the clients' protocol; None if there is nothing to send yet."""
         entry = arrival.entry
         outputs = entry.reply.add(arrival.batch_index, result, arrival.is_last)

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.request import ExternalDraft, FloatTensor
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Name, Unsupported
 from inflight.tensors.reader import TensorReader
 from inflight.text.text_encoder import TextEncoder
 
-_GUIDE_TYPES = f"one of {', '.join(each.value for each in GuideType)}"
+_GUIDE_TYPES = f"one of {', '.join(each.value for each in GuideKind)}"
 _WORD_BIAS = ("embedding_bias_words", "embedding_bias_weights")
 
 
@@ -45,7 +45,7 @@ def read_guide(reader: TensorReader) -> Guide | None:
             )
         return None
     try:
-        return Guide(GuideType(name), text or "")
+        return Guide(GuideKind(name), text or "")
     except ValueError:
         raise InvalidArgument(
             Name("guided_decoding_guide_type"), f" is {name!r}, expected {_GUIDE_TYPES}"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from inflight.additional_outputs import outputs_of_tensors
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.request import OutputOptions
 from inflight.errors import InvalidArgument, Name
 from inflight.tensors.output_table import OUTPUTS, is_additional
 from inflight.tensors.reader import TensorReader
@@ -95,9 +95,9 @@ def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
         yield name
 
 
-def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputConfig:
+def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputOptions:
     """The values that the engine has to keep and send for these outputs."""
-    return OutputConfig(
+    return OutputOptions(
         # Nobody looks at the prompt's ids without these outputs: they need not come back.
         exclude_input_from_output=exclude_input or not wanted & _ID_OUTPUTS,
         return_log_probs=bool(wanted & _LOG_PROB_OUTPUTS),

@@ -12,7 +12,7 @@ GUIDE_END = -2
 ends."""
 
 
-class GuideType(Enum):
+class GuideKind(Enum):
     """TensorRT-LLM's `GuidedDecodingParams.GuideType`; the values are as in `guided_decoding_guide_type`."""
 
     JSON = "json"
@@ -32,19 +32,19 @@ class Guide:
             `guided_decoding_guide`.
     """
 
-    type: GuideType
+    type: GuideKind
     text: str = ""
 
     def validate(self) -> None:
         """Raise InvalidArgument if a JSON guide has a text or another guide has none."""
-        if self.type is GuideType.JSON and self.text:
+        if self.type is GuideKind.JSON and self.text:
             raise InvalidArgument(
                 Name("guided_decoding_guide"),
                 " must be left out where ",
                 Name("guided_decoding_guide_type"),
                 f" is json, got {len(self.text)} characters; a schema is of type json_schema",
             )
-        if self.type is not GuideType.JSON and not self.text:
+        if self.type is not GuideKind.JSON and not self.text:
             raise InvalidArgument(
                 Name("guided_decoding_guide"),
                 " is required where ",

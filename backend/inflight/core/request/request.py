@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
+from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import RetentionConfig
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest, PromptTable
@@ -47,7 +47,7 @@ BATCHED_POST_PROCESSOR_NAME = "batched"
 
 
 @dataclass(frozen=True, slots=True)
-class OutputConfig:
+class OutputOptions:
     """TensorRT-LLM's `OutputConfig`, with fields of this project's own.
 
     All log probabilities are log_softmax, in float32, of the model's unchanged logits: before bias, penalties and
@@ -74,7 +74,7 @@ class OutputConfig:
     return_context_logits: bool = False
     return_generation_logits: bool = False
     return_perf_metrics: bool = False
-    additional_outputs: tuple[AdditionalModelOutput, ...] = ()
+    additional_outputs: tuple[WantedOutput, ...] = ()
 
     @property
     def wants_details(self) -> bool:
@@ -87,7 +87,7 @@ class OutputConfig:
         return self.return_context_logits or self.return_prompt_log_probs or bool(self.gathered_outputs)
 
     @property
-    def gathered_outputs(self) -> tuple[AdditionalModelOutput, ...]:
+    def gathered_outputs(self) -> tuple[WantedOutput, ...]:
         """The additional outputs that are also wanted for the prompt."""
         return tuple(output for output in self.additional_outputs if output.gather_context)
 
@@ -265,7 +265,7 @@ class Request:
     end_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
+    output: OutputOptions = field(default_factory=OutputOptions)
     stop_words: tuple[tuple[int, ...], ...] = ()
     stop_words_after: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument, Name
 from inflight.serving.chat.messages import plain_json
 from inflight.serving.chat.tool_styles import find_tool_style
@@ -112,7 +112,7 @@ def tool_guide(
         "end": "]" if style.is_list else "",
         "only_one": choice.mode == "named" or not parallel,
     }
-    return Guide(GuideType.STRUCTURAL_TAG, json.dumps({"structures": structures, "sequence": sequence}))
+    return Guide(GuideKind.STRUCTURAL_TAG, json.dumps({"structures": structures, "sequence": sequence}))
 
 
 def forced_prefix(parser: str, starts_inside_reasoning: bool = False) -> str:
