@@ -295,21 +295,21 @@ class _Finder:
         query, key, value = (prefix + module for module in modules)
         own_keys = (shard.kv_rows(decoder),)
         parts = (
-            Rows(query, 2 * decoder.query_size, queries),
-            Rows(key, decoder.kv_size, own_keys),
-            Rows(value, decoder.kv_size, own_keys),
-            Rows(query, 2 * decoder.query_size, gates),
+            StoredRows(query, 2 * decoder.query_size, queries),
+            StoredRows(key, decoder.kv_size, own_keys),
+            StoredRows(value, decoder.kv_size, own_keys),
+            StoredRows(query, 2 * decoder.query_size, gates),
         )
         return self._linear(parts, decoder.hidden_size, (0, decoder.hidden_size), decoder.qkv_bias)
 
     # ------------------------------------------------------------------ layers with recurrent state
 
     def _recurrent_product(self, prefix: str, names: RecurrentNames, config: RecurrentConfig) -> LinearSource:
-        sections, parts = list(config.sections), list[Rows]()
+        sections, parts = list(config.sections), list[StoredRows]()
         for module, count in names.product:
             ranges = self._by_key_head if names.by_key_head else self._in_sections
             own, sections = sections[:count], sections[count:]
-            parts.append(Rows(prefix + module, total_size(tuple(own)), ranges(tuple(own))))
+            parts.append(StoredRows(prefix + module, total_size(tuple(own)), ranges(tuple(own))))
         hidden = self._decoder.hidden_size
         return self._linear(tuple(parts), hidden, (0, hidden), config.has_bias)
 
@@ -345,14 +345,16 @@ class _Finder:
         names, config = self._names.recurrent, self._decoder.recurrent
         assert names is not None and config is not None, "the layer is recurrent"
         columns = self._in_sections(config.conv_sections)
-        conv = Rows(f"{prefix}{names.conv}.weight", total_size(config.conv_sections), columns)
+        conv = StoredRows(f"{prefix}{names.conv}.weight", total_size(config.conv_sections), columns)
         bias = replace(conv, name=f"{prefix}{names.conv}.bias")
 
         def of_heads(name: str) -> TensorSource | None:
-            own = Rows(prefix + name, config.num_heads, (self._part.shard.split(config.num_heads),))
+            own = StoredRows(prefix + name, config.num_heads, (self._part.shard.split(config.num_heads),))
             return TensorSource((own,), dtype=torch.float32) if name else None
 
-        norm = Rows(f"{prefix}{names.norm}.weight", total_size(config.norm_sections), self._norm_rows(config))
+        norm = StoredRows(
+            f"{prefix}{names.norm}.weight", total_size(config.norm_sections), self._norm_rows(config)
+        )
         return RecurrentSources(
             conv=TensorSource(
                 (conv,), config.conv_width, (0, config.conv_width), is_conv=True, dtype=torch.float32
