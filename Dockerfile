@@ -21,7 +21,7 @@ COPY client client
 COPY model_repository model_repository
 RUN python3 -m pip install -c constraints.txt ".[mpi]" ./client
 # The compiler makes the library that tritonserver loads first (docs/production.md) at each start. What computes on CPUs
-# is compiled here, for all that have AVX-512 and for all that have AVX2, so that no container waits for it.
+# is compiled here, for every target of the image's kind of machine, so that no container waits for it.
 RUN apt-get update && apt-get install -yqq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* && \
     cd / && python3 -m inflight.engine.cpu.prebuild
 

@@ -39,7 +39,7 @@ from benchmarks.measuring.setup import ModelShape, cpu_name
 from benchmarks.measuring.workload import BenchRequest, WorkloadName, draw
 from inflight.errors import InflightError
 from inflight.models import read_model_description
-from inflight.models.levels import Kind
+from inflight.models.levels import MatrixKind
 from inflight.models.loader import quantized_kinds
 
 _LONE_REQUESTS = 4
@@ -126,7 +126,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     try:
         model = read_model_description(options.model)
         options.shape = ModelShape.of(model.decoder)
-        if (options.dtype == "int4") != (Kind.INT4 in quantized_kinds(model)):
+        if (options.dtype == "int4") != (MatrixKind.INT4 in quantized_kinds(model)):
             raise ValueError(
                 f"--dtype {options.dtype}: expected int4 with a --model of 4 bits, and only then"
             )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.ranks import Figures, Work
 from inflight.batch_manager import GptManager
-from inflight.config import EngineConfig, SchedulerConfig
+from inflight.config import EngineConfig, SchedulingConfig
 from inflight.core.ports import Engine
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.scheduler import Scheduler
@@ -30,8 +30,7 @@ from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink, MpiWorld
 from inflight.ranks.rank_engine import RankEngine
-from inflight.ranks.rendezvous import meet
-from inflight.ranks.topology import gather_hosts
+from inflight.ranks.rendezvous import gather_hosts, meet
 
 _TIMEOUT_S = 60.0
 _NUM_BROADCASTS = 2000
@@ -101,7 +100,9 @@ class _Rank:
             taken, waiting[:] = waiting[:], []
             return taken
 
-        scheduler = Scheduler(SchedulerConfig(max_num_tokens=work.streams * work.prompt), self._engine.limits)
+        scheduler = Scheduler(
+            SchedulingConfig(max_num_tokens=work.streams * work.prompt), self._engine.limits
+        )
         ranks = None if self._is_alone else self._ranks
         manager = GptManager(self._engine, scheduler, take, lambda response: None, ranks=ranks, start=False)
         num_iterations = 0

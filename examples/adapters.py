@@ -1,4 +1,4 @@
-"""Every prompt as the model answers it, and as it answers with a LoRA adapter, in one batch.
+"""Answer every prompt with the base model and with a LoRA adapter, in one batch.
 
 python examples/adapters.py --model_path CHECKPOINT --adapter PEFT_FOLDER "def area(width, height):"
 """

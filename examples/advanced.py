@@ -1,4 +1,4 @@
-"""Many requests side by side: token ids from a CSV file, streamed or whole, with beams, on one rank or several.
+"""Many concurrent requests: token ids from a CSV file, streamed or whole, with beams, on one rank or several.
 
 python examples/advanced.py --model_path CHECKPOINT --input_tokens_csv_file prompts.csv --streaming
 mpirun -n 2 python examples/advanced.py ...                           # leader mode: rank 0 takes the requests
@@ -14,7 +14,7 @@ import inflight.executor as trtllm
 
 
 def read_prompts(path: Path) -> list[list[int]]:
-    """One prompt a line."""
+    """Read one prompt per line."""
     with path.open(newline="") as file:
         return [[int(cell) for cell in row] for row in csv.reader(file) if row]
 
@@ -34,7 +34,7 @@ def make_config(arguments: argparse.Namespace) -> trtllm.ExecutorConfig:
 
 
 def enqueue(executor: trtllm.Executor, arguments: argparse.Namespace) -> dict[int, int]:
-    """Enqueue a request for each prompt; returns their numbers by request id."""
+    """Enqueue a request for each prompt; return their indices by request id."""
     output = trtllm.OutputConfig(exclude_input_from_output=arguments.exclude_input_from_output)
     sampling = trtllm.SamplingConfig(arguments.beam_width)
     requests = [
@@ -53,7 +53,7 @@ def enqueue(executor: trtllm.Executor, arguments: argparse.Namespace) -> dict[in
 def collect(
     executor: trtllm.Executor, numbers: dict[int, int], timeout: datetime.timedelta
 ) -> dict[int, list[list[int]]]:
-    """The output of each request by its number, a list of tokens for each beam."""
+    """Return the output of each request by its index, a list of tokens for each beam."""
     outputs: dict[int, list[list[int]]] = {number: [] for number in numbers.values()}
     num_open = len(numbers)
     while num_open:

@@ -1,4 +1,4 @@
-"""Tensors of every iteration, to look at: kept for the last iterations, or written to files.
+"""Debug tensors of every iteration: kept for the last iterations, or written to files.
 
 python examples/debug.py --model_path CHECKPOINT --max_iterations 2
 """

@@ -1,4 +1,4 @@
-"""Texts in, texts out; then one text token by token.
+"""Generate texts from texts; then stream one text token by token.
 
 python examples/generate.py --model_path CHECKPOINT "def area(width, height):" "import os"
 """
@@ -12,10 +12,10 @@ from inflight.text.tokenizer import Tokenizer
 
 
 async def show_stream(executor: trtllm.Executor, model_path: str, prompt: str, max_tokens: int) -> None:
-    """Print the text of each response as it comes."""
+    """Print the text of each response as it arrives."""
     tokenizer = Tokenizer.from_dir(model_path)
     token_ids = tokenizer.encode(prompt)
-    # A character may be spread over several tokens, and text that goes on may begin with a space.
+    # A character may be spread over several tokens, and a continuation may begin with a space.
     text = IncrementalDetokenizer(tokenizer, prefix_ids=token_ids)
     async for response in executor.stream(trtllm.Request(token_ids, max_tokens)):
         print(repr(text.add(response.result.output_token_ids[0])), flush=True)

@@ -1,4 +1,4 @@
-"""Callables that change logits: here they let only even token ids come, or those below a bound for one client.
+"""Callables that change logits: here they allow only even token ids, or for one client only ids below a bound.
 
 python examples/logits_processor.py --model_path CHECKPOINT
 python examples/logits_processor.py --model_path CHECKPOINT --batched
@@ -25,10 +25,10 @@ def even_only(
     """Change one request's logits in place.
 
     Args:
-        request_id: Whose they are.
+        request_id: The request's id.
         logits: [1, beams, vocab_size], on the model's device.
-        token_ids: For each beam the tokens so far, the prompt's too.
-        stream_ptr: The CUDA stream that the logits are computed on; 0 on a CPU.
+        token_ids: For each beam its tokens so far, including the prompt.
+        stream_ptr: The CUDA stream on which the logits are computed; 0 on a CPU.
         client_id: The request's client_id.
     """
     logits[:, :, 1::2] = float("-inf")
@@ -43,7 +43,7 @@ def even_only_batched(
     stream_ptr: int,
     client_ids: Sequence[int | None],
 ) -> None:
-    """The same for all requests of an iteration in one call."""
+    """Change the logits of all requests of an iteration in one call."""
     for each in zip(request_ids, logits, token_ids, client_ids, strict=True):
         even_only(*each[:3], stream_ptr, each[3])
 

@@ -1,6 +1,6 @@
-"""Check that docstrings begin with what the thing is or does, not with a relative clause.
+"""Check that docstrings begin with a noun phrase or an imperative, not with a relative clause.
 
-Prints file:line of every docstring that begins otherwise. Standard library only.
+Prints file:line of every docstring that does not. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("backend", "tensorrt_llm_shim", "client", "benchmarks", "scripts", "examples", "tests")
-"""The folders that are checked where none are given, from the repository's root."""
+"""The folders that are checked by default, relative to the repository's root."""
 
 _REFUSED = re.compile(
     r"(?:what|whatever|those|these|that|whose|who|whom|where|which|why|of"
@@ -24,7 +24,7 @@ _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def refused_docstrings(text: str) -> Iterator[tuple[int, str]]:
-    """The line and the first line of every docstring of a module's text that is refused."""
+    """Yield line number and first line of every refused docstring in a module's text."""
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, _Documented):
             continue
@@ -34,7 +34,7 @@ def refused_docstrings(text: str) -> Iterator[tuple[int, str]]:
 
 
 def main(folders: list[str]) -> int:
-    """Check `folders`, and return 1 if a docstring in them is refused."""
+    """Check `folders`; return 1 if any docstring is refused."""
     found = 0
     for folder in folders:
         for file in sorted((ROOT / folder).rglob("*.py")):

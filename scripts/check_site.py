@@ -1,6 +1,6 @@
-"""Checks a built site: no page, style or script of it makes a browser ask another host.
+"""Check that no page, style or script of a built site makes a browser contact another host.
 
-Links that a reader follows may lead anywhere. Standard library only.
+Links for readers may lead anywhere. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _URL_ATTRIBUTES = {"src", "href", "srcset", "data", "poster", "action", "formact
 _IN_SCRIPTS = re.compile(r"https?://[\w.-]+\.[a-z]{2,}[^\s\"'`\\)]*")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _MESSAGES = {"https://bit.ly/2s3ChXG"}
-"""Addresses in what scripts print for people."""
+"""Addresses in messages that scripts print."""
 
 
 class _Page(HTMLParser):
-    """Collects what a browser fetches for a page, and what its styles and scripts say."""
+    """Collects the URLs that a browser fetches for a page, including those in its styles and scripts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Page(HTMLParser):
 
 
 def requests_to_other_hosts(site: Path) -> list[str]:
-    """List the URLs on other hosts that browsers would fetch, each with the file that names it."""
+    """List the URLs on other hosts that browsers would fetch, each with the file that has it."""
     found: list[str] = []
     for file in sorted(site.rglob("*")):
         if file.suffix == ".html":
@@ -68,7 +68,7 @@ def requests_to_other_hosts(site: Path) -> list[str]:
 
 
 def main(site: Path) -> int:
-    """0 if the site keeps to itself."""
+    """Return 0 if the site contacts no other host."""
     if not (site / "index.html").is_file():
         print(f"{site}: there is no site", file=sys.stderr)
         return 2

@@ -38,6 +38,10 @@ bootstrap() {
   # And they look at the playground with a browser; playwright would have to download one.
   [ "$purpose" != test ] || command -v chromium >/dev/null || command -v chromium-browser >/dev/null ||
     apt_install chromium || say "the tests of the playground need chromium; install it"
+  # And they run compiled layers for Arm by an emulator.
+  [ "$purpose" != test ] || { command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64; } >/dev/null ||
+    apt_install g++-aarch64-linux-gnu qemu-user ||
+    say "the tests of compiled layers for Arm need g++-aarch64-linux-gnu and qemu-user; install them"
   install "$purpose"
   printf '%s' "$wanted" >"$(stamp_file "$purpose")"
   exec 9<&-

@@ -1,7 +1,7 @@
-"""Hooks for mkdocs that change links and files besides making HTML; named in mkdocs.yml, run in .venv-docs.
+"""Hooks of mkdocs that change links and files; named in mkdocs.yml, run in .venv-docs.
 
-The pages are written to be read in the repository. What they link to outside of docs/ is not part of the site:
-such a link becomes the path of the file. The theme's scripts are kept from fetching anything.
+The pages are written to be read in the repository. Files outside of docs/ are not part of the site, so links to
+them become their paths. The theme's scripts are kept from fetching anything.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _LINK_OUT_OF_DOCS = re.compile(r"\[([^\]]*)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to files outside of docs/ as text."""
+    """Replace links to files outside of docs/ by text."""
     return _LINK_OUT_OF_DOCS.sub(_as_text, markdown)
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Take out of the theme what would be fetched elsewhere, and dictionaries of languages that are not searched.
+    """Remove what the theme would fetch from other hosts, and dictionaries of unused search languages.
 
-    The theme would fetch a library for old browsers, another one for diagrams, and numbers of a code host.
+    The theme would fetch a library for old browsers, one for diagrams, and statistics of a code host.
     """
     scripts = Path(config["site_dir"]) / "assets" / "javascripts"
     shutil.rmtree(scripts / "lunr")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import zlib
 from collections.abc import Callable, Collection, Sequence
@@ -17,15 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inflight.checkpoint_config import CheckpointFacts
 from inflight.config import FP8, INT8
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
-from inflight.file_names import native
 from inflight.ranks.topology import Mapping
 
 if TYPE_CHECKING:
     import torch
 
+    from inflight.checkpoint_config import ConfigFile
     from inflight.config import EngineConfig, Parameters
     from inflight.core.ports import Engine
     from inflight.engine.collectives import Collectives
@@ -147,8 +147,8 @@ def _make_grammars(
     parameters: Parameters, path: str, vocabulary: GuideVocabulary | None, vocab_size: int
 ) -> Grammars | None:
     """The grammars for a vocabulary of `vocab_size`; None without a tokenizer."""
-    from inflight.guided.backend import make_backend
     from inflight.guided.grammars import Grammars
+    from inflight.guided.make_backend import make_backend
     from inflight.guided.vocabulary import GuideVocabulary
 
     if vocabulary is None:
@@ -176,21 +176,21 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
 
     dtype = config.dtype
     if dtype is None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            checkpoint = json.loads((Path(native(path)) / "config.json").read_bytes())
-            dtype = checkpoint.get("torch_dtype", checkpoint.get("dtype"))
-            if dtype != "float32" and _keeps_integers(checkpoint.get("quantization_config", {})):
+        with contextlib.suppress(ConfigError):
+            facts = CheckpointFacts.read(path)
+            dtype, quantization = facts.dtype, facts.quantization
+            if dtype != "float32" and quantization is not None and _keeps_integers(quantization):
                 dtype = INT8  # the same code has 4 bits
-    if isinstance(dtype, str) and dtype not in (FP8, "auto"):
+    if dtype is not None and dtype != FP8:
         is_rounded = config.kv_cache_dtype != "auto"
         begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8, is_rounded)
 
 
-def _keeps_integers(quantization: dict[str, object]) -> bool:
+def _keeps_integers(quantization: ConfigFile) -> bool:
     """Whether compiled layers will multiply a checkpoint's matrices as they are, as far as config.json tells."""
-    by_method = {"awq": True, "gptq": quantization.get("bits") == 4}
-    is_integer = quantization.get("format") in ("pack-quantized", "int-quantized")
-    return by_method.get(str(quantization.get("quant_method")), is_integer)
+    by_method = {"awq": True, "gptq": quantization.value("bits") == 4}
+    is_integer = quantization.value("format") in ("pack-quantized", "int-quantized")
+    return by_method.get(str(quantization.value("quant_method")), is_integer)
 
 
 def _load_whole(

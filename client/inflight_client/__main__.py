@@ -19,7 +19,7 @@ from inflight_client.lora import convert_lora
 from inflight_client.options import CHOOSING, ENDING, QUEUEING, Option
 from inflight_client.results import Completion, Delta, Sequence, completion
 
-_INTERRUPTED = 130  # what shells make of Ctrl-C
+_INTERRUPTED = 130  # a shell's exit status after Ctrl-C
 _UNDER_ANOTHER_NAME = (
     "stop_words",
     "bad_words",
@@ -41,7 +41,7 @@ def main(arguments: Seq[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # whoever read the answer has enough of it, as in `… --stream | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `… --stream | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the interpreter flushes to
         return 0
     except (ServerError, ValueError, OSError) as error:
@@ -108,7 +108,7 @@ def _shown(answer: Delta | Sequence, as_ids: bool) -> str:
 
 
 def _print_log_probs(answer: Completion | Sequence) -> None:
-    """Print log probabilities to standard error, where they do not mix with the answer, and after it."""
+    """Print log probabilities to standard error, after the answer and apart from it."""
     if answer.cum_log_prob is not None:
         each = " ".join(f"{value:.4f}" for value in answer.log_probs)
         print(f"log_probs {each} sum {answer.cum_log_prob:.4f}", file=sys.stderr)

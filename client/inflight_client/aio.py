@@ -1,4 +1,4 @@
-"""The client for asyncio: `client.Client`'s methods, awaited. Belongs to one event loop."""
+"""The client for asyncio: the methods of `client.Client` as coroutines. Belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _T = TypeVar("_T")
 
 
 class AsyncClient:
-    """Talks to the server's gRPC port; also an asynchronous context manager, which closes the connection.
+    """A client of the server's gRPC port; as an asynchronous context manager it closes the connection.
 
-    It keeps as many gRPC streams open as it has had requests in flight at a time: use one for many requests.
+    It keeps as many gRPC streams open as it has had concurrent requests, so use one client for many requests.
 
     Args:
         url: host:port.
-        model: Serves all requests; by default `ensemble` does for text and `tensorrt_llm` for ids.
+        model: The model for all requests; by default `ensemble` for text and `tensorrt_llm` for ids.
     """
 
     def __init__(self, url: str = "localhost:8001", model: str | None = None) -> None:
         self._url = url
         self._model = model
         self._in_flight: set[Call] = set()
-        self._connection: grpc_aio.InferenceServerClient | None = None  # made inside of the event loop
+        self._connection: grpc_aio.InferenceServerClient | None = None  # created inside of the event loop
         self._idle: list[_Stream] = []
 
     async def __aenter__(self) -> AsyncClient:
@@ -68,41 +68,41 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> Completion:
-        """As `Client.generate`; cancelling the task cancels the request."""
+        """See `Client.generate`; cancelling the task cancels the request."""
         call = self._call(prompt, False, request_id, max_tokens, options)
         return completion([delta async for delta in self._deltas(call)])
 
     def stream(
         self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> AsyncIterator[Delta]:
-        """As `Client.stream`; `aclose()` of the iterator cancels the request."""
+        """See `Client.stream`; `aclose()` of the iterator cancels the request."""
         return self._deltas(self._call(prompt, True, request_id, max_tokens, options))
 
     async def cancel(self, request_id: str, model: str | None = None) -> None:
-        """As `Client.cancel`."""
+        """See `Client.cancel`."""
         own = [call.model for call in list(self._in_flight) if call.request_id == request_id]
         model = model or (own[0] if own else self._model or TEXT_MODEL)
         async for _ in self._deltas(stop_call(model, request_id)):
             pass
 
     async def state(self, model: str | None = None) -> dict[str, Any]:
-        """As `Client.state`."""
+        """See `Client.state`."""
         call = state_call(model or self._model or IDS_MODEL)
         (state,) = [state async for state in self._received(call, read_state)]
         return state
 
     async def adapters(self, model: str | None = None) -> tuple[Adapter, ...]:
-        """As `Client.adapters`."""
+        """See `Client.adapters`."""
         return await self._command(model, command="list")
 
     async def load_adapter(
         self, name: str, path: str | None = None, model: str | None = None
     ) -> tuple[Adapter, ...]:
-        """As `Client.load_adapter`."""
+        """See `Client.load_adapter`."""
         return await self._command(model, command="load", name=name, path=path)
 
     async def unload_adapter(self, adapter: str | int, model: str | None = None) -> tuple[Adapter, ...]:
-        """As `Client.unload_adapter`."""
+        """See `Client.unload_adapter`."""
         return await self._command(model, command="unload", **name_or_id(adapter))
 
     async def _command(self, model: str | None, **command: Any) -> tuple[Adapter, ...]:
@@ -162,7 +162,7 @@ async def _read(
 
 
 class _Stream:
-    """One stream, which serves one request after another; `streams.py` says why.
+    """A stream, which serves one request after another; see `streams.py`.
 
     Attributes:
         is_idle: Whether it can take a request, as far as is known.
@@ -173,13 +173,13 @@ class _Stream:
         self._is_used = False
         self._url = url
         self._calls: asyncio.Queue[Call | None] = asyncio.Queue()
-        # tritonclient does not annotate what it returns: an asynchronous iterator that can be cancelled.
+        # tritonclient has no annotation for the result, an asynchronous iterator that can be cancelled.
         self._responses: Any = connection.stream_infer(self._requests())
 
     async def ask(self, call: Call) -> AsyncIterator[grpc_aio.InferResult]:
-        """Each response to a request, as they come; raises ServerError.
+        """Yield the responses to a request as they arrive; raises ServerError.
 
-        Raises EndedIdle for a stream that has served others and not begun to answer this one.
+        Raises EndedIdle if the stream has served other requests and had not begun to answer this one.
         """
         may_have_ended, self._is_used, self.is_idle = self._is_used, True, False
         self._calls.put_nowait(call)
@@ -195,12 +195,12 @@ class _Stream:
                 raise server_error(error, self._url) from error
             may_have_ended = False
             self.is_idle = refusal is not None or is_final(result)
-            if refusal is not None:  # of this request; the stream goes on
+            if refusal is not None:  # of this request; the stream continues
                 raise server_error(refusal, self._url)
             yield result
 
     def close(self) -> None:
-        """Cancel what is in flight, and end the stream."""
+        """Cancel a request in flight, and end the stream."""
         self._responses.cancel()
         self._calls.put_nowait(None)
 

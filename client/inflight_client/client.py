@@ -1,4 +1,4 @@
-"""The blocking client. May be used from several threads at a time."""
+"""The blocking client. It may be used from several threads at a time."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _T = TypeVar("_T")
 
 
 class Client:
-    """Talks to the server's gRPC port; also a context manager, which closes the connections.
+    """A client of the server's gRPC port; as a context manager it closes the connections.
 
-    It keeps as many gRPC streams open as it has had requests in flight at a time: use one for many requests.
+    It keeps as many gRPC streams open as it has had concurrent requests, so use one client for many requests.
 
     Args:
         url: host:port.
-        model: Serves all requests; by default `ensemble` does for text and `tensorrt_llm` for ids.
+        model: The model for all requests; by default `ensemble` for text and `tensorrt_llm` for ids.
     """
 
     def __init__(self, url: str = "localhost:8001", model: str | None = None) -> None:
@@ -51,39 +51,38 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the connections that no request is in flight on. Idempotent; a later request opens another one."""
+        """Close the connections without requests in flight. Idempotent; a later request opens a new one."""
         self._streams.close()
 
     def generate(
         self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> Completion:
-        """The whole answer to `prompt`, a text or a sequence of token ids.
+        """Return the whole answer to `prompt`, a text or a sequence of token ids.
 
         Args:
-            prompt: What to continue.
-            max_tokens: Most tokens to generate.
-            request_id: Chosen by the caller where `cancel` is to be used; unique among requests in flight.
-            options: None leaves one to the server. docs/tensors.md says what each of them does.
+            prompt: The prompt to continue.
+            max_tokens: Maximum number of tokens to generate.
+            request_id: An id for `cancel`, chosen by the caller; unique among requests in flight.
+            options: An option that is None is left to the server. docs/tensors.md has the meaning of each.
 
-                Choosing tokens: temperature, top_k, top_p, seed and all others of
-                `inflight_client.options.CHOOSING`; allowed_token_ids, a list; logit_bias, {token id: 2.5};
-                embedding_bias, an array [vocab_size] or texts with their weights, {"word": -5.0};
-                logits_post_processor_name, one of the server's functions.
+                Sampling: temperature, top_k, top_p, seed and all others of `inflight_client.options.CHOOSING`;
+                allowed_token_ids, a list; logit_bias, {token id: 2.5}; embedding_bias, an array [vocab_size] or
+                texts with their weights, {"word": -5.0}; logits_post_processor_name, a function of the server.
 
                 Ending: end_id, pad_id, min_length; stop_words, and bad_words that never come: texts, lists of
-                token ids, or the array that the server takes, [2, n] or [1, 2, n]. What is generated ends before a
-                stop word that is a text, and with one that is ids. A bad word that is a text is banned in its
-                usual tokens.
+                token ids, or the array that the server takes, [2, n] or [1, 2, n]. The answer ends before a stop
+                word given as text, and after one given as ids. A bad word given as text is banned in its usual
+                tokens.
 
-                What the text has to look like: guide, a `Guide`.
+                Guided decoding: guide, a `Guide`.
 
-                LoRA: lora, an adapter's name or its task id; lora_weights, (weights, config) of a task id that the
-                server does not know yet: arrays [rows, width] and [rows, 3 or 4]. The weights are of the type that
-                the server's parameter lora_weights_data_type says, float16 by default.
+                LoRA: lora, an adapter's name or task id; lora_weights, (weights, config) for a task id that the
+                server does not know yet: arrays [rows, width] and [rows, 3 or 4]. The type of the weights is that
+                of the server's parameter lora_weights_data_type, float16 by default.
 
-                Rows of embeddings, of an image for instance: prompt_table, an array or a tensor of torch [rows,
+                Prompt tables, for example of an image: prompt_table, an array or a torch tensor [rows,
                 hidden_size], in the type that the server declares, float16 by default. Token id vocab_size + i
-                stands for row i; in front of a text stand all rows. prompt_table_extra_ids, one for each id.
+                stands for row i; all rows are put before a text prompt. prompt_table_extra_ids, one per id.
 
                 Several answers: num_return_sequences; beam_width with length_penalty, early_stopping and
                 beam_search_diversity_rate.
@@ -91,16 +90,17 @@ class Client:
                 Drafts: prompt_lookup_num_tokens; draft_input_ids, draft_logits [n, vocab_size] and
                 draft_acceptance_threshold.
 
-                Waiting for a turn: priority, client_id, allotted_time_ms.
+                Scheduling: priority, client_id, allotted_time_ms.
 
                 KV cache: cache_salt_id; retention_token_ranges, [(start, end, priority)] or with a duration_ms,
-                where None is no end and for ever; retention_decode_priority and retention_decode_duration_ms.
+                where None means no end or no time limit; retention_decode_priority and
+                retention_decode_duration_ms.
 
-                What comes back beside the answer: return_log_probs, num_top_log_probs, return_prompt_log_probs,
+                Additional results: return_log_probs, num_top_log_probs, return_prompt_log_probs,
                 return_context_logits, return_generation_logits, return_perf_metrics.
 
-        A text goes to `tensorrt_llm` instead of `ensemble` if it comes with options that `ensemble` has no tensor
-        for: ids, arrays, and log probabilities of beams.
+        A text goes to `tensorrt_llm` instead of `ensemble` if `ensemble` has no tensor for one of its options:
+        ids, arrays, and log probabilities of beams.
 
         Raises:
             ServerError: The server refuses or loses the request, or cannot be reached.
@@ -112,20 +112,20 @@ class Client:
     def stream(
         self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> Iterator[Delta]:
-        """The answer as it comes. The request is sent when the first delta is asked for.
+        """Return the answer as a stream. The request is sent when the first delta is requested.
 
-        A delta adds to those before it of the same `sequence_index`. Those of a beam search are cumulative: each
-        one says all that there is so far, and takes the last one's place. Closing the iterator, or leaving a `for`
-        over it, cancels the request. Arguments and errors as in `generate`.
+        A delta continues earlier ones of the same `sequence_index`. Deltas of a beam search are cumulative: each
+        one has everything so far, and replaces the previous one. Closing the iterator, or leaving a `for` loop
+        over it, cancels the request. Arguments and errors are those of `generate`.
         """
         return self._deltas(self._call(prompt, True, request_id, max_tokens, options))
 
     def cancel(self, request_id: str, model: str | None = None) -> None:
-        """End a request in flight, this client's or another's; it gets a last delta, CANCELLED.
+        """End a request in flight, of this client or another one. Its last delta has the finish reason CANCELLED.
 
         Args:
-            request_id: What the request was given; nothing happens if it is not in flight.
-            model: The model that serves it, if another client has sent it and it is not `ensemble`.
+            request_id: The request's id; nothing happens if it is not in flight.
+            model: The model that serves it, needed if another client sent it to a model other than `ensemble`.
         """
         own = [call.model for call in list(self._in_flight) if call.request_id == request_id]
         model = model or (own[0] if own else self._model or TEXT_MODEL)
@@ -135,50 +135,51 @@ class Client:
         """Return the state of the server's batcher, for people; the server must have enabled state requests.
 
         Args:
-            model: Whom to ask; `tensorrt_llm` by default.
+            model: The model to ask; `tensorrt_llm` by default.
 
         Raises:
-            ServerError: UNIMPLEMENTED where parameter enable_state_requests is false.
+            ServerError: UNIMPLEMENTED if the parameter enable_state_requests is false.
         """
         (state,) = self._received(state_call(model or self._model or IDS_MODEL), read_state)
         return state
 
     def adapters(self, model: str | None = None) -> tuple[Adapter, ...]:
-        """The server's LoRA adapters: those with names, loaded or not, and those that clients have sent.
+        """Return the server's LoRA adapters: named ones, loaded or not, and those sent by clients.
 
         Args:
-            model: Whom to ask; `tensorrt_llm` by default.
+            model: The model to ask; `tensorrt_llm` by default.
 
         Raises:
-            ServerError: UNIMPLEMENTED where parameter enable_adapter_commands is false.
+            ServerError: UNIMPLEMENTED if the parameter enable_adapter_commands is false.
         """
         return self._command(model, command="list")
 
     def load_adapter(
         self, name: str, path: str | None = None, model: str | None = None
     ) -> tuple[Adapter, ...]:
-        """Have an adapter read now rather than with its first request; returns all adapters.
+        """Load an adapter before the first request needs it; return all adapters.
 
         Args:
-            name: What requests call it.
+            name: Its name in requests.
             path: Its folder below the server's lora_dir, if the server does not know the name yet.
-            model: As in `adapters`.
+            model: See `adapters`.
 
         Raises:
-            ServerError: As in `adapters`; NOT_FOUND where there is no such adapter, INVALID_ARGUMENT where it does
-                not fit the model.
+            ServerError: See `adapters`; NOT_FOUND if there is no such adapter, INVALID_ARGUMENT if it does not fit
+                the model.
         """
         return self._command(model, command="load", name=name, path=path)
 
     def unload_adapter(self, adapter: str | int, model: str | None = None) -> tuple[Adapter, ...]:
-        """Free what an adapter takes once no request uses it; returns all others and those that are read again.
+        """Free an adapter's memory once no request uses it; return the remaining adapters. A named one is loaded
+        again when needed.
 
         Args:
             adapter: Its name or its task id.
-            model: As in `adapters`.
+            model: See `adapters`.
 
         Raises:
-            ServerError: As in `adapters`; NOT_FOUND where there is no such adapter.
+            ServerError: See `adapters`; NOT_FOUND if there is no such adapter.
         """
         return self._command(model, command="unload", **name_or_id(adapter))
 
@@ -212,5 +213,5 @@ class Client:
                 if said is not None:
                     yield said
         finally:
-            responses.close()  # also where `read` has raised
+            responses.close()  # also if `read` has raised
             self._in_flight.discard(call)

@@ -12,7 +12,7 @@ GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
 
 @dataclass(frozen=True)
 class Guide:
-    """A guide for `generate` and `stream`; docs/guided-decoding.md says what each type is.
+    """A guide for `generate` and `stream`; see docs/guided-decoding.md for the types.
 
     Attributes:
         type: One of GUIDE_TYPES.
@@ -31,5 +31,5 @@ class Guide:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Guide:
-        """Text that is JSON and valid by a JSON schema."""
+        """Return a guide for text that is JSON and valid by a JSON schema."""
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))

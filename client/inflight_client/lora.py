@@ -1,9 +1,9 @@
-"""LoRA adapters for requests: folders on this machine as the arrays `lora_weights` and `lora_config`.
+"""Reads LoRA adapters from folders on this machine as the arrays `lora_weights` and `lora_config` of requests.
 
-A folder is one that PEFT has saved (adapter_config.json, adapter_model.safetensors), or one with the two files of
-a converter. Each row of `lora_weights` has A [rank, in], then B [out, rank] multiplied by the adapter's scale,
-then zeros; `lora_config` says whose it is: module id, layer, rank, and 1 if it has magnitudes (DoRA). All tensors
-of a PEFT folder become rows: whether they fit the model, the server says. Plain functions.
+A folder is either written by PEFT (adapter_config.json, adapter_model.safetensors), or has the two files of a
+converter. Each row of `lora_weights` has A [rank, in], then B [out, rank] multiplied by the adapter's scale, then
+zeros; its row of `lora_config` has module id, layer, rank, and 1 if it has magnitudes (DoRA). All tensors of a
+PEFT folder become rows; the server checks whether they fit the model. Plain functions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ MODULE_IDS = {
     "fc1": 5,
     "fc2": 6,
 }
-"""TensorRT-LLM's ids of linear layers, by their names in checkpoints: of Llama and its like, then of GPTs."""
+"""TensorRT-LLM's ids of linear layers, by their names in checkpoints: first of Llama and similar models, then of
+GPTs."""
 _GATE_UP = "mlp.gate_up_proj"
 
 _HONOURED = """
@@ -57,7 +58,7 @@ _HARMLESS = """
 """
 HONOURED = frozenset(_HONOURED.split())
 HARMLESS = frozenset(_HARMLESS.split())
-"""Fields of adapter_config.json that are followed, and those that change no number of a saved adapter."""
+"""Fields of adapter_config.json that are used, and those that have no effect on a saved adapter."""
 _CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(
@@ -68,19 +69,20 @@ _STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 def load_lora(folder: Path | str, dtype: LoraType = "float16") -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Read an adapter as a request brings it.
+    """Read an adapter into the form of a request.
 
     Args:
-        folder: Of the two files, if they are there, else of PEFT's.
-        dtype: What the server declares `lora_weights` as: FP16 is float16, FP32 float32, BF16 bfloat16.
+        folder: A folder with the converter's two files, or else PEFT's.
+        dtype: The type that the server declares for `lora_weights`: float16 for FP16, float32 for FP32, bfloat16
+            for BF16.
 
     Returns:
-        weights: [1, rows, width] of that type; bfloat16 as float32 without what bfloat16 cannot hold, which is
-            what tritonclient takes for BF16.
-        config: [1, rows, 3 or 4].
+        weights: [1, rows, width] of that type; bfloat16 as float32 values that bfloat16 can represent, which is
+        what tritonclient takes for BF16. config: [1, rows, 3 or 4].
 
     Raises:
-        ValueError: A file is missing or damaged, rows cannot express the adapter, or a number does not fit.
+        ValueError: A file is missing or damaged, rows cannot express the adapter, or a value does not fit the
+            type.
     """
     folder = Path(folder)
     if (folder / WEIGHTS_FILE).exists():
@@ -92,10 +94,10 @@ def load_lora(folder: Path | str, dtype: LoraType = "float16") -> tuple[NDArray[
 
 
 def convert_lora(folder: Path | str, out: Path | str, dtype: LoraType = "float16") -> None:
-    """Write a PEFT folder's adapter as the two files into `out`, bfloat16 as two bytes a number without a meaning.
+    """Convert a PEFT folder's adapter to the two files in `out`, bfloat16 as two raw bytes per value.
 
     Raises:
-        ValueError: As `load_lora`.
+        ValueError: See `load_lora`.
     """
     weights, config = _convert(Path(folder), dtype)
     if dtype == "bfloat16":
@@ -121,7 +123,7 @@ def _convert(folder: Path, dtype: LoraType) -> tuple[NDArray[Any], NDArray[np.in
             raise ValueError(f"{name} has {shapes}, expected lora_A [rank, in] and lora_B [out, rank]")
         b = b * np.float32(_scale(fields, name, len(a)))
         if name.endswith(_GATE_UP):
-            b = np.concatenate((b[len(b) // 2 :], b[: len(b) // 2]))  # rows have what is gated first
+            b = np.concatenate((b[len(b) // 2 :], b[: len(b) // 2]))  # rows have the gated half first
         rows.append(_cast(np.concatenate((a.ravel(), b.ravel())), dtype, name))
         config.append((module, layer, len(a), 0))
     weights = np.zeros((1, len(rows), max(map(len, rows))), rows[0].dtype)
@@ -133,7 +135,7 @@ def _convert(folder: Path, dtype: LoraType) -> tuple[NDArray[Any], NDArray[np.in
 def _by_layer(
     tensors: Mapping[str, NDArray[np.float32]],
 ) -> dict[tuple[int, int], tuple[str, dict[str, NDArray[np.float32]]]]:
-    """By layer and module id, a linear layer's name, and its lora_A and lora_B."""
+    """Return by layer and module id a linear layer's name, and its lora_A and lora_B."""
     layers: dict[tuple[int, int], tuple[str, dict[str, NDArray[np.float32]]]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
@@ -150,7 +152,7 @@ def _by_layer(
 
 
 def _read_fields(folder: Path) -> dict[str, Any]:
-    """The fields of adapter_config.json. ValueError, with the name, for one that rows cannot express."""
+    """Read adapter_config.json. Raises ValueError, naming the field, for a value that rows cannot express."""
     try:
         fields = json.loads((folder / _PEFT_CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -178,7 +180,10 @@ def _read_fields(folder: Path) -> dict[str, Any]:
 
 
 def _scale(fields: Mapping[str, Any], name: str, rank: int) -> float:
-    """Return the factor of B A in a linear layer. ValueError if its rank is not the one that the fields state."""
+    """Return the factor of B A in a linear layer.
+
+    Raises ValueError if its rank is not the one stated in the fields.
+    """
     expected = _by_pattern(fields.get("rank_pattern"), name, fields.get("r", 8))
     if rank != expected:
         raise ValueError(
@@ -189,13 +194,13 @@ def _scale(fields: Mapping[str, Any], name: str, rank: int) -> float:
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of a name from a dot on."""
+    """Return the value of the first pattern that matches the end of a name, from a dot on."""
     matching = (value for each, value in (patterns or {}).items() if re.match(rf"(.*\.)?({each})$", name))
     return next(matching, default)
 
 
 def _read_safetensors(path: Path) -> dict[str, NDArray[np.float32]]:
-    """All tensors of a file, as float32. The format: 8 bytes of length, a header of JSON, the numbers."""
+    """Return all tensors of a file as float32. The format: 8 bytes of length, a JSON header, the data."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -225,12 +230,12 @@ def _load_array(path: Path) -> NDArray[Any]:
 
 
 def _from_bfloat16(halves: NDArray[Any]) -> NDArray[np.float32]:
-    """bfloat16 numbers, given as their bits, [...] of 16 bits."""
+    """Convert bfloat16 values, given as their bits, [...] of 16 bits."""
     return (halves.astype("<u4") << 16).view("<f4")
 
 
 def _cast(numbers: NDArray[Any], dtype: LoraType, name: str) -> NDArray[Any]:
-    """The numbers in a type, rounded to nearest, to even where two are as near. ValueError if one does not fit."""
+    """Convert to a type, rounding to nearest, ties to even. Raises ValueError if a value does not fit."""
     with np.errstate(over="ignore"):
         if dtype == "bfloat16":
             bits = np.ascontiguousarray(numbers, "<f4").view("<u4").astype("<u8")

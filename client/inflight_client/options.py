@@ -1,7 +1,7 @@
-"""The keywords of `generate` and `stream`: which tensors they become, and which outputs they ask for.
+"""The keywords of `generate` and `stream`: their tensors, and the outputs that they ask for.
 
-Owns the names: the server's text models and id models call the same things differently, and a text model lacks
-some. Knows nothing of connections. Plain functions, any thread.
+Owns the names: the server's text models and id models have different names for the same things, and a text model
+lacks some. Knows nothing of connections. Plain functions; any thread.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Tensors = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword, and its tensor.
+    """A keyword and its tensor.
 
     Attributes:
         text_name: The tensor's name in a text model; "" if it has none.
         ids_name: Its name in an id model.
-        dtype: Its type; object for a text.
-        ndim: Dimensions of its value; 0 for a number.
-        outputs: What comes back for it, if it is set and not 0 or False.
-        help: What the command line says of it; "" if it is not an option there, or not under its name.
+        dtype: Its type; object for text.
+        ndim: Number of dimensions of its value; 0 for a number.
+        outputs: The outputs that it asks for, if it is set and not 0 or False.
+        help: Its description on the command line; "" if it is not an option there, or has another name.
     """
 
     text_name: str
@@ -81,13 +81,13 @@ CHOOSING = {
         help="change logits by this function of the server's operator",
     ),
 }
-"""How tokens are chosen."""
+"""Options of sampling."""
 ENDING = {
     "end_id": _number("end_id", _INT, help="token id that ends the answer; -1 for none"),
     "pad_id": _number("pad_id", _INT),
     **{name: _CONTROLS[name] for name in _ENDING_CONTROLS},
 }
-"""Where the answer ends."""
+"""Options of where the answer ends."""
 QUEUEING = {
     "priority": _number("priority", _FLOAT, help="0 to 1, 0.5 by default; higher ones start first"),
     "client_id": _number("client_id", np.uint64, help="clients of one priority take turns"),
@@ -96,7 +96,7 @@ QUEUEING = {
     "retention_decode_priority": _number("retention_decode_priority", _INT),
     "retention_decode_duration_ms": _number("retention_decode_duration_ms", _INT),
 }
-"""Its place among other requests."""
+"""Options of its order among other requests."""
 _PROMPT = {"prompt_table_extra_ids": Option("", "prompt_table_extra_ids", np.uint64, ndim=1)}
 _WANTED = {
     "return_log_probs": _wanted("return_log_probs", "output_log_probs", "cum_log_probs"),
@@ -118,7 +118,7 @@ _WORDS = ("stop_words", "bad_words")
 _OTHER_NAMES = {"len_penalty": "length_penalty", "min_tokens": "min_length"}
 _ADDITIONAL = "additional_outputs"
 CONTEXT_OUTPUT, GENERATION_OUTPUT = "context_", "generation_"
-"""What the names of additional outputs begin with."""
+"""The prefixes of the names of additional outputs."""
 _RETENTION = "retention_token_ranges"
 _GUIDE = "guide"
 _GUIDED = "guided_decoding_guide"
@@ -127,21 +127,36 @@ _LORA, _LORA_WEIGHTS = "lora", "lora_weights"
 _TABLE, _TABLE_TENSOR = "prompt_table", "prompt_embedding_table"
 NAMES = (*_OPTIONS, *_WORDS, _RETENTION, _LOGIT_BIAS, _ADDITIONAL, _GUIDE, _LORA, _LORA_WEIGHTS, _TABLE)
 
+_OPTION_OF_TENSOR = {
+    **{name: option for option, of in _OPTIONS.items() for name in (of.ids_name, of.text_name)},
+    **{f"{word}_list": word for word in _WORDS},
+    **{
+        f"retention_token_range_{part}": _RETENTION
+        for part in ("starts", "ends", "priorities", "durations_ms")
+    },
+    **{f"{_LOGIT_BIAS}_{part}": _LOGIT_BIAS for part in ("ids", "values")},
+    **{f"embedding_bias_{part}": "embedding_bias" for part in ("words", "weights")},
+    **dict.fromkeys((_GUIDED, f"{_GUIDED}_type"), _GUIDE),
+    **dict.fromkeys(("lora_name", "lora_task_id"), _LORA),
+    "lora_config": _LORA_WEIGHTS,
+    **dict.fromkeys((_TABLE_TENSOR, "prompt_vocab_size"), _TABLE),
+}
+
 BFLOAT16 = np.dtype(np.uint16)
-"""Of arrays that hold bfloat16, for which numpy has no type: the upper half of the bits of a float32."""
+"""The type of arrays that hold bfloat16, which numpy lacks: the upper half of the bits of a float32."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The keywords of one call, checked.
+    """The checked keywords of one call.
 
     Attributes:
         text: Tensors by their names in a text model.
-        ids: The same by their names in an id model.
+        ids: The same tensors by their names in an id model.
         outputs: The outputs that they ask for.
         only_ids: Keywords for which a text model has no tensor.
         has_beams: Whether it is a beam search.
-        additional_outputs: Which of the outputs are no others but the server's parameter adds.
+        additional_outputs: Those of the outputs that the server's parameter additional_model_outputs adds.
     """
 
     text: Tensors
@@ -152,8 +167,13 @@ class Options:
     additional_outputs: tuple[str, ...] = ()
 
 
+def shown_name(tensor: str) -> str:
+    """The option that a tensor comes by; the tensor's own name if it comes by none, as that of the prompt."""
+    return _OPTION_OF_TENSOR.get(tensor, tensor)
+
+
 def read_options(given: Mapping[str, Any]) -> Options:
-    """The keywords of a call; those that are None are left to the server.
+    """Convert the keywords of a call; those that are None are left to the server.
 
     Raises:
         TypeError: A keyword is unknown.
@@ -203,7 +223,7 @@ def _additional_names(value: Any) -> tuple[str, ...]:
 
 
 def as_tensor(name: str, values: Any, dtype: type[np.generic] | np.dtype[Any], ndim: int) -> np.ndarray:
-    """Make an array of `ndim` dimensions and a leading 1, which may be there already.
+    """Return an array with `ndim` dimensions and a leading 1, which may be there already.
 
     Raises ValueError if `values` do not fit.
     """
@@ -224,7 +244,7 @@ def as_tensor(name: str, values: Any, dtype: type[np.generic] | np.dtype[Any], n
 
 
 def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Tell (name in a text model, name in an id model, tensor) of each tensor of a keyword."""
+    """Yield (name in a text model, name in an id model, tensor) for each tensor of a keyword."""
     if name in _WORDS:
         yield from _word_tensors(name, value)
     elif name == _GUIDE:
@@ -267,7 +287,7 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
 
 
 def _guide_tensors(guide: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Tell the tensors of a Guide."""
+    """Yield the tensors of a Guide."""
     if not isinstance(guide, Guide):
         raise ValueError(f"{_GUIDE} must be a Guide such as Guide('regex', '[0-9]+'), got {guide!r}")
     yield f"{_GUIDED}_type", f"{_GUIDED}_type", _text_array([guide.type])
@@ -276,7 +296,7 @@ def _guide_tensors(guide: Any) -> Iterator[tuple[str, str, np.ndarray]]:
 
 
 def _lora_tensors(lora: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Tell the tensor of an adapter's name or task id."""
+    """Yield the tensor of an adapter's name or task id."""
     if isinstance(lora, str):
         yield "lora_name", "lora_name", _text_array([lora])
     elif isinstance(lora, (int, np.integer)) and not isinstance(lora, bool):
@@ -286,11 +306,11 @@ def _lora_tensors(lora: Any) -> Iterator[tuple[str, str, np.ndarray]]:
 
 
 def _lora_weight_tensors(given: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Tell the tensors of an adapter's weights; those of bfloat16 as uint16, the bits of each number."""
+    """Yield the tensors of an adapter's weights; bfloat16 as uint16, the bits of each value."""
     if not isinstance(given, Sequence) or len(given) != 2:
         raise ValueError(f"{_LORA_WEIGHTS} must be two arrays, (weights, config), got {type(given).__name__}")
     weights, config = (np.asarray(each) for each in given)
-    # numpy has no bfloat16: ml_dtypes' type of that name, and what a .npy file makes of it, hold its bits.
+    # numpy has no bfloat16: the ml_dtypes type of that name, and the type of a loaded .npy file, hold its bits.
     if weights.dtype.name == "bfloat16" or weights.dtype == np.dtype("V2"):
         weights = weights.view(np.uint16)
     if weights.dtype not in (np.float16, np.float32, np.uint16):
@@ -300,13 +320,13 @@ def _lora_weight_tensors(given: Any) -> Iterator[tuple[str, str, np.ndarray]]:
 
 
 def _table_array(table: Any) -> np.ndarray:
-    """A table [1, rows, hidden_size] in its own type, if that is of 16 or 32 bits; else of float16.
+    """Return a table [1, rows, hidden_size] in its own type, if that has 16 or 32 bits; else as float16.
 
-    Arrays of numpy and of ml_dtypes, tensors of torch on any device, and lists.
+    Takes arrays of numpy and ml_dtypes, torch tensors on any device, and lists.
     """
     if hasattr(table, "detach"):
         table = table.detach().cpu()
-        if str(table.dtype) == "torch.bfloat16":  # of which torch makes no array
+        if str(table.dtype) == "torch.bfloat16":  # torch cannot convert it to an array
             import torch
 
             table = table.contiguous().view(torch.int16).numpy().view(BFLOAT16)
@@ -321,9 +341,9 @@ def _table_array(table: Any) -> np.ndarray:
 
 
 def _retention_tensors(ranges: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Tell the tensors of ranges (start, end, priority) or (start, end, priority, duration_ms).
+    """Yield the tensors of ranges (start, end, priority) or (start, end, priority, duration_ms).
 
-    A None among them is no end, or for ever.
+    None means no end, or no time limit.
     """
     given = list(ranges) if isinstance(ranges, Iterable) else [ranges]
     rows = [list(one) if isinstance(one, Iterable) else [] for one in given]
@@ -339,7 +359,7 @@ def _retention_tensors(ranges: Any) -> Iterator[tuple[str, str, np.ndarray]]:
 
 
 def _word_tensors(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Words as texts and as ids go by different tensors, and the two may be mixed."""
+    """Yield the tensors of words. Texts and ids have different tensors, and may be mixed."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         array = as_tensor(name, value, np.int32, 2)
         if array.shape[1] != 2:
@@ -360,7 +380,7 @@ def _word_tensors(name: str, value: Any) -> Iterator[tuple[str, str, np.ndarray]
 
 
 def pack_words(name: str, words: Sequence[Iterable[int]]) -> np.ndarray:
-    """Pack words as [1, 2, n]: all ids, then where each word ends, filled up with -1."""
+    """Pack words as [1, 2, n]: all ids, then the end of each word, padded with -1."""
     lists = [list(word) for word in words]
     flat = [token_id for word in lists for token_id in word]
     if not all(lists):
@@ -380,7 +400,7 @@ def _text_array(texts: Sequence[str]) -> np.ndarray:
 
 
 def _check_scalar(name: str, value: Any, dtype: type[np.generic]) -> None:
-    """Raise ValueError unless `value` is a number, or for a flag True or False (or 1 or 0)."""
+    """Raise ValueError unless `value` is a number, or for a flag True, False, 1 or 0."""
     if np.ndim(value) != 0:
         raise ValueError(f"{name} must be a number, got {value!r}")
     if dtype is np.bool_ and (isinstance(value, str) or value not in (0, 1)):

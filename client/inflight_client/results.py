@@ -1,4 +1,4 @@
-"""Results of requests: deltas of a stream, and the completions that they add up to."""
+"""Results of requests: deltas of a stream, and the completions that they form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_FINISHED = "NOT_FINISHED"
 
 
 class TopLogProb(NamedTuple):
-    """One of the likeliest tokens at a position."""
+    """One of the most likely tokens at a position."""
 
     token_id: int
     log_prob: float
@@ -23,12 +23,12 @@ class Adapter:
     """A LoRA adapter that requests can use.
 
     Attributes:
-        name: What its requests say; "" for one that goes by its task id.
-        task_id: What its requests say; None for one that goes by its name.
-        path: Its folder on the server; "" for one that clients have sent.
-        is_loaded: Whether the server has it in memory; one that it has not is read with its first request.
+        name: Its `lora_name` in requests; "" for one with a task id.
+        task_id: Its `lora_task_id` in requests; None for one with a name.
+        path: Its folder on the server; "" for one sent by a client.
+        is_loaded: Whether the server has it in memory. If not, its first request loads it.
         rank: Its largest rank; 0 while it is not loaded.
-        num_bytes: Of the server's memory.
+        num_bytes: Its size in the server's memory, in bytes.
     """
 
     name: str = ""
@@ -41,19 +41,19 @@ class Adapter:
 
 @dataclass(frozen=True)
 class PerfMetrics:
-    """Timing and KV cache figures of a sequence. Times are the server's monotonic clock in ns; 0 if still to come.
+    """Times and KV cache counts of a sequence. Times are the server's monotonic clock in ns; 0 if not reached yet.
 
     Attributes:
         arrival_time_ns: The request was queued.
         first_scheduled_time_ns: Its first iteration began.
-        first_token_time_ns: The first token was there.
-        last_token_time_ns: The last token was there.
-        kv_cache_alloc_new_blocks: KV blocks that it took for its prompt.
-        kv_cache_reused_blocks: KV blocks that it found in the cache.
-        kv_cache_missed_blocks: Full blocks of tokens it knew that it did not find there.
-        kv_cache_alloc_total_blocks: As kv_cache_alloc_new_blocks.
+        first_token_time_ns: The first token was generated.
+        last_token_time_ns: The last token was generated.
+        kv_cache_alloc_new_blocks: KV blocks allocated for its prompt.
+        kv_cache_reused_blocks: KV blocks found in the cache.
+        kv_cache_missed_blocks: Full blocks of known tokens not found in the cache.
+        kv_cache_alloc_total_blocks: Equal to kv_cache_alloc_new_blocks.
         total_draft_tokens: Draft tokens verified.
-        total_accepted_draft_tokens: Of those, accepted.
+        total_accepted_draft_tokens: Draft tokens accepted.
         acceptance_rate: Accepted / verified.
     """
 
@@ -72,21 +72,20 @@ class PerfMetrics:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One answer, or the part of it that a delta brings. What was not asked for is empty, or None.
+    """One answer, or the part of it in a delta. Fields that were not asked for are empty or None.
 
     Attributes:
         text: Generated text, if the prompt was a text.
         token_ids: Generated ids, if the prompt was ids.
-        finish_reason: NOT_FINISHED up to the last delta; then why generation ended: END_ID, STOP_WORDS, LENGTH,
-            TIMED_OUT or CANCELLED.
-        log_probs: Of each generated token. All log probabilities are the model's own, before any option changes
-            them.
-        cum_log_prob: The sum over all tokens so far; of a beam, the sum that the search ranks it by.
-        top_log_probs: Per generated token, the likeliest ones.
-        generation_logits: [tokens, vocab_size] float32, what each token was chosen from.
-        perf_metrics: Times, KV blocks and draft tokens.
-        additional_outputs: By the name of the output, `generation_<name>`, [tokens, width] float32: a row of the
-            position that each token was chosen from.
+        finish_reason: NOT_FINISHED until the last delta; then END_ID, STOP_WORDS, LENGTH, TIMED_OUT or CANCELLED.
+        log_probs: The log probability of each generated token. All log probabilities are the model's own, before
+            any option changes them.
+        cum_log_prob: Their sum over all tokens so far; for a beam, the sum that the search ranks it by.
+        top_log_probs: The most likely tokens at the position of each generated token.
+        generation_logits: [tokens, vocab_size] float32, the logits that each token was sampled from.
+        perf_metrics: Times, and counts of KV blocks and draft tokens.
+        additional_outputs: By the output's name, `generation_<name>`, [tokens, width] float32: a row for the
+            position that each token was sampled at.
     """
 
     text: str = ""
@@ -103,7 +102,8 @@ class Sequence:
 
 
 class _FirstSequence:
-    """Gives the first sequence's values: the only one, unless several were asked for, or the best beam."""
+    """Gives the first sequence's values: those of the only sequence, or of the first of several, or of the best
+    beam."""
 
     sequences: tuple[Sequence, ...]
 
@@ -159,20 +159,20 @@ class _FirstSequence:
 
 @dataclass(frozen=True)
 class Delta(_FirstSequence):
-    """Content of one response of the server.
+    """The content of one response of the server.
 
-    It adds to what came before of the same sequence, unless it is cumulative: the beams of a beam search change
-    places as it goes on, so each response says everything anew, best first.
+    It continues earlier deltas of the same sequence, unless it is cumulative: the beams of a search change as it
+    goes on, so each of its responses has everything so far, best beam first.
 
     Attributes:
-        sequences: One; of a beam search, the beams.
-        sequence_index: Which of num_return_sequences it is about.
-        is_cumulative: Whether it takes the place of the last one instead of adding to it.
+        sequences: One sequence; for a beam search, its beams.
+        sequence_index: Index among num_return_sequences.
+        is_cumulative: Whether it replaces the previous delta instead of continuing it.
         prompt_log_probs: Log probability of each prompt token, the first 0.
         context_logits: [prompt tokens, vocab_size] float32. Like prompt_log_probs in every delta of a sequence,
-            or, if it is large, in the first alone.
-        context_outputs: By the name of the output, `context_<name>`, [prompt tokens, width] float32; in a
-            sequence's first delta alone.
+            or, if large, only in the first.
+        context_outputs: By the output's name, `context_<name>`, [prompt tokens, width] float32; only in a
+            sequence's first delta.
     """
 
     sequences: tuple[Sequence, ...] = ()
@@ -205,7 +205,7 @@ class Completion(_FirstSequence):
 
 
 def completion(deltas: Iterable[Delta]) -> Completion:
-    """Add up `deltas`, all of one request."""
+    """Join `deltas` of one request into a Completion."""
     by_index: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.sequence_index, []).append(delta)
@@ -220,7 +220,7 @@ def completion(deltas: Iterable[Delta]) -> Completion:
 
 
 def _sequences(deltas: list[Delta]) -> tuple[Sequence, ...]:
-    """The sequences that deltas of one sequence, or of one beam search, add up to."""
+    """Return the sequences that deltas of one sequence, or of one beam search, form."""
     last = deltas[-1]
     if last.is_cumulative or len(last.sequences) != 1:
         return last.sequences

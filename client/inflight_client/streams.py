@@ -1,8 +1,8 @@
 """gRPC streams that serve one request after another, for threads.
 
-A request has a stream to itself while it is in flight: so it can be cancelled alone, an error is its own, and
-tritonserver 2.51 never writes two requests' responses to one stream, which can end it. A stream whose request has
-ended is kept for the next one, because opening and ending hundreds a minute has ended that server too.
+A request has a stream of its own while it is in flight. So it can be cancelled separately, errors are its own, and
+tritonserver 2.51 never writes two requests' responses to one stream, which can end it. The stream of an ended
+request is kept for the next one, because opening and ending hundreds per minute has ended that server too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from inflight_client.tensors import PARAMETERS, Call, is_final
 
 
 class EndedIdle(Exception):
-    """A stream that was kept for another request had ended meanwhile: it has to be sent again on a new one."""
+    """A stream that was kept for another request had ended: the request must be sent again on a new one."""
 
 
 class Streams:
-    """The streams of one client: as many as it has had requests in flight at a time. Any thread."""
+    """The streams of one client: as many as it has had concurrent requests. Any thread."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -32,9 +32,9 @@ class Streams:
         self._in_flight: set[_Stream] = set()
 
     def ask(self, call: Call) -> Generator[grpc.InferResult, None, None]:
-        """Each response to a request, as they come; raises ServerError.
+        """Yield the responses to a request as they arrive; raises ServerError.
 
-        A request whose iterator is closed before its last response is cancelled, and its stream ended.
+        If the iterator is closed before the last response, the request is cancelled and its stream ended.
         """
         try:
             yield from self._ask(call, self._take())
@@ -42,14 +42,14 @@ class Streams:
             yield from self._ask(call, self._add(_Stream(self._url)))
 
     def close(self) -> None:
-        """End the streams without a request. Idempotent."""
+        """End the streams without requests. Idempotent."""
         with self._lock:
             idle, self._idle = self._idle, []
         for stream in idle:
             stream.close()
 
     def cancel(self) -> None:
-        """End all streams, and so cancel what is in flight: for the end of the program."""
+        """End all streams, which cancels requests in flight; for the end of the program."""
         with self._lock:
             in_flight = list(self._in_flight)
         for stream in in_flight:
@@ -79,7 +79,7 @@ class Streams:
 
 
 class _Stream:
-    """One stream, on a connection of its own as tritonclient's are.
+    """One stream, with a connection of its own, as in tritonclient.
 
     Attributes:
         is_idle: Whether it can take a request, as far as is known.
@@ -92,9 +92,8 @@ class _Stream:
         self._connection = grpc.InferenceServerClient(url)
         responses: queue.SimpleQueue[tuple[grpc.InferResult | None, Exception | None]] = queue.SimpleQueue()
         self._responses = responses
-        # tritonclient's thread inherits whether it is a daemon. If it were not, an exception that leaves a loop
-        # over `stream`, and so keeps the iterator alive in its traceback, would stop the interpreter from exiting
-        # for ever.
+        # tritonclient's thread inherits the daemon flag. If it were not a daemon, an exception that leaves a loop
+        # over `stream`, whose traceback keeps the iterator alive, would keep the interpreter from exiting.
         starter = threading.Thread(
             target=self._connection.start_stream,
             args=(lambda result, error: responses.put((result, error)),),
@@ -104,7 +103,8 @@ class _Stream:
         starter.join()
 
     def ask(self, call: Call) -> Generator[grpc.InferResult, None, None]:
-        """As `Streams.ask`; raises EndedIdle for one that has served others and not begun to answer this."""
+        """See `Streams.ask`; raises EndedIdle if the stream has served other requests and had not begun to answer
+        this one."""
         may_have_ended, self._is_used, self.is_idle = self._is_used, True, False
         try:
             self._connection.async_stream_infer(
@@ -116,7 +116,7 @@ class _Stream:
                 parameters=PARAMETERS,
             )
         except InferenceServerException as error:
-            # A stream that broke before the request was sent has reported why, and that is the better reason.
+            # A stream that broke before the request was sent has reported the reason, which is the better error.
             _, reported = (None, None) if self._responses.empty() else self._responses.get()
             raise self._error(reported or error, may_have_ended) from error
         while not self.is_idle:
@@ -128,14 +128,14 @@ class _Stream:
             yield result
 
     def _error(self, error: Exception | None, may_have_ended: bool) -> Exception:
-        # An error of gRPC has a status and ends the stream; a refusal of Triton's has none, and ends the request.
+        # A gRPC error has a status and ends the stream; a refusal by Triton has none, and ends the request.
         self.is_idle = isinstance(error, InferenceServerException) and error.status() is None
         if may_have_ended and not self.is_idle:
             return EndedIdle()
         return server_error(error, self._url) if error else ServerError("UNKNOWN", "an empty response")
 
     def close(self) -> None:
-        """Cancel what is in flight, and end the stream. Idempotent."""
+        """Cancel a request in flight, and end the stream. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

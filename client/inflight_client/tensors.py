@@ -1,7 +1,7 @@
-"""Requests as tensors, and responses back from them.
+"""Requests as tensors, and the conversion of responses from tensors.
 
-Owns which model is asked and how a response's tensors become a delta. Knows nothing of connections. Plain
-functions, any thread.
+Owns the choice of the model and the conversion of a response's tensors to a delta. Knows nothing of connections.
+Plain functions; any thread.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from inflight_client.results import Adapter, Delta, PerfMetrics, TopLogProb
 
 TEXT_MODEL = "ensemble"
 IDS_MODEL = "tensorrt_llm"
-# Models that take a text too, under the names of the id models.
+# Models that take text too, under the names of the id models.
 _ENGINE_MODELS = (IDS_MODEL, "tensorrt_llm_infer")
-PARAMETERS = {"error_codes": True}
-"""What every request says beside its tensors: that the message of an error is to begin with its code, which Triton
-keeps from those who stream. Its header `triton_grpc_error` would tell it too, and can end a tritonserver 2.51."""
+PARAMETERS = {"structured_errors": True}
+"""The parameter of every request: error messages are to begin with their kind, since Triton does not pass the code
+on in streams, and to mark names of tensors, so that this client can name its options instead. The header
+`triton_grpc_error` would pass the code on too, but can end a tritonserver 2.51."""
 NUM_OUTPUT_TOKENS = "num_output_tokens"
 _PER_TOKEN_OUTPUTS = frozenset({"output_log_probs", "top_log_probs", "generation_logits"})
 
@@ -43,15 +44,15 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One request that is ready to be sent. A call is equal to itself only.
+    """A request that is ready to be sent. A call is equal to itself only.
 
     Attributes:
-        model: Who serves it.
+        model: The model that serves it.
         request_id: Its id, unique among requests in flight.
         inputs: Its tensors.
-        outputs: What is to come back.
-        is_cumulative: Whether each response says everything anew.
-        additional_outputs: Which of the outputs the server's parameter additional_model_outputs adds.
+        outputs: The outputs to return.
+        is_cumulative: Whether each response has everything so far.
+        additional_outputs: Those of the outputs that the server's parameter additional_model_outputs adds.
     """
 
     model: str
@@ -69,7 +70,7 @@ def generate_call(
     model: str | None = None,
     request_id: str | None = None,
 ) -> Call:
-    """The request for a completion of `prompt`.
+    """Return the request for a completion of `prompt`.
 
     Raises:
         TypeError: An option is unknown.
@@ -89,7 +90,7 @@ def generate_call(
         () if by_text_names else ("sequence_length",) if is_text else ("output_ids", "sequence_length")
     )
     if by_text_names and "output_log_probs" in read.outputs:
-        ids_outputs = (NUM_OUTPUT_TOKENS,)  # a stream's responses repeat what earlier ones said
+        ids_outputs = (NUM_OUTPUT_TOKENS,)  # a stream's responses repeat those of earlier ones
     outputs = (*(("text_output",) if is_text else ()), *ids_outputs, "finish_reason", *read.outputs)
     tensors = {
         **_prompt_tensor(prompt),
@@ -110,25 +111,25 @@ def generate_call(
 
 
 def stop_call(model: str, request_id: str) -> Call:
-    """The request that ends another one, by its id."""
+    """Return the request that ends another one, by its id."""
     stop = _input("stop", as_tensor("stop", [True], np.bool_, 1))
     return Call(model, request_id, [stop], [InferRequestedOutput("finish_reason")])
 
 
 def state_call(model: str) -> Call:
-    """The request that asks what the server's batcher is doing."""
+    """Return the request for the state of the server's batcher."""
     state = _input("state", as_tensor("state", [True], np.bool_, 1))
     return Call(model, str(uuid.uuid4()), [state], [InferRequestedOutput("state")])
 
 
 def read_state(result: InferResult) -> dict[str, Any] | None:
-    """Read the answer to `state_call`; None if it carries nothing but the final flag."""
+    """Read the answer to `state_call`; None if it has only the final flag."""
     array = result.as_numpy("state")
     return None if array is None else json.loads(array.ravel()[0])
 
 
 def adapters_call(model: str, **command: Any) -> Call:
-    """The request that lists, loads or unloads adapters; values that are None are left out."""
+    """Return the request that lists, loads or unloads adapters; values that are None are left out."""
     text = json.dumps({key: value for key, value in command.items() if value is not None})
     array = np.array([[text.encode()]], dtype=np.object_)
     return Call(model, str(uuid.uuid4()), [_input("lora_command", array)], [InferRequestedOutput("adapters")])
@@ -140,7 +141,7 @@ def name_or_id(adapter: str | int) -> dict[str, str | int]:
 
 
 def read_adapters(result: InferResult) -> tuple[Adapter, ...] | None:
-    """Read the answer to `adapters_call`; None if it carries nothing but the final flag."""
+    """Read the answer to `adapters_call`; None if it has only the final flag."""
     array = result.as_numpy("adapters")
     return (
         None if array is None else tuple(Adapter(**each) for each in json.loads(array.ravel()[0])["adapters"])
@@ -148,7 +149,7 @@ def read_adapters(result: InferResult) -> tuple[Adapter, ...] | None:
 
 
 def read_delta(result: InferResult, call: Call) -> Delta | None:
-    """Read a response; None if it carries nothing but the final flag."""
+    """Read a response; None if it has only the final flag."""
     outputs = _Outputs(result, call.additional_outputs)
     reasons = outputs.rows("finish_reason")
     if reasons is None:
@@ -165,12 +166,12 @@ def read_delta(result: InferResult, call: Call) -> Delta | None:
 
 
 def is_final(result: InferResult) -> bool:
-    """Whether the server will say nothing more about the request."""
+    """Whether the response is the last of its request."""
     return result.get_response().parameters["triton_final_response"].bool_param
 
 
 class _Outputs:
-    """One response's tensors, without their batch dimension: what is left are rows, one for each sequence."""
+    """The tensors of one response, without the batch dimension: one row per sequence."""
 
     def __init__(self, result: InferResult, additional: tuple[str, ...] = ()) -> None:
         self._result = result
@@ -204,12 +205,13 @@ class _Outputs:
         )
 
     def additional(self, prefix: str) -> dict[str, np.ndarray]:
-        """The additional outputs of this kind that came, by name."""
+        """Return the additional outputs of this kind, by name."""
         found = {name: self.rows(name) for name in self._additional if name.startswith(prefix)}
         return {name: rows for name, rows in found.items() if rows is not None}
 
     def _length(self, row: int) -> int | None:
-        """How many tokens a row has, since rows are filled up to the longest; None where there is only one row."""
+        """Return the number of tokens of a row, as rows are padded to the longest; None if there is only one
+        row."""
         lengths = self.rows("sequence_length")
         if lengths is None:
             lengths = self.rows(NUM_OUTPUT_TOKENS)
@@ -222,7 +224,7 @@ class _Outputs:
         return rows[row] if length is None else rows[row][:length]
 
     def _log_probs(self, row: int, length: int | None) -> np.ndarray | None:
-        """Log probabilities of this response's tokens; a stream may repeat those of all tokens before them too."""
+        """Return log probabilities of this response's tokens; a stream may repeat those of earlier tokens."""
         rows = self.rows("output_log_probs")
         if rows is None or length is None or len(rows) > 1:
             return self._part(row, "output_log_probs", length)
@@ -245,7 +247,7 @@ def _model_for(is_text: bool, options: Options) -> str:
 
 
 def _has_ragged_outputs(options: Options) -> bool:
-    """Whether beams need their lengths, to be told from what fills them up: a text model does not say these."""
+    """Whether beams need their lengths, to be told from padding: a text model does not return these."""
     return options.has_beams and not _PER_TOKEN_OUTPUTS.isdisjoint(options.outputs)
 
 
@@ -259,7 +261,7 @@ def _prompt_tensor(prompt: Prompt) -> dict[str, np.ndarray]:
 def _input(name: str, array: np.ndarray) -> InferInput:
     if array.dtype == BFLOAT16:
         tensor = InferInput(name, array.shape, "BF16")
-        # set_data_from_numpy converts float32 one number at a time, which takes seconds for an image's rows.
+        # set_data_from_numpy converts float32 one value at a time, which takes seconds for an image's rows.
         tensor._raw_content = array.tobytes()
         return tensor
     tensor = InferInput(name, array.shape, np_to_triton_dtype(array.dtype))

@@ -39,10 +39,10 @@ def split_weights(
             stored = state[f"{prefix}{name}.weight"]
             return stored.T if model.names.transposed else stored
 
-        qkv = torch.cat([weight(name) for name in model.names.qkv])
+        qkv = torch.cat([weight(name) for name in model.names.attention.qkv])
         parts = qkv.split([decoder.query_size, decoder.kv_size, decoder.kv_size])
-        up = [weight(name) for name in model.names.up]
-        whole = (*parts, weight(model.names.output), weight(model.names.down), *up)
+        up = [weight(name) for name in model.names.mlp.up]
+        whole = (*parts, weight(model.names.attention.output), weight(model.names.mlp.down), *up)
         modules = (
             Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V, Module.ATTN_DENSE, Module.MLP_4H_TO_H, Module.MLP_H_TO_4H,
             Module.MLP_GATE,

@@ -148,6 +148,16 @@ def test_layers_without_a_compiler(compiler: Path):
     assert "no C++ compiler" in found[0].says
 
 
+def test_a_local_build_that_is_asked_for_is_said(compiler: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("INFLIGHT_CPU_BUILD", "local")
+    found = list(machine.check_layers(has_gpu=False))
+    assert [each.level for each in found] == [GREEN, GREEN, GREEN]
+    assert found[0].says.endswith("compiles them at the first start: INFLIGHT_CPU_BUILD is local")
+    compiler.unlink()
+    found = list(machine.check_layers(has_gpu=False))
+    assert {each.mend for each in found} == {"unset INFLIGHT_CPU_BUILD"}
+
+
 @pytest.mark.parametrize("target", ["avx2", "neon"])
 def test_layers_for_a_target_that_cannot_be_had(compiler: Path, monkeypatch: pytest.MonkeyPatch, target: str):
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", target)
@@ -170,7 +180,15 @@ def test_layers_on_a_processor_that_lacks_instructions(compiler: Path, monkeypat
     monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"avx2", "fma"}))
     found = list(machine.check_layers(has_gpu=False))
     assert {each.level for each in found} == {YELLOW}
-    assert all("the processor lacks f16c" in each.says and "AVX2" in each.mend for each in found)
+    assert all("(generic: the processor lacks f16c)" in each.says for each in found)
+    assert all("AVX2" in each.mend for each in found)
+
+
+def test_layers_on_a_machine_that_has_no_faster_target(compiler: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library, "TARGETS", library.TARGETS[-1:])
+    found = list(machine.check_layers(has_gpu=False))
+    assert {each.level for each in found} == {GREEN}
+    assert all("(generic)" in each.says for each in found)
 
 
 def test_layers_are_not_for_gpus():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.engine import ModelEngine
 from inflight.testing.make_model import Shape, make_model
@@ -24,7 +24,7 @@ from tests.tiers import with_all
 
 DTYPES = ["int8", "bfloat16", "float32"]
 NUM_TOKENS = 12
-LOGITS = OutputConfig(return_generation_logits=True, return_context_logits=True)
+LOGITS = OutputOptions(return_generation_logits=True, return_context_logits=True)
 SAMPLED = SamplingConfig(temperature=1.1, top_k=30, repetition_penalty=1.2, random_seed=4)
 
 pytestmark = [needs_native, pytest.mark.parametrize("dtype", DTYPES)]

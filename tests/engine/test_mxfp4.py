@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels
 from inflight.models import Linear
 from inflight.models.decoder_weights import ExpertWeights
-from inflight.models.levels import FLOAT4, GroupedMatrix, Kind
-from inflight.models.loader import load_finished_weights, num_weight_bytes, quantized_kinds
+from inflight.models.levels import FLOAT4, GroupedMatrix, MatrixKind
+from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds
 from inflight.models.registry import read_model_description
 from inflight.models.sharding import Part
+from inflight.models.sink import KeptLevels
 from inflight.testing.make_model import SHAPES, make_model
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native
@@ -100,7 +101,8 @@ def test_a_dtype_that_is_asked_for_is_what_they_are_unpacked_to(
 def test_tokens_in_float32_are_those_of_transformers(folder: Path, oracle: Any) -> None:
     description = read_model_description(folder)
     keeping = KeepingLevels(torch.float32, CPU)
-    weights = load_finished_weights(description, torch.float32, CPU, Part.whole(description.decoder), keeping)
+    part = Part.whole(description.decoder)
+    weights = load_weights_into(keeping, description, torch.float32, CPU, part, KeptLevels())
     engine = load_engine(folder, dtype="float32", kernels="torch")
     engine.runner.decoder._weights = weights
     assert isinstance(experts_of(engine).up, GroupedLinear)
@@ -115,7 +117,7 @@ def test_ranks_cut_blocks(tmp_path: Path, kernels: str | None) -> None:
     """Two ranks have 48 of the 96 inputs each: blocks of 32 become groups of 16."""
     sizes = replace(SHAPES["tiny"], ffn=96)
     made = make_model(tmp_path, "gpt_oss", sizes, standard_deviation=0.1, quantize="mxfp4")
-    request = Request(90, PROMPT, 1, output=OutputConfig(return_generation_logits=True))
+    request = Request(90, PROMPT, 1, output=OutputOptions(return_generation_logits=True))
     with ranks(made, (2, 1), 64, 8, dtype=None, kernels=kernels) as engine:
         found = serve(engine, config_of("chunked"), [request])
     (logits,) = found.result(request).generation_logits
@@ -125,10 +127,10 @@ def test_ranks_cut_blocks(tmp_path: Path, kernels: str | None) -> None:
 
 def test_bytes_of_what_is_kept(folder: Path) -> None:
     model = read_model_description(folder)
-    assert quantized_kinds(model) == {Kind.FLOAT4: 2 * 8 * 3}
+    assert quantized_kinds(model) == {MatrixKind.FLOAT4: 2 * 8 * 3}
     numbers = 2 * 8 * 3 * 64 * 128
     unpacked = num_weight_bytes(model, BF16, BF16)
-    kept = num_weight_bytes(model, BF16, BF16, frozenset({Kind.FLOAT4}))
+    kept = num_weight_bytes(model, BF16, BF16, frozenset({MatrixKind.FLOAT4}))
     assert unpacked - kept == 2 * numbers - numbers * 17 // 32
 
 
@@ -137,9 +139,7 @@ def test_every_float_with_every_scale(dtype: torch.dtype) -> None:
     """value = float * 2 ** (scale - 127), to the bit where that is no smaller than the dtype's normal numbers."""
     scales = torch.arange(_FINITE, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
     values = torch.arange(16, dtype=torch.uint8).repeat(_FINITE, 2)
-    made = KeepingLevels(dtype, CPU).keep_levels(
-        GroupedMatrix(values, scales, None, 32, None, 4, is_float4=True), None, False
-    )
+    made = KeepingLevels(dtype, CPU).linear(GroupedMatrix(values, scales, None, 32, None, 4, is_float4=True))
     found = made(torch.eye(32, dtype=dtype)).double()
     powers = 2.0 ** (torch.arange(_FINITE, dtype=torch.float64) - 127)
     exact = torch.tensor(FLOAT4, dtype=torch.float64).repeat(2)[:, None] * powers

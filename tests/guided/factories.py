@@ -15,8 +15,9 @@ from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.engine import ModelEngine
 from inflight.engine.load import load_engine
-from inflight.guided.backend import GuideBackend, MaskJob, make_backend
+from inflight.guided.backend import GuideBackend, MaskJob
 from inflight.guided.grammars import Grammars
+from inflight.guided.make_backend import make_backend
 from inflight.guided.vocabulary import GuideVocabulary
 from tests.models.zoo import VOCAB_SIZE
 

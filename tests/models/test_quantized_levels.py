@@ -7,7 +7,7 @@ import torch
 from transformers.integrations import finegrained_fp8
 
 from inflight.models.dequantize import scaled_levels
-from inflight.models.levels import Kind, stack_rows
+from inflight.models.levels import MatrixKind, stack_rows
 
 
 def float8(rows: int, columns: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_float8_is_what_transformers_makes_of_it(block: tuple[int, int] | None) 
     found = scaled_levels(levels, scales, block)
     assert torch.equal(found.dequantized(), theirs)
     assert torch.equal(found.grouped().dequantized(), theirs)
-    assert found.grouped().kind is (Kind.FLOAT8_BY_ROW if block is None else Kind.FLOAT8)
+    assert found.grouped().kind is (MatrixKind.FLOAT8_BY_ROW if block is None else MatrixKind.FLOAT8)
     parts = [found.part(rows, (8, 72)).grouped() for rows in ((0, 10), (10, 64))]
     stacked = stack_rows(parts)
     assert stacked is not None and torch.equal(stacked.dequantized(), theirs[:, 8:72])

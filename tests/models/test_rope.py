@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
-from inflight.models.config_file import ConfigFile
 from inflight.models.rope import inverse_frequencies, read_rope, rope_tables
 
 HEAD_DIM = 64

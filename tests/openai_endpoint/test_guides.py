@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.guided.backend import MaskJob, make_backend
+from inflight.guided.backend import MaskJob
+from inflight.guided.make_backend import make_backend
 from inflight.guided.vocabulary import GuideVocabulary
 from inflight.openai import guides
 from inflight.openai.errors import ApiError

@@ -13,8 +13,7 @@ from inflight.errors import Unavailable
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.mpi import MpiWorld
-from inflight.ranks.rendezvous import meet
-from inflight.ranks.topology import gather_hosts
+from inflight.ranks.rendezvous import gather_hosts, meet
 
 
 def lost(error: Unavailable) -> None:

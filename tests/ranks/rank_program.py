@@ -24,8 +24,7 @@ from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.lockstep import Lockstep
 from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink, MpiWorld
 from inflight.ranks.rank_engine import RankEngine
-from inflight.ranks.rendezvous import meet
-from inflight.ranks.topology import gather_hosts
+from inflight.ranks.rendezvous import gather_hosts, meet
 from tests.engine.failing import spoil
 from tests.engine.serving import Served
 from tests.ranks import requests

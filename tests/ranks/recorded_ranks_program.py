@@ -18,8 +18,8 @@ from inflight.engine.cuda.graph_capture import GraphCapture
 from inflight.models import read_model_description
 from inflight.models.sharding import Part
 from inflight.ranks.mpi import MpiWorld
-from inflight.ranks.rendezvous import meet
-from inflight.ranks.topology import Placement, gather_hosts
+from inflight.ranks.rendezvous import gather_hosts, meet
+from inflight.ranks.topology import Placement
 from tests.engine.driver import Driver
 from tests.engine.fixed_rows import FixedRowsAttention
 from tests.engine.paging import load_paged

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from inflight.errors import ConfigError
-from inflight.ranks.rendezvous import Peer, meet, own_addresses
-from inflight.ranks.topology import Host, gather_hosts, this_host
+from inflight.ranks.rendezvous import Peer, gather_hosts, meet, own_addresses
+from inflight.ranks.topology import Host, this_host
 from tests.ranks.peers import make_host
 from tests.ranks.thread_world import PATIENCE_S, ThreadWorld, make_worlds, on_all
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from inflight.engine.collectives import TorchCollectives, TorchStageLink
 from inflight.ranks.mpi import MpiStageLink, MpiWorld
-from inflight.ranks.rendezvous import meet
-from inflight.ranks.topology import Mapping, Placement, gather_hosts
+from inflight.ranks.rendezvous import gather_hosts, meet
+from inflight.ranks.topology import Mapping, Placement
 
 DTYPES = ("float32", "bfloat16", "float16")
 NUM_HIDDENS = 7

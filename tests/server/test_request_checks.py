@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from inflight.server import request_checks
 from inflight.server.installation import Installation
 from inflight.server.request_checks import CannotCompile, are_loaded, compile_checks, last_requests
 
@@ -244,6 +245,14 @@ def test_without_a_compiler_there_is_no_library(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CannotCompile, match="no C compiler"):
         compile_checks(tmp_path / "checks.so")
+
+
+def test_without_a_compiler_the_one_of_a_wheel_is_taken(tmp_path, monkeypatch):
+    prebuilt = tmp_path / "request_checks.so"
+    prebuilt.write_bytes(b"a library")
+    monkeypatch.setattr(request_checks, "_PREBUILT", prebuilt)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert compile_checks(tmp_path / "checks.so").read_bytes() == b"a library"
 
 
 def test_the_library_is_loaded_before_the_users_preloads(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 
 from inflight.models.decoder_config import DecoderConfig
 
@@ -41,6 +42,25 @@ class Module(IntEnum):
         return self.name.lower()
 
 
+PROJECTIONS = {
+    "qkv": (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V),
+    "output": (Module.ATTN_DENSE,),
+    "up": (Module.MLP_H_TO_4H, Module.MLP_GATE),
+    "down": (Module.MLP_4H_TO_H,),
+}
+"""The modules of each projection of `inflight.models.Layer`, by its field, in the order of the outputs."""
+
+SPLIT_MODULES = tuple(sorted(chain.from_iterable(PROJECTIONS.values())))
+"""What every adapter comes down to on a device: a fused module is its parts, each with the same A."""
+
+FUSED_MODULES = {
+    Module.ATTN_QKV: PROJECTIONS["qkv"],
+    # TensorRT-LLM's converter stores what is gated first, then what the activation is applied to.
+    Module.MLP_GATE_UP: (Module.MLP_GATE, Module.MLP_H_TO_4H),
+}
+"""The parts of modules that are several in one matrix, in the order of the rows of B."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleSize:
     """A linear layer's inputs and outputs."""
@@ -59,34 +79,27 @@ def module_sizes(decoder: DecoderConfig) -> dict[Module, ModuleSize]:
     hidden, inner = decoder.hidden_size, decoder.intermediate_size
     query, kv = decoder.query_size, decoder.kv_size
     sizes = {
-        Module.ATTN_QKV: ModuleSize(hidden, query + 2 * kv),
         Module.ATTN_Q: ModuleSize(hidden, query),
         Module.ATTN_K: ModuleSize(hidden, kv),
         Module.ATTN_V: ModuleSize(hidden, kv),
         Module.ATTN_DENSE: ModuleSize(query, hidden),
     }
-    if decoder.experts is not None:
-        return sizes
-    sizes |= {
-        Module.MLP_H_TO_4H: ModuleSize(hidden, inner),
-        Module.MLP_4H_TO_H: ModuleSize(inner, hidden),
-    }
-    if decoder.gated_mlp:
-        sizes[Module.MLP_GATE] = ModuleSize(hidden, inner)
-        sizes[Module.MLP_GATE_UP] = ModuleSize(hidden, 2 * inner)
+    if decoder.experts is None:
+        sizes[Module.MLP_H_TO_4H] = ModuleSize(hidden, inner)
+        sizes[Module.MLP_4H_TO_H] = ModuleSize(inner, hidden)
+        if decoder.gated_mlp:
+            sizes[Module.MLP_GATE] = ModuleSize(hidden, inner)
+    for fused, parts in FUSED_MODULES.items():
+        if all(part in sizes for part in parts):
+            sizes[fused] = ModuleSize(hidden, sum(sizes[part].outer for part in parts))
     return sizes
 
 
-SPLIT_MODULES = (
-    Module.ATTN_Q,
-    Module.ATTN_K,
-    Module.ATTN_V,
-    Module.ATTN_DENSE,
-    Module.MLP_H_TO_4H,
-    Module.MLP_4H_TO_H,
-    Module.MLP_GATE,
-)
-"""What every adapter comes down to on a device: a fused module is its parts, each with the same A."""
+def projections(decoder: DecoderConfig) -> dict[str, tuple[Module, ...]]:
+    """The `PROJECTIONS` of a decoder that adapters may change, with the modules that it has of each."""
+    sizes = module_sizes(decoder)
+    found = {name: tuple(each for each in modules if each in sizes) for name, modules in PROJECTIONS.items()}
+    return {name: modules for name, modules in found.items() if modules}
 
 
 def rank_bytes(decoder: DecoderConfig, item_size: int) -> int:

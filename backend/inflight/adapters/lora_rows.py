@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inflight.adapters.lora_modules import SPLIT_MODULES, Module, ModuleSize, module_sizes
+from inflight.adapters.lora_modules import FUSED_MODULES, SPLIT_MODULES, Module, ModuleSize, module_sizes
 from inflight.core.request.adapter import ITEM_SIZES, LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
 from inflight.models.decoder_config import DecoderConfig
 
 _EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
-_PARTS = {
-    Module.ATTN_QKV: (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V),
-    Module.MLP_GATE_UP: (Module.MLP_H_TO_4H, Module.MLP_GATE),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class CheckedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _LoraRow:
     """A row of `lora_config`, and where its numbers are."""
 
     index: int
@@ -103,7 +100,7 @@ def _check_row(
     num_layers: int,
     width: int,
     max_rank: int,
-) -> _Row:
+) -> _LoraRow:
     where = f"row {index} of lora_config"
     if len(row) not in (3, 4):
         raise InvalidArgument(
@@ -127,7 +124,7 @@ def _check_row(
         )
     if is_dora and is_dora[0] not in (0, 1):
         raise InvalidArgument(f"{where} has is_dora {is_dora[0]}, expected 0 or 1")
-    found = _Row(index, module, layer, rank, bool(is_dora and is_dora[0]), sizes[module])
+    found = _LoraRow(index, module, layer, rank, bool(is_dora and is_dora[0]), sizes[module])
     if found.used > width:
         magnitude = f" + {found.size.outer}" if found.has_magnitude else ""
         raise InvalidArgument(
@@ -146,7 +143,7 @@ def _module(module_id: int) -> Module | None:
     return Module(module_id) if module_id in Module._value2member_map_ else None
 
 
-def _refuse_twice(rows: list[_Row]) -> None:
+def _refuse_twice(rows: list[_LoraRow]) -> None:
     """Raise InvalidArgument if two rows change the same outputs of a layer."""
     seen: dict[tuple[int, Module], int] = {}
     for row in rows:
@@ -157,7 +154,7 @@ def _refuse_twice(rows: list[_Row]) -> None:
                 "expected one row for each"
             )
     for row in rows:
-        for part in _PARTS.get(row.module, ()):
+        for part in sorted(FUSED_MODULES.get(row.module, ())):
             if (row.layer, part) in seen:
                 raise InvalidArgument(
                     f"rows {row.index} and {seen[row.layer, part]} of lora_config are of {row.module.text} and of "
@@ -166,7 +163,10 @@ def _refuse_twice(rows: list[_Row]) -> None:
 
 
 def _check_numbers(
-    row: _Row, used: NDArray[np.unsignedinteger], padding: NDArray[np.unsignedinteger], dtype: str
+    row: _LoraRow,
+    used: NDArray[np.unsignedinteger[Any]],
+    padding: NDArray[np.unsignedinteger[Any]],
+    dtype: str,
 ) -> None:
     """Raise InvalidArgument unless all numbers of a row are finite, and those behind them zeros."""
     where = f"row {row.index} of lora_weights ({row.module.text} of layer {row.layer})"

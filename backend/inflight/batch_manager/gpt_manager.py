@@ -1,7 +1,7 @@
-"""GptManager: the loop that turns requests into responses, one iteration after another.
+"""GptManager: the iteration loop that turns requests into responses.
 
-It owns one worker thread, from construction to shutdown, and calls the engine, the scheduler and the callbacks
-on it. It knows neither Triton nor a device. Callbacks must not block: while the loop waits for one, nobody gets
+It owns one worker thread, from construction to shutdown, which calls the engine, the scheduler and the callbacks.
+It knows neither Triton nor a device. Callbacks must not block: while the loop waits for one, no request gets
 tokens. Specification: The Batch Manager in TensorRT-LLM.
 """
 
@@ -49,32 +49,32 @@ _log = logging.getLogger(__name__)
 class GptManager:
     """In-flight batching over one engine.
 
-    Where the engine takes several batches at a time, the oldest is decoded when as many are in flight as may be,
-    or nothing else can run before. Of several ranks each has a GptManager; a follower's never calls the callbacks
-    for requests and stop signals, and what it has to respond goes nowhere.
+    If the engine takes several batches at a time, the oldest is decoded once the maximum number is in flight, or
+    when nothing else can run before. With several ranks each has a GptManager; a follower's never calls the
+    callbacks for requests and stop signals, and its responses are dropped.
 
     Args:
-        engine: The device side; this object closes it.
+        engine: The engine; this object closes it.
         scheduler: The scheduler, made for this engine's limits.
-        get_inference_requests: Called at the start of every iteration with the most requests that can be
-            accepted, negative for any number.
-        send_response: Called with each response, exactly one of which is final for each request. An exception
-            is logged and touches no other response.
-        poll_stop_signal: Called at the end of every iteration; stops of requests that are not active by then
-            mean nothing, also if their ids come back.
+        get_inference_requests: Called at the start of every iteration with the maximum number of requests to
+            accept, negative for any number.
+        send_response: Called with each response, exactly one of which is final for each request. An exception is
+            logged and affects no other response.
+        poll_stop_signal: Called at the end of every iteration. Stops of requests that are not active then are
+            ignored, even if their ids are used again later.
         return_batch_manager_stats: Called at the end of every iteration that had active requests, with a
             JSON string.
-        stats_period_ns: Shortest time between two reports of statistics; 0: every iteration is reported.
-        on_death: Called once if the loop itself fails or a rank is lost, after every active request was
-            answered. Requests that were not fetched yet are to be answered by it.
-        instruments: What else watches the loop; this object closes it.
-        clock_ns: Monotonic time; injected by tests.
-        ranks: The ranks that run the model in step, this one among them; None if it is alone.
-        wait_until_sent: For an engine that computes on all processors: what was handed to `send_response` is sent
-            between two iterations (`SendWindow`). None: while the engine computes.
-        guides: Compiles the guides of requests; without it requests with guides are refused.
-        adapters: Finds or stores the adapters of requests; without it requests with adapters are refused.
-        start: Whether to start the worker thread; without it, call `step`.
+        stats_period_ns: Minimum time between two reports of statistics; 0: every iteration is reported.
+        on_death: Called once if the loop itself fails or a rank is lost, after every active request was answered.
+            It must answer the requests that were not fetched yet.
+        instruments: Observers of the loop; this object closes them.
+        clock_ns: Monotonic clock; injected by tests.
+        ranks: The ranks that run the model in step, including this one; None with a single rank.
+        wait_until_sent: For an engine that computes on all processors: responses are sent between two iterations
+            (`SendWindow`). None: they are sent while the engine computes.
+        guides: Compiles the guides of requests; None: requests with guides are refused.
+        adapters: Finds or stores the adapters of requests; None: requests with adapters are refused.
+        start: Whether to start the worker thread; if not, call `step`.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class GptManager:
             self._inputs = LeadersInputs(scheduler, ranks)
         self._has_other_ranks = ranks is not None
         self._window = SendWindow(self._hand_over, wait_until_sent, clock_ns) if wait_until_sent else None
-        self._in_flight: deque[tuple[ScheduledBatch, Any]] = deque()  # what `forward` returned, or its error
+        self._in_flight: deque[tuple[ScheduledBatch, Any]] = deque()  # result of `forward`, or its error
         self._return_stats = return_batch_manager_stats
         self._stats_period_ns = stats_period_ns
         self._next_stats_ns = 0
         self._on_death = on_death
         self._instruments = instruments
         self._inspections = Inspections(scheduler, instruments)
-        self._has_news = True  # since metrics were published last
+        self._has_news = True  # since metrics were last published
         self._work = threading.Event()
         self._shutting_down = False
         self._thread = threading.Thread(target=self._loop, name="gpt-manager", daemon=True)
@@ -122,19 +122,19 @@ class GptManager:
             self._thread.start()
 
     def notify(self) -> None:
-        """Say that there may be new requests or stop signals; wakes an idle loop. Any thread."""
+        """Wake an idle loop, as there may be new requests or stop signals. Any thread."""
         self._work.set()
 
     def state(self, timeout_s: float) -> str:
-        """JSON for people: the state of the scheduler (`core/report/state.py`), recent statistics, what is stuck.
+        """Return the scheduler's state (`core/report/state.py`), recent statistics and a stuck iteration as JSON.
 
-        Waits for the end of the iteration that runs, for at most `timeout_s`; if that does not come, the answer
-        says so and has the stuck iteration too, and the state as that left it. Any thread but the loop's.
+        Waits at most `timeout_s` seconds for the end of the current iteration. If it does not end in time, the
+        answer says so, and describes the stuck iteration and the state that it left. Any thread but the loop's.
         """
         return self._inspections.ask(timeout_s, self.notify)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the loop has ended, in order or not, for `timeout_s` at most; whether it has."""
+        """Wait at most `timeout_s` seconds until the loop has ended, normally or not; return whether it has."""
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -142,15 +142,15 @@ class GptManager:
     def shutdown(self, timeout_s: float | None = None) -> bool:
         """Finish the active requests, end the worker thread, close the engine. Idempotent.
 
-        Specification: the worker thread terminates when there are no more active requests. A follower's terminates
-        when its leader's has, or a rank is lost.
+        Specification: the worker thread terminates when there are no more active requests. A follower's thread
+        ends when its leader's has, or a rank is lost.
 
         Args:
-            timeout_s: How long to wait for that; None for as long as it takes.
+            timeout_s: How long to wait; None: without limit.
 
         Returns:
-            Whether the thread has ended. One that hangs in the device, or waits for a leader that goes on, cannot
-            be ended: it keeps the engine.
+            Whether the thread has ended. A thread that hangs in the device, or waits for a leader that goes on,
+            cannot be ended and keeps the engine.
         """
         self._shutting_down = True
         self.notify()
@@ -181,12 +181,12 @@ class GptManager:
         except Unavailable as error:
             _log.error("the generation loop ends: %s", error)
             self._die(error)
-        except BaseException:  # whatever a bug raises, those who wait have to be answered
+        except BaseException:  # waiting clients must be answered, whatever the error
             _log.exception("the generation loop died; every request is answered with UNAVAILABLE")
             self._die(Unavailable("the generation loop died; see the server's log"))
 
     def _seconds_to_deadline(self) -> float | None:
-        """How long a loop without work may rest: requests that are held may time out."""
+        """Return how long an idle loop may sleep: a held request may time out."""
         deadline_ns = self._scheduler.next_deadline_ns
         if deadline_ns is None or not self._scheduler.num_active:
             return None
@@ -206,12 +206,12 @@ class GptManager:
                 self._on_death(error)
 
     def step(self) -> bool:
-        """One iteration: get, schedule, run, decode, update, send, stop, report.
+        """Run one iteration: get, schedule, run, decode, update, send, stop, report.
 
-        Returns whether there was anything to do. Only when there was not can the loop rest: requests that had to
-        wait for room are fetched by the iteration after the one that made it. Where all requests wait for guides
-        or adapters, there is nothing to do until one is ready, which `notify` tells, or a request times out. A
-        follower rests in its leader's call instead, and is done when there was nothing.
+        Returns whether there was anything to do; only if there was not may the loop sleep. Requests that had to
+        wait for room are fetched by the iteration after the one that made room. If all requests wait for guides or
+        adapters, there is nothing to do until `notify` tells that one is ready, or a request times out. A follower
+        sleeps in its leader's call instead, and returns False once the leader has ended.
         """
         was_active = self._scheduler.num_active > 0
         inputs = self._inputs.next()
@@ -239,11 +239,11 @@ class GptManager:
         return not can_rest or bool(inputs.new_requests) or has_more
 
     def _schedule(self, responses: list[Response]) -> ScheduledBatch | None:
-        """The next batch. If making it fails, there is none, and the responses that follow are added."""
+        """Return the next batch. If making it fails, return None and add the resulting responses."""
         try:
             return self._scheduler.schedule()
-        except Exception as error:  # a defect that one request meets must not end the others
-            if self._has_other_ranks:  # they may have made a batch, which they cannot run without this one
+        except Exception as error:  # a defect hit by one request must not end the others
+            if self._has_other_ranks:  # they may have made a batch, and cannot run it without this one
                 raise
             _log.exception("the scheduler failed: whose fault it was is being found out")
             failure = StepFailed(
@@ -255,7 +255,7 @@ class GptManager:
     def _forward(self, batch: ScheduledBatch) -> Any:
         try:
             return self._engine.forward(batch)
-        except Exception as error:  # whatever a device raises, its batch alone has failed
+        except Exception as error:  # whatever a device raises, only its batch has failed
             return _as_step_failure(batch, error)
 
     def _finish_batch(self, batch: ScheduledBatch, logits: Any) -> list[Response]:
@@ -282,13 +282,13 @@ class GptManager:
         for response in responses:
             try:
                 self._send_response(response)
-            except Exception:  # the fault of one receiver must not end everybody's requests
+            except Exception:  # a faulty receiver must not end other requests
                 _log.exception(
                     "the send callback failed to take a response of request %d", response.request_id
                 )
 
     def _report(self, inputs: IterationInput, batch: ScheduledBatch | None, had_work: bool) -> None:
-        """Report an iteration with active requests, and the metrics once more after the last of them."""
+        """Report an iteration with active requests, and the metrics once more after the last request."""
         self._instruments.collect(self._scheduler)
         self._has_news |= bool(inputs.new_requests)
         if not had_work:
@@ -312,16 +312,16 @@ class GptManager:
 
 
 def _drop(response: Response) -> None:
-    """A follower's send callback: clients get the response from the leader."""
+    """The send callback of a follower: clients get the response from the leader."""
 
 
 def _as_step_failure(batch: ScheduledBatch, error: Exception) -> InflightError:
-    """The error for a batch's requests; to be called while `error` is handled."""
-    said = "iteration %d failed with %d rows in it", batch.iteration, batch.num_rows
+    """Log and return the error for a batch's requests; called while `error` is being handled."""
+    log_arguments = "iteration %d failed with %d rows in it", batch.iteration, batch.num_rows
     if isinstance(error, (InvalidArgument, Unsupported, NotFound, AlreadyExists)):  # of what a client sent
-        _log.warning(*said, exc_info=True)
+        _log.warning(*log_arguments, exc_info=True)
         return error
-    _log.exception(*said)
+    _log.exception(*log_arguments)
     if isinstance(error, InflightError):
         return error
     return StepFailed(

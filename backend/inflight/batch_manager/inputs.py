@@ -1,7 +1,7 @@
-"""The inputs of a loop's iterations: from callbacks, or from the rank that has the callbacks.
+"""The inputs of iterations: from the callbacks, or on a follower from the leader.
 
-Everything that enters an iteration and is not a function of earlier state comes from here, the time included, so
-that the schedulers of all ranks decide the same. Called on the loop thread.
+All input of an iteration that is not a function of earlier state comes from here, the time included, so that the
+schedulers of all ranks decide alike. Called on the loop thread.
 """
 
 from __future__ import annotations
@@ -20,30 +20,33 @@ from inflight.core.request.guide import GuideEvent
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
-from inflight.errors import Unsupported
+from inflight.errors import Name, Unsupported
 
-_NO_GUIDES = (
-    "guided_decoding_guide_type: there is no tokenizer to follow guides with: the parameter tokenizer_dir names "
-    "the folder of a tokenizer.json, which else is looked for beside the weights"
+_NO_GUIDES = Unsupported(
+    Name("guided_decoding_guide_type"),
+    ": there is no tokenizer to follow guides with: the parameter tokenizer_dir names the folder of a "
+    "tokenizer.json, which else is looked for beside the weights",
 )
-_NO_ADAPTERS = "lora_task_id: this server keeps no LoRA adapters, so that no request can have one"
+_NO_ADAPTERS = Unsupported(
+    Name("lora_task_id"), ": this server keeps no LoRA adapters, so that no request can have one"
+)
 
 
 class OwnInputs:
-    """The inputs of a loop whose callbacks face clients; other ranks, if there are any, get the same.
+    """The inputs of a loop whose callbacks face clients; they are shared with the other ranks, if any.
 
     `next` and `end` raise Unavailable once a rank is known to be lost.
 
     Args:
-        scheduler: Knows which requests are active.
-        get_inference_requests, poll_stop_signal, clock_ns: As GptManager has them.
-        ranks: The ranks, if there are others.
-        guides: Compiles the guides of requests; without it requests with guides are refused.
-        adapters: Finds or stores the adapters of requests; without it requests with adapters are refused.
+        scheduler: Knows the active requests.
+        get_inference_requests, poll_stop_signal, clock_ns: See GptManager.
+        ranks: The ranks, if there are several.
+        guides: Compiles the guides of requests; None: requests with guides are refused.
+        adapters: Finds or stores the adapters of requests; None: requests with adapters are refused.
 
     Attributes:
-        are_over: Whether `next` has returned None, which it never does.
-        fetched: Requests that this rank has to answer and that its scheduler has not been given yet.
+        are_over: Whether `next` has returned None; never, for these inputs.
+        fetched: Requests that this rank must answer and that have not reached its scheduler yet.
         now_ns: The clock of `IterationInput.now_ns`.
     """
 
@@ -75,7 +78,7 @@ class OwnInputs:
     def next(self) -> IterationInput:
         """The inputs of the next iteration.
 
-        Other ranks get those of iterations with active or new requests, or with news of adapters.
+        Other ranks get the inputs of iterations with active or new requests, or with changes of adapters.
         """
         requests = tuple(self._get_inference_requests(self._scheduler.room))
         is_active = self._scheduler.num_active > 0
@@ -97,7 +100,9 @@ class OwnInputs:
             if request.guide is not None
         ]
         if self._guides is None:
-            return tuple(GuideEvent(request_id, Unsupported.code, _NO_GUIDES) for request_id, _ in guided)
+            return tuple(
+                GuideEvent(request_id, _NO_GUIDES.kind, _NO_GUIDES.marked) for request_id, _ in guided
+            )
         for request_id in [each for each in self._guided if not self._scheduler.is_active(each)]:
             self._guides.forget(request_id)
             self._guided.remove(request_id)
@@ -107,7 +112,7 @@ class OwnInputs:
         return self._guides.events()
 
     def _to_be_accepted(self, requests: tuple[Request, ...]) -> list[Request]:
-        """Without those whose id is taken, by an active request or by one before them."""
+        """Return the requests without those whose id is taken, by an active request or by an earlier one."""
         first: dict[int, Request] = {}
         for request in requests:
             if not self._scheduler.is_active(request.request_id):
@@ -115,9 +120,9 @@ class OwnInputs:
         return list(first.values())
 
     def _adapter_update(self, requests: tuple[Request, ...]) -> AdapterUpdate:
-        """The news of adapters for the next iteration.
+        """Return the adapter changes for the next iteration.
 
-        It need not be empty without requests: one may be unloaded.
+        It may be non-empty without requests, as an adapter may be unloaded.
         """
         adapted = [
             (request.request_id, request.lora)
@@ -125,7 +130,9 @@ class OwnInputs:
             if request.lora is not None
         ]
         if self._adapters is None:
-            refused = (AdapterEvent(i, error_code=Unsupported.code, error=_NO_ADAPTERS) for i, _ in adapted)
+            refused = (
+                AdapterEvent(i, error_kind=_NO_ADAPTERS.kind, error=_NO_ADAPTERS.marked) for i, _ in adapted
+            )
             return AdapterUpdate(events=tuple(refused))
         for request_id in [each for each in self._adapted if not self._scheduler.is_active(each)]:
             self._adapters.forget(request_id)
@@ -136,7 +143,7 @@ class OwnInputs:
         return self._adapters.update()
 
     def look_ahead(self) -> bool:
-        """Poll stop signals at the end of an iteration; returns whether there is work for the next one.
+        """Poll stop signals at the end of an iteration; return whether there is work for the next one.
 
         Signals for requests that are not active are dropped.
         """
@@ -145,19 +152,19 @@ class OwnInputs:
         return bool(self._stops)
 
     def end(self) -> None:
-        """Tell the other ranks that the loop has ended in order."""
+        """Tell the other ranks that the loop has ended normally."""
         if self._ranks is not None:
             self._ranks.end(are_asleep=not self._scheduler.num_active)
 
 
 class LeadersInputs:
-    """The inputs of a follower's loop: what its leader shares, the time included.
+    """The inputs of a follower's loop, shared by its leader, the time included.
 
     `next` raises Unavailable once a rank is known to be lost.
 
     Args:
-        scheduler: Knows which requests are active, and so whether the leader has to wake this rank.
-        ranks: The ranks, the leader among them.
+        scheduler: Knows the active requests, and therefore whether the leader has to wake this rank.
+        ranks: The ranks, including the leader.
 
     Attributes:
         are_over: Whether `next` has returned None.
@@ -173,7 +180,7 @@ class LeadersInputs:
         self._now_ns = 0
 
     def next(self) -> IterationInput | None:
-        """Wait for the leader's inputs; None once it has ended."""
+        """Wait for the leader's inputs; None once the leader has ended."""
         if self.are_over:
             return None
         inputs = self._ranks.follow(is_asleep=not self._scheduler.num_active)
@@ -184,15 +191,15 @@ class LeadersInputs:
         return inputs
 
     def now_ns(self) -> int:
-        """The leader's time at the last iteration: clocks of several machines do not agree."""
+        """The leader's time at the last iteration, as clocks of different machines do not agree."""
         return self._now_ns
 
     def look_ahead(self) -> bool:
-        """True: only the leader knows whether there is work for the next iteration."""
+        """Return True: only the leader knows whether there is work for the next iteration."""
         return True
 
     def end(self) -> None:
-        """Do nothing: no rank follows this one."""
+        """Do nothing, as no rank follows this one."""
 
 
 Inputs = OwnInputs | LeadersInputs

@@ -1,7 +1,8 @@
-"""Events of the KV cache between the loop, which makes them, and whoever fetches them.
+"""A queue of KV cache events between the loop and the threads that fetch them.
 
-The buffer owns the events that nobody has fetched yet; where they are too many, the oldest are dropped. The loop
-thread adds; any thread fetches, and may wait for them. Specification: the Executor's `KVCacheEventManager`.
+The buffer keeps a bounded number of events until they are fetched; if there are too many, the oldest are dropped.
+The loop thread adds; any thread may fetch, and wait for events. Specification: the Executor's
+`KVCacheEventManager`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from inflight.core.kv.kv_events import KvEvent
 
 
 class KvEventBuffer:
-    """A queue of events with a bound.
+    """A bounded queue of events.
 
     Args:
-        max_events: Most events that are kept.
+        max_events: Maximum number of events to keep.
     """
 
     def __init__(self, max_events: int) -> None:
@@ -26,19 +27,19 @@ class KvEventBuffer:
         self._is_closed = False
 
     def add(self, events: Iterable[KvEvent]) -> None:
-        """Add events, and wake whoever waits for them. Loop thread."""
+        """Add events, and wake waiting threads. Loop thread."""
         with self._changed:
             self._events.extend(events)
             self._changed.notify_all()
 
     def take(self, timeout_s: float | None = None) -> list[KvEvent]:
-        """Wait for events and take all there are, oldest first.
+        """Wait for events and take all of them, oldest first.
 
         Args:
-            timeout_s: How long to wait; None: until there are some.
+            timeout_s: How long to wait in seconds; None: until there are some.
 
         Returns:
-            The events; none if the time is up or the loop has ended.
+            The events; empty if the time is up or the loop has ended.
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events) or self._is_closed, timeout_s)
@@ -47,7 +48,7 @@ class KvEventBuffer:
             return events
 
     def close(self) -> None:
-        """Let nobody wait any more. What is here can still be taken."""
+        """Wake all waiting threads for good. Remaining events can still be taken."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

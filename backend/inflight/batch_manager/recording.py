@@ -1,16 +1,16 @@
-"""Traces: everything it takes to run a schedule again, as JSON lines in a file.
+"""Traces: everything needed to rerun a schedule, as JSON lines in a file.
 
-    header   once, first: format, version, SchedulerConfig, EngineLimits
-    begin    of every iteration, before it runs: its IterationInput and the batch that was made of it
-    end      of every batch, in the same order: the ModelOutput or the error, and when that was known
+    header   once, first: format, version, SchedulingConfig, EngineLimits
+    begin    of every iteration, before it runs: its IterationInput and its batch
+    end      of every batch, in the same order: the ModelOutput or the error, and its time
 
-This module owns the format, both ways, and the file while it is written. A record is in the file when the call
-that makes it returns, so that a process that hangs or is killed leaves its last batch behind. A request is
-written once, where it arrives, and so is an adapter, where it is stored; a batch's starts and loads name them. NaN
-and infinities, which JSON lacks, are written as text. Nothing that is scheduled depends on the numbers of adapters
-and prompt tables: of those only their length is written.
+This module owns the format, for writing and reading, and the file while it is written. A record is in the file
+when the call that makes it returns, so the last batch of a process that hangs or is killed is in the trace. A
+request is written once, where it arrives, and an adapter where it is stored; a batch's starts and loads refer to
+them by id. NaN and infinities, which JSON lacks, are written as text. Of the contents of adapters and prompt
+tables only the size is written, as the schedule does not depend on them.
 
-A trace contains prompts: only its owner may read it. The loop thread writes it; an error there ends the
+A trace contains prompts, so only its owner may read it. The loop thread writes it; an error in doing so ends the
 recording and nothing else.
 """
 
@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, cast
 
 import msgspec
 
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.adapter import RawBuffer
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import IterationInput
@@ -44,13 +44,13 @@ from inflight.file_names import native
 
 FORMAT = "inflight-trace"
 VERSION = 4
-"""The version of the records and of the dataclasses in them; traces of another version cannot be read."""
+"""The version of the records and their dataclasses; traces of other versions cannot be read."""
 
 _log = logging.getLogger(__name__)
 
 
 class BadTrace(InflightError):
-    """A file that is no trace, or one that this version cannot read."""
+    """A file that is not a trace, or one of another version."""
 
 
 class Start(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,7 +64,7 @@ class Start(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """An `AdapterLoad` without its adapter, which is in the trace where it was stored under this handle."""
+    """An `AdapterLoad` without its adapter, which is in the trace under this handle."""
 
     handle: int
     pages: tuple[int, ...]
@@ -74,11 +74,11 @@ class Header(msgspec.Struct, frozen=True, tag_field="record", tag="header"):
     """The first record.
 
     Attributes:
-        config, limits: What the scheduler is built from.
-        has_logits: Whether outputs have their logits; else the number of bytes stands in their place.
+        config, limits: The scheduler's configuration.
+        has_logits: Whether outputs have their logits; otherwise their size in bytes instead.
     """
 
-    config: SchedulerConfig
+    config: SchedulingConfig
     limits: EngineLimits
     format: str = FORMAT
     version: int = VERSION
@@ -90,8 +90,9 @@ class Begin(msgspec.Struct, frozen=True, tag_field="record", tag="begin", omit_d
 
     Attributes:
         inputs: The scheduler's input.
-        batch: Without its starts and adapter loads; None if nothing was scheduled.
-        starts, loads: Those of the batch, which name requests and adapters that the trace already has.
+        batch: The batch, without its starts and adapter loads; None if nothing was scheduled.
+        starts, loads: The batch's starts and adapter loads, which refer to requests and adapters earlier in the
+            trace.
     """
 
     inputs: IterationInput
@@ -101,19 +102,20 @@ class Begin(msgspec.Struct, frozen=True, tag_field="record", tag="begin", omit_d
 
 
 class End(msgspec.Struct, frozen=True, tag_field="record", tag="end", omit_defaults=True):
-    """The record of the outcome of a batch.
+    """The record of a batch's result.
 
     Attributes:
         iteration: Number of the batch's iteration.
-        now_ns: When the outcome was known, by the clock of `IterationInput.now_ns`.
+        now_ns: When the result was known, by the clock of `IterationInput.now_ns`.
         output: The device's answer; None if the batch failed.
-        error_code, error: The error if it failed; the code decides what becomes of its requests.
+        error_kind, error: The error if the batch failed, its message marked; the kind decides what happens to its
+            requests.
     """
 
     iteration: int
     now_ns: int
     output: ModelOutput | None = None
-    error_code: str = ""
+    error_kind: str = ""
     error: str = ""
 
 
@@ -138,7 +140,7 @@ def _from_plain(kind: type, value: Any) -> object:
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_to_plain)
-# Lax, for numbers that are written as text.
+# Not strict, because some numbers are written as text.
 _DECODER = msgspec.json.Decoder(Header | Begin | End, strict=False, dec_hook=_from_plain)
 _FORMAT_DECODER = msgspec.json.Decoder(_Format)
 
@@ -147,7 +149,7 @@ _FORMAT_DECODER = msgspec.json.Decoder(_Format)
 
 
 def make_begin(inputs: IterationInput, batch: ScheduledBatch | None) -> Begin:
-    """The record of an iteration."""
+    """Return the record of an iteration."""
     if batch is None or not batch.starts:
         return Begin(inputs, batch)
     loads = tuple(Load(load.adapter.handle, load.pages) for load in batch.adapter_loads)
@@ -161,19 +163,19 @@ def _make_start(start: SlotStart) -> Start:
 
 
 def encode(record: Record) -> bytes:
-    """A record's line, newline included."""
+    """Return a record's line, including the newline."""
     line = _ENCODER.encode(record)
-    # msgspec writes null for None and for NaN and infinities alike; only the former may stay.
+    # msgspec writes null both for None and for NaN and infinities; the latter must be written as text.
     if b"null" in line:
         line = _ENCODER.encode(_spell(msgspec.to_builtins(record, enc_hook=_to_plain)))
     return line + b"\n"
 
 
 def _spell(plain: Any) -> Any:
-    """Replace floats that JSON lacks by text. A sequence that begins with an integer holds no floats."""
+    """Replace floats that JSON lacks by text. A sequence that starts with an integer has no floats."""
     if isinstance(plain, float) and not math.isfinite(plain):
         return repr(plain)
-    # The casts name what isinstance leaves open: the types of elements.
+    # The casts state the element types, which isinstance cannot.
     if isinstance(plain, dict):
         return {key: _spell(value) for key, value in cast(dict[Any, Any], plain).items()}
     if isinstance(plain, list | tuple):
@@ -183,7 +185,7 @@ def _spell(plain: Any) -> Any:
 
 
 def decode(line: bytes) -> Record:
-    """The record of a line; BadTrace if it is none."""
+    """Parse a line; raises BadTrace if it is not a record."""
     try:
         return _DECODER.decode(line)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -194,27 +196,27 @@ def decode(line: bytes) -> Record:
 
 
 class JsonRecorder:
-    """Writes a trace. A file that exists already is kept as `path`.previous. Loop thread.
+    """Writes a trace. An existing file is renamed to `path`.previous. Loop thread.
 
-    An iteration that nothing was active before, during or after need not be recorded; every other one has to be,
-    also without a batch, because requests may have timed out in it.
+    Iterations before, during and after which nothing was active need not be recorded. All others must be, even
+    without a batch, as requests may have timed out in them.
 
     Args:
-        path: Where to write, with mode 0600.
-        config, limits: What the recorded scheduler was built from.
-        keep_logits: Write the logits of outputs too. Nothing that is scheduled depends on them; without them
-            responses of a replay have zeros instead.
+        path: The file to write, with mode 0600.
+        config, limits: The recorded scheduler's configuration.
+        keep_logits: Whether to write the logits of outputs too. The schedule does not depend on them; without
+            them, responses of a replay have zeros instead.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: The file cannot be written.
     """
 
     def __init__(
-        self, path: str, config: SchedulerConfig, limits: EngineLimits, keep_logits: bool = False
+        self, path: str, config: SchedulingConfig, limits: EngineLimits, keep_logits: bool = False
     ) -> None:
         self._path = path
         self._keep_logits = keep_logits
-        self._in_flight: deque[int] = deque()  # iterations whose batches have no answer yet
+        self._in_flight: deque[int] = deque()  # iterations whose batches have no result yet
         self._file: int | None = None
         try:
             self._file = _create(native(path))
@@ -230,10 +232,10 @@ class JsonRecorder:
         self._write(lambda: make_begin(inputs, batch))
 
     def end(self, outcome: ModelOutput | InflightError, now_ns: int) -> None:
-        """Write the outcome of the oldest batch without one, and when it was known."""
+        """Write the result of the oldest batch without one, and its time."""
         iteration = self._in_flight.popleft()
         if isinstance(outcome, InflightError):
-            self._write(lambda: End(iteration, now_ns, None, outcome.code, str(outcome)))
+            self._write(lambda: End(iteration, now_ns, None, outcome.kind, outcome.marked))
         else:
             self._write(
                 lambda: End(iteration, now_ns, outcome if self._keep_logits else leave_out_logits(outcome))
@@ -250,13 +252,13 @@ class JsonRecorder:
             return
         try:
             _write_all(self._file, encode(make_record()))
-        except Exception:  # a full disk, or whatever it is, must not end requests
+        except Exception:  # a full disk, for example, must not end requests
             _log.exception("recording to %s ends here: it cannot be written", self._path)
             self.close()
 
 
 def _create(path: str) -> int:
-    """Create a file that only this user may read. A file that is there is kept under another name."""
+    """Create a file that only this user may read; an existing file is renamed."""
     if os.path.lexists(path):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise FileExistsError(0, "it exists and is no regular file")
@@ -274,15 +276,16 @@ def _write_all(file: int, data: bytes) -> None:
 
 
 class Trace:
-    """Reads a trace: `header` has its first record, and iterating gives the others.
+    """Reads a trace: `header` is its first record, and iterating yields the others.
 
     Attributes:
         header: The first record.
-        line_number: Line of the record that was read last, from 1.
-        is_cut_short: After the last record, whether an unfinished line follows it, as a killed process leaves.
+        line_number: Line of the record read last, from 1.
+        is_cut_short: Set after the last record: whether an unfinished line follows it, as left by a killed
+            process.
 
     Raises:
-        BadTrace: it is none, or not of this version.
+        BadTrace: The file is not a trace of this version.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -330,12 +333,12 @@ def _check_version(line: bytes) -> None:
 
 
 def leave_out_logits(output: ModelOutput) -> ModelOutput:
-    """Replace every piece of logits and additional outputs by its number of bytes, in decimal digits."""
+    """Replace every piece of logits and additional outputs by its size in bytes, in decimal digits."""
     return _map_logits(output, lambda logits: b"%d" % len(logits))
 
 
 def zero_logits(output: ModelOutput) -> ModelOutput:
-    """Replace what `leave_out_logits` left by zeros."""
+    """Replace the sizes written by `leave_out_logits` by zeros of that size."""
     try:
         return _map_logits(output, lambda logits: bytes(int(logits)))
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""`scripts/replay`: runs a trace's schedule again, without the model, and compares every decision.
+"""`scripts/replay`: reruns a trace's schedule without the model, and compares every decision.
 
-A new scheduler gets what the trace recorded: the inputs of every iteration and what the device answered. The
-core is deterministic, so a decision that differs means that the program, or the trace, is another than it was.
-This program reads one line at a time.
+A new scheduler gets the recorded inputs of every iteration and the recorded results of the device. The core is
+deterministic, so a different decision means that the program or the trace has changed. The trace is read line by
+line.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from inflight.batch_manager.recording import BadTrace, Begin, End, Header, Trace
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.errors import InflightError, error_from_code
+from inflight.errors import InflightError, error_from_kind
 
 IDENTICAL, DIFFERENT, UNREADABLE = 0, 1, 2
 """Exit codes."""
 
 _MOST_DIFFERENCES = 20
-_PARTS = "batch", "starts", "loads"  # of `Begin`, that follow from what was recorded before
+_PARTS = "batch", "starts", "loads"  # fields of `Begin` that follow from earlier records
 
 
 class Replay:
-    """A new scheduler that goes through a trace's iterations again.
+    """A new scheduler that repeats a trace's iterations.
 
     Attributes:
-        scheduler: The scheduler, as it is after the last record.
-        iteration: Number of the last iteration that began; -1: none.
-        num_iterations: How many iterations began.
-        num_requests: How many requests came.
-        num_answered: How many final responses were made.
-        responses: The responses that followed from the last record.
+        scheduler: The scheduler, in its state after the last record.
+        iteration: Number of the last iteration begun; -1: none.
+        num_iterations: Number of iterations begun.
+        num_requests: Number of requests that arrived.
+        num_answered: Number of final responses made.
+        responses: The responses made by the last record.
 
     Raises:
-        ConfigError: no scheduler can be built from the header.
+        ConfigError: The header is no valid configuration of a scheduler.
     """
 
     def __init__(self, header: Header) -> None:
@@ -58,7 +58,7 @@ class Replay:
 
     @property
     def running(self) -> str:
-        """A line about the oldest batch that the device has not answered; empty if there is none."""
+        """Return a line about the oldest batch without a result; empty if there is none."""
         if not self._in_flight:
             return ""
         batch = self._in_flight[0]
@@ -66,11 +66,11 @@ class Replay:
         return f"iteration {batch.iteration} was running: {describe_batch(batch, owners.get)}"
 
     def advance(self, record: Begin | End) -> list[str]:
-        """Replay one record; returns how this scheduler's decision differs from the recorded one.
+        """Replay one record; return the differences of this scheduler's decision from the recorded one.
 
         Raises:
-            BadTrace: an answer without a batch.
-            Exception: whatever the scheduler raises.
+            BadTrace: The record is a result without a batch.
+            Exception: Whatever the scheduler raises.
         """
         if isinstance(record, Begin):
             return self._begin(record)
@@ -78,7 +78,7 @@ class Replay:
             raise BadTrace(f"an answer to iteration {record.iteration}, which is not the oldest one without")
         batch = self._in_flight.popleft()
         if record.output is None:
-            self.responses = self.scheduler.fail(batch, error_from_code(record.error_code, record.error))
+            self.responses = self.scheduler.fail(batch, error_from_kind(record.error_kind, record.error))
         else:
             self.responses = self.scheduler.update(batch, record.output, record.now_ns)
         self._count_answers()
@@ -104,7 +104,7 @@ class Replay:
 
 
 def describe_batch(batch: ScheduledBatch, request_of_slot: Callable[[int], int | None]) -> str:
-    """A line about a batch: its rows, its tokens and the requests of its slots."""
+    """Return a line about a batch: its rows, its tokens and the requests of its slots."""
     slots = [*(chunk.slot for chunk in batch.context), *batch.generation_slots]
     request_ids = dict.fromkeys(request_of_slot(slot) for slot in slots)
     named = ", ".join("?" if request_id is None else str(request_id) for request_id in request_ids)
@@ -118,11 +118,11 @@ def describe_batch(batch: ScheduledBatch, request_of_slot: Callable[[int], int |
 
 
 def differences(path: str, recorded: Any, replayed: Any) -> Iterator[str]:
-    """Yield one line for each field that differs, by its path; NaN equals NaN."""
+    """Yield one line per field that differs, with its path; NaN equals NaN."""
     if type(recorded) is not type(replayed):
         yield f"{path}: recorded {_short(recorded)}, replayed {_short(replayed)}"
     elif is_dataclass(recorded) or isinstance(recorded, msgspec.Struct):
-        # Both have the names of their fields in their classes' annotations.
+        # The field names of both are in their classes' annotations.
         for name in type(recorded).__annotations__:
             yield from differences(f"{path}.{name}", getattr(recorded, name), getattr(replayed, name))
     elif _is_sequence(recorded) and len(recorded) == len(replayed):
@@ -154,18 +154,18 @@ def run(
     wants_state: bool = False,
     is_verbose: bool = False,
 ) -> int:
-    """Replay a trace; returns the exit code.
+    """Replay a trace; return the exit code.
 
     Args:
         trace: The trace.
-        out: Where the scheduler's state is written.
-        report: Where everything else is written.
+        out: Where to write the scheduler's state.
+        report: Where to write everything else.
         until: Number of the last iteration to replay; None: all.
         wants_state: Whether to write the scheduler's state at the end, as JSON.
         is_verbose: Whether to report every iteration.
 
     Raises:
-        InflightError: the trace cannot be replayed.
+        InflightError: The trace cannot be replayed.
     """
     replay = Replay(trace.header)
     code = _replay(trace, replay, until, is_verbose, report)
@@ -186,7 +186,7 @@ def _replay(trace: Trace, replay: Replay, until: int | None, is_verbose: bool, r
             found = replay.advance(record)
         except BadTrace as error:
             raise BadTrace(f"line {trace.line_number}: {error}") from error
-        except Exception:  # a crash of the scheduler is what a replay may be made to find
+        except Exception:  # a replay may be run to reproduce a crash of the scheduler
             report.write(
                 f"line {trace.line_number}: the scheduler failed after iteration {replay.iteration} began\n"
             )
@@ -234,12 +234,12 @@ def _describe(record: Begin) -> str:
 
 def _describe_end(response: Response) -> str:
     reasons = response.result.finish_reasons if response.result else ()
-    said = response.error or ", ".join(dict.fromkeys(reason.name for reason in reasons))
-    return f"request {response.request_id} has ended: {said}"
+    outcome = response.error or ", ".join(dict.fromkeys(reason.name for reason in reasons))
+    return f"request {response.request_id} has ended: {outcome}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The program `scripts/replay`; returns its exit code."""
+    """Run `scripts/replay`; return its exit code."""
     parser = argparse.ArgumentParser(
         prog="scripts/replay",
         description="Run a recorded schedule again, without the model. "

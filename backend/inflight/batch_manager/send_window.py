@@ -1,10 +1,10 @@
-"""When responses are handed over, and how long the loop then waits for them to be sent.
+"""Decides when responses are handed over, and how long the loop then waits for them to be sent.
 
-A forward pass that computes on all processors of a host shares them with the threads that send: a response that
-is sent meanwhile takes a processor from one of the model's threads, for which the others wait at their next
-barrier. So responses are kept for a few iterations, handed over together, and sent while the loop waits. This
-module owns what is kept and decides for how long. It does not know how they are sent. Only the loop thread calls
-it.
+A forward pass that computes on all processors of the host competes with the threads that send: sending a response
+takes a processor from one of the model's threads, and the others wait for that thread at their next barrier. So
+responses are kept for a few iterations, handed over together, and sent while the loop waits. This module owns the
+kept responses and decides for how long to keep them. It does not know how they are sent. Only the loop thread
+calls it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from inflight.core.ports import WaitUntilSent
 from inflight.core.request.response import Response
 
 _SHARE = 0.3
-"""The part of the time between two windows that the second one may take."""
+"""The fraction of the time since the last window that a window may take."""
 _LONGEST_NS = 200_000_000
-"""The longest time that a response is kept, and the longest time between windows that is counted."""
+"""The longest time that a response is kept, and the longest time between windows that counts."""
 _FIRST_COST_NS = 300_000
-"""The assumed cost of sending one sequence's responses until it has been measured."""
+"""The assumed cost of sending one sequence's responses, until it has been measured."""
 _GROWTH = 1.5
-"""The factor of that cost after responses could not be sent in time."""
+"""The factor on that cost after responses could not be sent in time."""
 
 
 class SendWindow:
-    """Keeps responses until sending them takes a small part of the time since they were handed over last.
+    """Keeps responses until sending them takes a small fraction of the time since the last hand-over.
 
-    That is every iteration for a few streams or a large model, and every second or third one for many streams of a
-    small model. A request's last response is handed over at once, with what is kept of that request. Whoever sends
-    joins the responses of a sequence into one.
+    That means every iteration for a few streams or a large model, and every second or third one for many streams
+    of a small model. A request's last response is handed over at once, with its other kept responses. The sending
+    side merges the responses of a sequence.
 
     Args:
-        hand_over: Gives responses in order to the threads that send them; never waits.
-        wait_until_sent: Waits until all of them have been sent, for some seconds at most.
+        hand_over: Passes responses, in order, to the threads that send them; never blocks.
+        wait_until_sent: Waits until all of them have been sent, for at most the given number of seconds.
         clock_ns: Monotonic time.
     """
 
@@ -47,12 +47,12 @@ class SendWindow:
         self._wait_until_sent = wait_until_sent
         self._clock_ns = clock_ns
         self._kept: dict[int, list[Response]] = {}  # by request
-        self._sequences: set[tuple[int, int]] = set()  # request id and sequence index of what is kept
+        self._sequences: set[tuple[int, int]] = set()  # request id and sequence index of kept responses
         self._closed_at_ns = clock_ns()
-        self._cost_ns: float = _FIRST_COST_NS  # of one sequence
+        self._cost_ns: float = _FIRST_COST_NS  # per sequence
 
     def add(self, responses: Sequence[Response]) -> None:
-        """Add an iteration's responses; to be called after every iteration with active requests."""
+        """Add an iteration's responses; called after every iteration with active requests."""
         for response in responses:
             self._kept.setdefault(response.request_id, []).append(response)
             self._sequences.add((response.request_id, response.sequence_index))
@@ -71,10 +71,10 @@ class SendWindow:
             self._wait_until_sent(1e-9 * min(len(ended) * self._cost_ns, _SHARE * since_ns))
 
     def flush(self) -> None:
-        """Hand over what is kept, without waiting."""
-        kept, self._kept = self._kept, {}
+        """Hand over the kept responses without waiting."""
+        responses_by_request, self._kept = self._kept, {}
         self._sequences.clear()
-        for responses in kept.values():
+        for responses in responses_by_request.values():
             self._hand_over(responses)
 
     def _open(self, now_ns: int, room_ns: float) -> None:
@@ -84,5 +84,5 @@ class SendWindow:
         self._closed_at_ns = self._clock_ns()
         if are_sent:
             self._cost_ns = (self._closed_at_ns - now_ns) / count
-        else:  # sending takes longer, and nobody knows how long
+        else:  # sending takes longer, for an unknown time
             self._cost_ns = min(self._cost_ns * _GROWTH, _SHARE * _LONGEST_NS / count)

@@ -1,8 +1,8 @@
-"""How requests end: deadlines, the last response of each sequence, and the release of what it held.
+"""How requests end: deadlines, the last response of each sequence, and the release of slots and blocks.
 
 A sequence that has ended keeps slots and blocks until nothing of it is in flight. They are free before its last
-response is made. With the last sequence of a request the request itself is forgotten. The scheduler and
-`outcomes.py` call this, on the loop thread.
+response is made. A request is forgotten with its last sequence. The scheduler and `outcomes.py` call this, on the
+loop thread.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Endings:
     """Ends sequences and requests.
 
     Attributes:
-        groups: Requests without a final response, by request id; this object removes those that have had it.
+        groups: Requests without a final response, by request id; ended requests are removed here.
         admission: Has the waiting queue.
         running: The sequences that have slots.
-        observed: Counts what ends.
+        observed: Counts ended sequences and requests.
     """
 
     groups: dict[int, RequestGroup]
@@ -39,7 +39,7 @@ class Endings:
     observed: Observations
 
     def finish(self, llm_request: LlmRequest, reason: FinishReason, now_ns: int) -> list[Response]:
-        """End a sequence that has not ended. If its request's others wait for its prompt, another computes it."""
+        """End an unfinished sequence. If its siblings wait for it to compute the prompt, another takes over."""
         self.admission.waiting.remove(llm_request)
         llm_request.finish(reason)
         if llm_request.leads and not llm_request.group.is_held:
@@ -57,7 +57,7 @@ class Endings:
         return responses
 
     def fail(self, group: RequestGroup, error: InflightError, now_ns: int) -> list[Response]:
-        """End a request with `error`; its sequences that have ended already keep their reasons."""
+        """End a request with `error`; its sequences that have already ended keep their finish reasons."""
         responses: list[Response] = []
         for llm_request in group.sequences:
             if llm_request.state is not RequestState.FINISHED:
@@ -68,7 +68,8 @@ class Endings:
         return responses
 
     def drain(self, llm_request: LlmRequest, now_ns: int) -> list[Response]:
-        """Release what an ended sequence holds once nothing of it is in flight, and make its last response."""
+        """Release an ended sequence's slots and blocks once nothing of it is in flight, and make its last
+        response."""
         if llm_request.num_scheduled_tokens > 0:
             return []
         self.running.leave(llm_request)
@@ -91,7 +92,7 @@ class Endings:
         if group.error is None:
             try:
                 return [make_response(llm_request, self.running.block_counts, is_final)]
-            except Exception as error:  # other requests must not end, and this one not without a response
+            except Exception as error:  # other requests must go on, and this one still needs a response
                 group.error = as_request_error(error)
         return [Response(llm_request.request_id, error=group.error, is_final=True)] if is_final else []
 
@@ -104,10 +105,10 @@ def as_request_error(error: Exception) -> InflightError:
 
 
 class PendingEndings:
-    """Requests and sequences that are to end because a client, a deadline or an event says so, first come first.
+    """Requests and sequences to end because of a client's stop, a deadline or a failed event, in order of arrival.
 
-    An iteration ends some of them: however many clients go away at once, those who stay wait for a bounded time.
-    What is still to end may go on generating meanwhile, but does not start any more.
+    One iteration ends a bounded number of them, so that the other requests wait for a bounded time however many
+    clients leave at once. Until its turn, a sequence may go on generating, but a waiting one does not start.
     """
 
     def __init__(self) -> None:
@@ -119,32 +120,33 @@ class PendingEndings:
     def add(
         self, group: RequestGroup, why: FinishReason | InflightError, sequence_index: int | None = None
     ) -> None:
-        """Let a request end, or one of its sequences."""
+        """Mark a request, or one of its sequences, as to be ended."""
         if sequence_index is None:
             group.is_to_end = True
         self._queue.append((group, sequence_index, why))
 
     def end_some(self, endings: Endings, most: int, now_ns: int) -> list[Response]:
-        """End `most` sequences, or all of one request if it has more; those of a request end together."""
+        """End up to `most` sequences, or all of one request if it alone has more; a request's sequences end
+        together."""
         responses: list[Response] = []
         num_ended = 0
         while self._queue:
             group, index, why = self._queue[0]
-            meant = group.sequences if index is None else group.sequences[index : index + 1]
-            meant = [s for s in meant if s.state is not RequestState.FINISHED]
-            if num_ended and num_ended + len(meant) > most:
+            unfinished = group.sequences if index is None else group.sequences[index : index + 1]
+            unfinished = [s for s in unfinished if s.state is not RequestState.FINISHED]
+            if num_ended and num_ended + len(unfinished) > most:
                 break
             self._queue.popleft()
-            num_ended += max(1, len(meant))  # one that has ended meanwhile is looked at as well
+            num_ended += max(1, len(unfinished))  # an entry that has ended already costs time too
             if isinstance(why, FinishReason):
-                responses += endings.finish_each(meant, why, now_ns)
+                responses += endings.finish_each(unfinished, why, now_ns)
             else:
                 responses += endings.fail(group, why, now_ns)
         return responses
 
 
 class Deadlines:
-    """Requests by deadline. Ended ones need not be removed: they are ignored, and dropped now and then."""
+    """Requests by deadline. Entries of ended requests are ignored, and dropped now and then."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, RequestGroup]] = []
@@ -162,11 +164,11 @@ class Deadlines:
 
     @property
     def next_ns(self) -> int | None:
-        """The first deadline, maybe of a request that has ended; None if there is none."""
+        """The earliest deadline, perhaps of a request that has already ended; None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     def pop_expired(self, now_ns: int) -> list[RequestGroup]:
-        """The requests whose deadline has come and that have not ended; each is returned once."""
+        """Return the unfinished requests whose deadline has passed; each is returned once."""
         expired: list[RequestGroup] = []
         while self._heap and self._heap[0][0] <= now_ns:
             group = heappop(self._heap)[2]

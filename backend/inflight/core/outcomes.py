@@ -1,6 +1,6 @@
-"""The results of a finished batch: tokens appended, blocks published, responses made, sequences ended.
+"""Applies a finished batch: appends tokens, publishes blocks, makes responses, ends sequences.
 
-The functions at the end of this file change one sequence alone; how sequences end is in `endings.py`. The
+The functions at the end of this file change a single sequence; ending a sequence is in `endings.py`. The
 scheduler's `update` calls this, on the loop thread.
 """
 
@@ -28,12 +28,12 @@ from inflight.core.schedule.batch import (
     TokenDetails,
 )
 from inflight.core.schedule.running import Running
-from inflight.errors import InflightError, InvalidArgument
+from inflight.errors import InflightError, InvalidArgument, joined
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """Applies what the device answered, row by row.
+    """Applies the device's answer to a batch, row by row.
 
     Attributes:
         kv_cache: Publishes blocks that have become full.
@@ -42,8 +42,8 @@ class Outcomes:
         recovery: Counts the rows that came back after a failed iteration.
         endings: Ends sequences.
         observed: Counts tokens.
-        now_ns: When the answer was there that is applied now.
-        iteration: The number of the iteration whose answer that is.
+        now_ns: When the answer arrived that is being applied.
+        iteration: The number of the iteration that gave it.
     """
 
     kv_cache: KvCacheManager
@@ -56,14 +56,14 @@ class Outcomes:
     iteration: int = 0
 
     def apply(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int) -> list[Response]:
-        """Apply the device's answer to a batch, and make the responses that follow.
+        """Apply the device's answer to a batch and return the resulting responses.
 
-        A row that raises here, or that the device says has failed, ends its request with an error, and no other.
+        A row that raises here, or that the device reports as failed, ends only its own request, with an error.
 
         Args:
             batch: The batch that ran.
             output: The device's answer.
-            now_ns: When the answer was there.
+            now_ns: When the answer arrived.
         """
         self.now_ns = now_ns
         self.iteration = batch.iteration
@@ -93,7 +93,7 @@ class Outcomes:
                 continue
             try:
                 confirm_chunk(llm_request, chunk, len(tokens))
-                # Of one that has ended, the rows may be behind a failed chunk.
+                # An ended sequence has no context outputs: this chunk may come after one that failed.
                 if chunk.wants_context and llm_request.state is not RequestState.FINISHED:
                     keep_context(llm_request, chunk, output.context[chunk.slot])
                 if chunk.is_last and not chunk.is_generation and llm_request.leads:
@@ -101,7 +101,7 @@ class Outcomes:
                 self._check_failure(llm_request, output.failures.get(chunk.slot))
                 self._check_tokens(llm_request, tokens, chunk.is_last)
                 self._advance(llm_request, tokens, details.get(chunk.slot), responses, chunk.num_draft_tokens)
-            except Exception as error:  # a row at fault must not end other requests
+            except Exception as error:  # a faulty row must not affect other requests
                 responses += self._fail(llm_request, error)
 
     def _apply_generation(
@@ -133,7 +133,7 @@ class Outcomes:
 
     def _apply_beams(self, batch: ScheduledBatch, output: ModelOutput, responses: list[Response]) -> None:
         for group, candidates in zip(batch.beam_groups, output.beams, strict=True):
-            # A search that had ended before its context came back has no slots any more.
+            # A search that ended before its context came back no longer has slots.
             search = self.running.slots.owners.get(group.slots[0])
             if search is None:
                 continue
@@ -154,13 +154,13 @@ class Outcomes:
 
     @staticmethod
     def _check_failure(llm_request: LlmRequest, failure: InflightError | None) -> None:
-        """Raise what a row has failed with, unless its sequence had ended before."""
+        """Raise the error of a failed row, unless its sequence had already ended."""
         if failure is not None and llm_request.state is not RequestState.FINISHED:
             raise failure
 
     @staticmethod
     def _check_tokens(llm_request: LlmRequest, new_tokens: tuple[int, ...], is_sampled: bool = True) -> None:
-        """Raise InvalidArgument for a row that was to get a token and got none."""
+        """Raise InvalidArgument for a sampled row that got no token."""
         is_ended = llm_request.state is RequestState.FINISHED
         if is_sampled and not new_tokens and llm_request.beams is None and not is_ended:
             raise no_token_left(llm_request)
@@ -173,7 +173,7 @@ class Outcomes:
         responses: list[Response],
         num_drafts: int = 0,
     ) -> None:
-        if llm_request.state is RequestState.FINISHED:  # its batch was in flight when it ended
+        if llm_request.state is RequestState.FINISHED:  # it ended while this batch was in flight
             responses += self.endings.drain(llm_request, self.now_ns)
             return
         if new_tokens:
@@ -211,7 +211,7 @@ class Outcomes:
             return
         if llm_request.beams is not None:
             self.kv_cache.reorder_beams(llm_request.key, llm_request.beams.parents)
-        # A search that began again after a failed iteration has streamed this much before.
+        # A search restarted after a failed iteration has already streamed its first tokens.
         if llm_request.request.streaming and llm_request.num_generated > llm_request.num_streamed_tokens:
             responses.append(make_response(llm_request, self.running.block_counts))
 
@@ -232,7 +232,7 @@ class Outcomes:
 
 
 def confirm_chunk(llm_request: LlmRequest, chunk: ContextChunk, num_new_tokens: int) -> None:
-    """Count a chunk as computed, but of its draft tokens only those that were accepted.
+    """Count a chunk's tokens as computed; of its draft tokens only the accepted ones.
 
     The new tokens are the accepted drafts and one more.
     """
@@ -276,32 +276,32 @@ def append_tokens(
 
 
 def advance_beams(llm_request: LlmRequest, candidates: BeamCandidates, now_ns: int) -> FinishReason:
-    """Make a step of a beam search; returns how its best beam ended, if the search did.
+    """Advance a beam search by one step; return its best beam's finish reason if the search has ended.
 
-    Raises InvalidArgument if bans left no beam any token.
+    Raises InvalidArgument if bans left no token for any beam.
     """
     search = llm_request.beams
     assert search is not None, f"request {llm_request.request_id} is no beam search"
     search.advance(candidates)
     if search.has_found_nothing:
         raise no_token_left(llm_request)
-    # Beams differ in their tokens and agree in their number; only the number of these tokens is used.
+    # All beams have the same number of tokens, and of `tokens` only that number is used for a beam search.
     llm_request.tokens.append(candidates.token_ids[0])
     _note_time(llm_request, now_ns)
     return search.hypotheses()[0].finish_reason if search.done else FinishReason.NOT_FINISHED
 
 
 def no_token_left(llm_request: LlmRequest) -> InvalidArgument:
-    """The error for a sequence after which the request bans every token."""
-    names = " and ".join(llm_request.request.banning_tensors) or "the request"
+    """The error for a sequence whose request bans every possible next token."""
     return InvalidArgument(
-        f"{names} must leave a token that may come next, got every token banned after "
-        f"{llm_request.num_generated} generated"
+        *(joined(llm_request.request.banning_tensors, " and ") or ["the request"]),
+        " must leave a token that may come next, got every token banned after "
+        f"{llm_request.num_generated} generated",
     )
 
 
 def keep_context(llm_request: LlmRequest, chunk: ContextChunk, details: ContextDetails) -> None:
-    """Keep the context outputs of a chunk's rows, but for those that an earlier run has given already."""
+    """Store the context outputs of a chunk's rows, except those an earlier run has already given."""
     group = llm_request.group
     end = min(chunk.start + len(chunk.token_ids), group.request.prompt_length)
     num_known = group.num_context_rows - chunk.start
@@ -317,7 +317,7 @@ def keep_context(llm_request: LlmRequest, chunk: ContextChunk, details: ContextD
 
 
 def _rows_from(first: int, data: bytes, num_rows: int) -> bytes:
-    """The rows from `first` on of `data`, which has `num_rows` of them."""
+    """Return the rows of `data` from index `first` on; `data` has `num_rows` rows of equal size."""
     return data[first * (len(data) // num_rows) :]
 
 

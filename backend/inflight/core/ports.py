@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
-from inflight.core.report.stats import IterationStats
+from inflight.core.report.stats import IterationCounts
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.guide import Guide, GuideEvent
@@ -18,14 +18,14 @@ from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 
 GetInferenceRequestsCallback = Callable[[int], Sequence[Request]]
-"""Takes how many requests fit now (negative: any number), and returns at most as many new ones. Never blocks."""
+"""Takes how many more requests fit (negative: any number) and returns at most that many. Never blocks."""
 
 SendResponseCallback = Callable[[Response], None]
 """Takes one response, with its id, outputs, final flag and error. Never blocks."""
 
 WaitUntilSent = Callable[[float], bool]
-"""Takes a number of seconds, and waits at most as long until every response that was handed over in this process
-has been sent on; returns whether all have been."""
+"""Waits until every response handed over in this process has been sent, for at most the given number of seconds.
+Returns whether all of them have been sent."""
 
 PollStopSignalCallback = Callable[[], Sequence[StopSignal]]
 """Returns the stop signals since the last call. Called at the end of every iteration. Never blocks."""
@@ -33,17 +33,17 @@ PollStopSignalCallback = Callable[[], Sequence[StopSignal]]
 ReturnBatchManagerStatsCallback = Callable[[str], None]
 """Takes the statistics of an iteration as a JSON string. Not called for iterations without active requests."""
 
-ReturnMetricsCallback = Callable[[IterationStats, MetricsSnapshot], None]
+ReturnMetricsCallback = Callable[[IterationCounts, MetricsSnapshot], None]
 """Takes the same statistics as values, and the metrics since the start. Called as often as the statistics, and
 once more when the last active request has ended. Never blocks."""
 
 
 class Engine(Protocol):
-    """The device side. Only the loop thread calls it.
+    """A model on its device: runs forward passes and samples tokens. Only the loop thread calls it.
 
-    Batches are decoded in the order of their forward passes. `limits.num_due` says how many may be forwarded
-    before: with one micro-batch a second one only behind a batch that samples on the device. A batch whose
-    `forward` raised is not decoded.
+    Batches are decoded in the order of their forward passes. `limits.num_due` says how many batches must be
+    decoded before the next forward pass: with a single micro-batch, a second batch may be forwarded before the
+    first is decoded only if the first samples on the device. A batch whose `forward` raised is not decoded.
     """
 
     @property
@@ -54,16 +54,16 @@ class Engine(Protocol):
     def forward(self, batch: ScheduledBatch) -> Any:
         """Apply the batch's deltas and begin its forward pass.
 
-        Returns what `decode` takes, opaque to the loop: for the torch engine the logits of the sampled rows
-        (`ScheduledBatch.sampled_slots`), a [num_sampled_rows, vocab_size] float32 tensor on the device, or the
-        tokens that were chosen from them.
+        Returns the argument for `decode`, which is opaque to the loop. For the torch engine it is the logits of
+        the sampled rows (`ScheduledBatch.sampled_slots`), a [num_sampled_rows, vocab_size] float32 tensor on the
+        device, or the tokens already sampled from them.
         """
         ...
 
     def decode(self, batch: ScheduledBatch, logits: Any, /) -> ModelOutput:
         """Choose the next token of every sampled row and remember it as the slot's last token.
 
-        For a batch that samples on the device `forward` has begun that, and this waits for the tokens.
+        If the batch samples on the device, `forward` has already started that, and this waits for the tokens.
         """
         ...
 
@@ -77,7 +77,7 @@ class Runner(Protocol):
 
     @property
     def limits(self) -> EngineLimits:
-        """Fixed once it is loaded, and the same on all ranks."""
+        """The limits, fixed once the model is loaded and equal on all ranks."""
         ...
 
     def forward(self, batch: ScheduledBatch, hidden: Any = None) -> Any:
@@ -85,21 +85,22 @@ class Runner(Protocol):
 
         Args:
             batch: As for `Engine.forward`.
-            hidden: Behind the first stage, the hidden states that the stage before has made.
+            hidden: The hidden states from the previous pipeline stage; None at the first stage.
 
         Returns:
-            At the last stage what tokens are chosen from, before it the hidden states for the next stage.
+            At the last stage the input of sampling (see `Engine.forward`); before it the hidden states for the
+            next stage.
         """
         ...
 
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """Take over what another rank has chosen; batches without rows of these slots may have begun since."""
+        """Record the tokens another rank sampled. Batches with no row in these slots may have started since."""
         ...
 
     def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
-        """Refuse to carry on in the slots of a batch that failed on some rank until sequences start there again.
+        """Mark the slots of a batch that failed on some rank as void until a sequence starts in them again.
 
-        Batches that have begun `since` may have started some of those slots anew.
+        `since` are the batches started after it; they may have restarted some of those slots.
         """
         ...
 
@@ -109,40 +110,42 @@ class Runner(Protocol):
 
 
 class GuideCompiler(Protocol):
-    """Finds out whether guides can be followed, while the loop goes on. Only the loop thread calls this.
+    """Compiles guides in the background and reports which ones are usable. Only the loop thread calls this.
 
-    Whoever implements it wakes an idle loop when there are events.
+    An implementation wakes an idle loop when it has events.
     """
 
     def submit(self, request_id: int, guide: Guide) -> None:
-        """Ask for an event about this request's guide. Never blocks."""
+        """Request an event about this request's guide. Never blocks."""
         ...
 
     def events(self) -> tuple[GuideEvent, ...]:
-        """The events of guides since the last call. A request whose guide is known has its event at once."""
+        """Return the events since the last call. A guide that is already compiled gives its event at once."""
         ...
 
     def forget(self, request_id: int) -> None:
-        """A request has ended: nothing more is said of it. A guide that nobody waits for need not be compiled."""
+        """Drop an ended request: no event about it follows, and its guide is compiled only if another request
+        waits."""
         ...
 
 
 class AdapterCache(Protocol):
-    """Rank 0's adapters on the host: finds or stores what requests want. Only the loop thread calls this.
+    """Rank 0's adapters in host memory: finds or stores the adapters of requests. Only the loop thread calls this.
 
-    An adapter that an active request uses stays. Whoever implements it wakes an idle loop when there is an update.
+    An adapter in use by an active request is not evicted. An implementation wakes an idle loop when it has an
+    update.
     """
 
     def submit(self, request_id: int, lora: LoraRequest) -> None:
-        """Ask for an event about this request's adapter. Never blocks."""
+        """Request an event about this request's adapter. Never blocks."""
         ...
 
     def update(self) -> AdapterUpdate:
-        """The news of adapters since the last call. A request whose adapter is stored has its event at once."""
+        """Return the changes since the last call. An adapter that is already stored gives its event at once."""
         ...
 
     def forget(self, request_id: int) -> None:
-        """A request has ended: its adapter may be evicted, and nothing more is said of the request."""
+        """Drop an ended request: its adapter may be evicted, and no event about the request follows."""
         ...
 
 
@@ -150,14 +153,14 @@ class Adapters(Protocol):
     """The adapter commands that front ends may give, beside using adapters in requests. Any thread."""
 
     def expect_weights(self, request_id: int, num_bytes: int) -> None:
-        """A request brings weights, which wait until the adapter cache has them; at once.
+        """Reserve room for the weights a request brings, until the adapter cache takes them. Never blocks.
 
-        Raises Unavailable if too many wait already: the request is not to be queued.
+        Raises Unavailable if too many weights are waiting already; then the request must not be queued.
         """
         ...
 
     def give_up_weights(self, request_id: int) -> None:
-        """Drop the weights of a request that has ended before the adapter cache was asked for them; at once."""
+        """Drop the weights of a request that ended before the adapter cache took them. Never blocks."""
         ...
 
     def list_adapters(self) -> Sequence[AdapterState]:
@@ -165,23 +168,23 @@ class Adapters(Protocol):
         ...
 
     def load(self, name: str, path: str, timeout_s: float) -> None:
-        """Read the folder of the adapter `name` into host memory, which raises what a request would get.
+        """Read the folder of the adapter `name` into host memory; raises the error that a request would get.
 
         Args:
-            name: Of one that has a folder, or with `path` a new one.
-            path: Its folder, below the server's `lora_dir`; "": the one that it has.
-            timeout_s: How long to wait; after that Unavailable is raised, and the folder is read all the same.
+            name: A known name, or, together with `path`, a new one.
+            path: The adapter's folder, below the server's `lora_dir`; "" means the folder it already has.
+            timeout_s: How long to wait before raising Unavailable. The folder is read to the end all the same.
         """
         ...
 
     def unload(self, name: str, task_id: int | None) -> None:
-        """Free an adapter's host memory, once no request uses it; raises NotFound for one that there is not.
+        """Free an adapter's host memory once no request uses it; raises NotFound for an unknown adapter.
 
-        A named one is read again with its next request; one that a client has sent is gone.
+        A named adapter is read again by its next request; an adapter sent by a client is lost.
 
         Args:
-            name: Its name; "": it goes by `task_id`.
-            task_id: Its id.
+            name: The adapter's name; "" to select it by `task_id`.
+            task_id: The adapter's id.
         """
         ...
 
@@ -189,8 +192,8 @@ class Adapters(Protocol):
 class Ranks(Protocol):
     """The ranks that run one model in step. Each has a GptManager of its own; all see the same IterationInputs.
 
-    The leader, rank 0, has the callbacks that face clients. While requests are active, which every scheduler
-    knows, each iteration begins with one broadcast from the leader. While none is, the followers sleep in a call
+    The leader, rank 0, has the callbacks that face clients. While requests are active, each iteration begins with
+    a broadcast from the leader. While none are active (every scheduler knows that), the followers sleep in a call
     that uses no CPU, and the leader wakes them before its next broadcast. Only the loop thread calls this. Every
     method raises Unavailable once a rank is known to be lost.
     """
@@ -201,14 +204,13 @@ class Ranks(Protocol):
         ...
 
     def share(self, inputs: IterationInput, are_asleep: bool) -> None:
-        """Broadcast the leader's inputs; `are_asleep` says that the followers have to be woken first."""
+        """Broadcast the leader's inputs; `are_asleep`: the followers must be woken first."""
         ...
 
     def follow(self, is_asleep: bool) -> IterationInput | None:
-        """Wait, as a follower, for what the leader shares next; None once it has ended.
+        """Wait, as a follower, for the leader's next inputs; None once the leader has ended.
 
-        `is_asleep` says that the last iteration left no request active, so that the leader will wake this rank
-        first.
+        `is_asleep`: no request was active after the last iteration, so the leader will wake this rank first.
         """
         ...
 
@@ -220,8 +222,8 @@ class Ranks(Protocol):
 class EngineClient(Protocol):
     """How a front end reaches the batcher: in this process or through the engine endpoint, the same calls.
 
-    `submit` never blocks. Responses arrive by `on_response` on a thread of the client's, which also may call
-    back into `submit` and `stop`. Exactly one final response arrives for every submit that returned.
+    `submit` never blocks. Responses arrive through `on_response` on a thread of the client, which may itself call
+    `submit` and `stop`. Every `submit` that returned gets exactly one final response.
     """
 
     def describe(self) -> EngineDescription:
@@ -229,46 +231,46 @@ class EngineClient(Protocol):
         ...
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
-        """Queue `request` under a new id, whatever `request_id` it has, and return its handle."""
+        """Queue `request` under a new id, ignoring its own `request_id`, and return its handle."""
         ...
 
     def reserve_id(self) -> int:
-        """An id that no request will run under, for one that is answered without the engine."""
+        """Return an id that no request will get, for a request that is answered without the engine."""
         ...
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         """End the request with this id, or one of its sequences, early; unknown ids are ignored.
 
-        Whoever has the request's handle calls its `stop`.
+        The holder of a request's handle calls `RequestHandle.stop` instead.
         """
         ...
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
-        """Register a front end's unsent responses, for which an engine in the same process may wait."""
+        """Register a wait for a front end's unsent responses, for an engine in the same process to use."""
         ...
 
     def state(self, timeout_s: float) -> str:
-        """JSON of what the batcher is doing (`core/report/state.py`); blocks for up to `timeout_s`.
+        """Return the batcher's state as JSON (`core/report/state.py`); blocks for up to `timeout_s` seconds.
 
-        Raises Unavailable without an engine, Unsupported from an engine that does not tell.
+        Raises Unavailable if there is no engine, Unsupported if the engine does not report its state.
         """
         ...
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
-        """Carry a command out and return all adapters that there are then.
+        """Carry out a command and return all adapters as they are afterwards.
 
         Blocks for up to about `timeout_s` seconds. Raises Unavailable without an engine or when the time is up,
-        Unsupported from an engine that takes no commands, and what is wrong with this one.
+        Unsupported if the engine takes no adapter commands, and the command's own error if it fails.
         """
         ...
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """The reports that the batcher has kept since the last call; raises Unavailable without an engine.
+        """Return the reports kept since the last call; raises Unavailable without an engine.
 
         Args:
             kind: What to fetch.
-            timeout_s: How long to wait for events of the KV cache; None: until there are some. The others are
-                there at once.
+            timeout_s: How long to wait for KV cache events; None waits until there are some. Other reports are
+                returned at once.
         """
         ...
 

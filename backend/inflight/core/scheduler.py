@@ -1,18 +1,18 @@
 """The scheduler: owns every request's state and the waiting queue, and makes the batches.
 
-An iteration calls `accept` with what is new, then `schedule` for a batch, and, when the device has answered,
-`update`, or `fail` if the batch failed. `schedule` may be called again before an earlier batch's `update`: rows in
-flight are counted in num_scheduled_tokens, and rows that depend on their outcome wait: those that need the host,
-and with several micro-batches all that generate. Blocks and slots of a request that ends meanwhile stay until its
-last batch is back.
+An iteration calls `accept` with new input, then `schedule` for a batch, and after the device's answer `update`, or
+`fail` if the batch failed. `schedule` may be called again before an earlier batch's `update`: tokens in flight are
+counted in num_scheduled_tokens. Rows that depend on the outcome of a batch in flight wait for it: rows that need
+the host, and with several micro-batches every row in generation. When a request ends, its blocks and slots stay
+until its last batch in flight is back.
 
-Every method that can end requests returns responses, and a request's blocks are free before its final response
-is among them. Decisions are a function of the calls alone. Only the loop thread calls this.
+Every method that can end requests returns responses, and a request's blocks are free before its final response is
+returned. Decisions depend on the calls alone. Only the loop thread calls this.
 """
 
 from __future__ import annotations
 
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.endings import Deadlines, Endings, PendingEndings, as_request_error
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, private_scope
 from inflight.core.kv.kv_cache_manager import KvCacheManager
@@ -21,7 +21,7 @@ from inflight.core.outcomes import Outcomes
 from inflight.core.recover.recovery import Recovery, rebuild
 from inflight.core.report.metrics import MetricsSnapshot, Observations, adapter_stats
 from inflight.core.report.state import Introspection, SchedulerState
-from inflight.core.report.stats import IterationStats, RequestStats
+from inflight.core.report.stats import IterationCounts, RequestCounts
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, StoredAdapter
 from inflight.core.request.guide import GuideEvent
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
@@ -34,13 +34,13 @@ from inflight.core.schedule.batch_builder import BatchBuilder
 from inflight.core.schedule.capacity_scheduler import make_capacity_scheduler
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
 from inflight.core.schedule.running import Running
-from inflight.errors import AlreadyExists, InflightError, error_from_code
+from inflight.errors import AlreadyExists, InflightError, error_from_kind
 
 
 class Scheduler:
     """In-flight batching over one engine's slots and KV blocks."""
 
-    def __init__(self, config: SchedulerConfig, limits: EngineLimits) -> None:
+    def __init__(self, config: SchedulingConfig, limits: EngineLimits) -> None:
         config.validate(limits.max_num_sequences, limits.tokens_per_block)
         self.limits = limits.model_limits(config)
         events = KvEventLog(config.kv_event_buffer_size) if config.kv_event_buffer_size else None
@@ -69,8 +69,8 @@ class Scheduler:
         self._iteration = 0
         self._now_ns = 0
         self._num_in_flight = 0  # batches
-        self._num_disowned = 0  # of these, made before `schedule` raised: they count for nothing
-        self._ran_before: tuple[LlmRequest, ...] = ()  # when `schedule` was called last
+        self._num_disowned = 0  # batches in flight made before `schedule` raised: their output is ignored
+        self._ran_before: tuple[LlmRequest, ...] = ()  # running sequences when `schedule` was last called
 
     @property
     def num_active(self) -> int:
@@ -83,7 +83,7 @@ class Scheduler:
 
     @property
     def only_holds(self) -> bool:
-        """Whether there are requests, and all wait for guides or adapters: nothing can happen before an event."""
+        """Whether every request waits for its guide or adapter, so that nothing can happen before an event."""
         return 0 < len(self._groups) == len(self._admission.held) and not self._to_end
 
     @property
@@ -93,7 +93,7 @@ class Scheduler:
 
     @property
     def running_sequences(self) -> tuple[LlmRequest, ...]:
-        """Sequences that have slots, oldest first; not to be changed."""
+        """Sequences that have slots, oldest first."""
         return tuple(self._running.sequences)
 
     @property
@@ -102,27 +102,27 @@ class Scheduler:
         bound = self._config.max_num_requests
         return -1 if bound < 0 else max(0, bound - len(self._groups))
 
-    # ---------------------------------------------------------------- what is new
+    # ---------------------------------------------------------------- new input
 
     def accept(self, inputs: IterationInput) -> list[Response]:
-        """Queue new requests, and end those that are stopped or out of time. Invalid ones are answered at once.
+        """Queue new requests, end stopped and expired ones, and answer invalid ones at once.
 
-        A request with a guide or an adapter is queued when events say that these are ready. Of those that are to
-        end, an iteration ends a bounded number (`PendingEndings`).
+        A request with a guide or an adapter is queued once an event says that these are ready. One iteration ends
+        a bounded number of sequences (`PendingEndings`).
         """
         self._iteration, self._now_ns = inputs.iteration, inputs.now_ns
         self._observed.begin_iteration()
         responses: list[Response] = []
         for request in inputs.new_requests:
             try:
-                self._refuse_or_queue(request)
-            except Exception as error:  # one request at fault must not end the others'
+                self._validate_and_queue(request)
+            except Exception as error:  # a faulty request must not affect others
                 refusal = as_request_error(error)
                 self._observed.refused(refusal)
                 responses.append(Response(request.request_id, error=refusal, is_final=True))
         for event in inputs.guides:
-            self._hear_of_guide(event)
-        self._hear_of_adapters(inputs.adapters)
+            self._apply_guide_event(event)
+        self._apply_adapter_update(inputs.adapters)
         for stop in inputs.stops:
             self._stop(stop)
         for group in self._deadlines.pop_expired(self._now_ns):
@@ -130,7 +130,7 @@ class Scheduler:
         most = self._config.sequences_per_iteration
         return responses + self._to_end.end_some(self._endings, most, self._now_ns)
 
-    def _refuse_or_queue(self, request: Request) -> None:
+    def _validate_and_queue(self, request: Request) -> None:
         """Queue a request's first sequence; the others wait until it has computed the prompt for all."""
         if request.request_id in self._groups:
             raise AlreadyExists(f"requestId {request.request_id} is already in progress, request is ignored.")
@@ -146,37 +146,37 @@ class Scheduler:
             self._waiting.add(group.sequences[0])
         self._deadlines.add(group)
 
-    def _hear_of_guide(self, event: GuideEvent) -> None:
-        """Let a request start whose guide is ready, or end with the error; it may have ended before."""
+    def _apply_guide_event(self, event: GuideEvent) -> None:
+        """Queue a request whose guide is ready, or end it with the guide's error. It may have ended already."""
         group = self._admission.held.get(event.request_id)
         if group is None:
             return
-        self._observed.guide_known(group, not event.error_code, self._now_ns)
-        if event.error_code:
-            self._to_end.add(group, error_from_code(event.error_code, event.error))
+        self._observed.guide_known(group, not event.error_kind, self._now_ns)
+        if event.error_kind:
+            self._to_end.add(group, error_from_kind(event.error_kind, event.error))
             return
         group.awaits_guide = False
         self._admission.release_if_ready(group)
 
-    def _hear_of_adapters(self, update: AdapterUpdate) -> None:
-        """Remember what is stored, let requests start whose adapters are, and those end whose adapters failed."""
+    def _apply_adapter_update(self, update: AdapterUpdate) -> None:
+        """Record stored adapters, queue the requests whose adapters are ready, end those whose adapters failed."""
         self._adapters.update((adapter.handle, adapter) for adapter in update.stored)
         for event in update.events:
             group = self._admission.held.get(event.request_id)
-            if group is None or not group.awaits_adapter:  # it may have ended before
+            if group is None or not group.awaits_adapter:  # the request has ended
                 continue
             try:
-                self._give_adapter(group, event)
-            except Exception as error:  # one request at fault must not end the others'
+                self._set_adapter(group, event)
+            except Exception as error:  # a faulty request must not affect others
                 self._to_end.add(group, as_request_error(error))
         for handle in update.dropped:
             self._adapters.pop(handle, None)
         self._running.adapter_pages.forget(update.dropped)
 
-    def _give_adapter(self, group: RequestGroup, event: AdapterEvent) -> None:
-        """Let a request start with the adapter of an event, or raise its error."""
-        if event.error_code:
-            raise error_from_code(event.error_code, event.error)
+    def _set_adapter(self, group: RequestGroup, event: AdapterEvent) -> None:
+        """Set a request's adapter and queue the request, or raise the event's error."""
+        if event.error_kind:
+            raise error_from_kind(event.error_kind, event.error)
         adapter = self._adapters[event.handle]
         self._running.adapter_pages.check_fits(adapter)
         rules = self._rules(group.request, group.sequences[0].key, adapter)
@@ -188,8 +188,8 @@ class Scheduler:
     def _rules(self, request: Request, first_key: int, adapter: StoredAdapter | None) -> CacheRules:
         identity, table = request.identity, request.prompt_table
         if self._config.enable_kv_cache_reuse:
-            of_adapter, of_table = adapter.digest if adapter else b"", table.digest if table else b""
-            scope: bytes | None = identity.scope(ROOT_SCOPE, of_adapter, of_table)
+            adapter_digest, table_digest = adapter.digest if adapter else b"", table.digest if table else b""
+            scope: bytes | None = identity.scope(ROOT_SCOPE, adapter_digest, table_digest)
         else:
             is_shared = request.sampling.num_sequences > 1 and self._shares_blocks
             scope = private_scope(first_key) if is_shared else None
@@ -204,12 +204,12 @@ class Scheduler:
             group.stop_requested_ns = group.stop_requested_ns or stop.requested_ns
         self._to_end.add(group, FINISH_REASON_OF_STOP[stop.reason], stop.sequence_index)
 
-    # ---------------------------------------------------------------- what runs
+    # ---------------------------------------------------------------- scheduling
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next batch, or None if nothing can run before an update or a new request.
+        """Return the next batch, or None if nothing can run before an update or a new request.
 
-        After any exception `recover` has to be called next.
+        If this raises, `recover` must be called next.
         """
         if self._num_disowned:
             return None
@@ -224,13 +224,13 @@ class Scheduler:
                 return batch
             if not isolation.is_active:
                 break
-            isolation.clear()  # the retried ones cannot run alone: what they need is not free before others end
+            isolation.clear()  # the retried requests need blocks that others hold
         return None
 
     def _make_batch(self) -> ScheduledBatch | None:
         growth = self._capacity.plan_growth(self._running.sequences, self.kv_cache)
         if growth.is_short and self._overlaps_iterations and self._num_in_flight:
-            return None  # a sequence that is to be paused has a token in flight
+            return None  # a sequence to be paused has a token in flight
         self._observed.paused(len(growth.paused))
         for llm_request in growth.paused:
             self._running.leave(llm_request)
@@ -260,9 +260,9 @@ class Scheduler:
         return built
 
     def _samples_on_device(self, selected: MicroBatch) -> bool:
-        """Whether another batch is to be made before this one is back: somebody who gets a token goes on alone.
+        """Whether the next batch can be made before this one is back.
 
-        Or nobody gets a token, as in the middle of a context.
+        That is so if a sampled row needs no host, or if no row is sampled, as in the middle of a context.
         """
         if not self._overlaps_iterations:
             return False
@@ -284,12 +284,12 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int = 0) -> list[Response]:
         """Apply the device's answer to a batch: append tokens, publish filled blocks, end sequences, respond.
 
-        A row that raises ends its request with an error, and no other.
+        A row that raises ends only its own request, with an error.
 
         Args:
             batch: The batch that ran.
             output: The device's answer.
-            now_ns: When the answer was there, by the clock of `IterationInput.now_ns`; 0: as of the last
+            now_ns: When the answer arrived, by the clock of `IterationInput.now_ns`; 0: the time of the last
                 iteration.
         """
         self._now_ns = now_ns or self._now_ns
@@ -308,8 +308,8 @@ class Scheduler:
     def fail(self, batch: ScheduledBatch, error: InflightError) -> list[Response]:
         """After an iteration failed, end the faulty request with `error`; the others go on with the same tokens.
 
-        It takes some iterations to find the faulty one (`recovery.py`), unless a request was alone. With
-        `Unavailable` all requests of the batch end.
+        Finding the faulty request takes several iterations (`recovery.py`) unless the batch had only one. If
+        `error` is `Unavailable`, all requests of the batch end.
         """
         self._num_in_flight -= 1
         if self._is_disowned():
@@ -329,12 +329,12 @@ class Scheduler:
     def recover(self, error: InflightError, num_in_flight: int) -> list[Response]:
         """After `schedule` raised, end the faulty request with `error`; the others go on with the same tokens.
 
-        Everything that runs begins again (`rebuild`), and the faulty request is looked for as after a failed
-        iteration. No batch is made before those in flight, which count for nothing, have come back.
+        Every running sequence starts again (`rebuild`), and the faulty request is found as after a failed
+        iteration. No batch is made until the batches in flight have come back; their output is ignored.
 
         Args:
             error: The error for the faulty request.
-            num_in_flight: Batches that were made and have not come back.
+            num_in_flight: Number of batches that have not come back.
         """
         touched = tuple(dict.fromkeys((*self._ran_before, *self._admission.considered)))
         suspects = self._recovery.find_suspects(touched, self._groups)
@@ -349,14 +349,14 @@ class Scheduler:
         return responses
 
     def _is_disowned(self) -> bool:
-        """Whether the batch that has come back was made before `schedule` raised, and so counts for nothing."""
+        """Whether the batch that came back was made before `schedule` raised, so that its output is ignored."""
         if not self._num_disowned:
             return False
         self._num_disowned -= 1
         return True
 
     def fail_all(self, error: InflightError) -> list[Response]:
-        """End every request there is, in flight or not: the engine is gone."""
+        """End every request, in flight or not, because the engine is gone."""
         responses: list[Response] = []
         for group in list(self._groups.values()):
             for llm_request in group.sequences:
@@ -366,8 +366,8 @@ class Scheduler:
 
     # ---------------------------------------------------------------- reports
 
-    def stats(self, batch: ScheduledBatch | None, duration_ns: int = 0) -> IterationStats:
-        """Counters after the iteration that ran `batch` and took `duration_ns`."""
+    def stats(self, batch: ScheduledBatch | None, duration_ns: int = 0) -> IterationCounts:
+        """Return the counters after the iteration that ran `batch` and took `duration_ns`."""
         return self._observed.iteration_stats(
             batch,
             self._iteration,
@@ -379,21 +379,21 @@ class Scheduler:
         )
 
     def take_kv_events(self) -> list[KvEvent]:
-        """The events of the KV cache since the last call; empty where none are kept."""
+        """Return the KV cache events since the last call; empty if none are recorded."""
         return [] if self.kv_cache.events is None else self.kv_cache.events.take()
 
     def metrics(self) -> MetricsSnapshot:
-        """Counters and histograms of everything since the start."""
+        """Return counters and histograms since the start."""
         groups = self._groups.values() if self._adapters else ()
         self._observed.adapters_now(adapter_stats(len(self._adapters), self._running.adapter_pages), groups)
         return self._observed.metrics.snapshot()
 
-    def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestStats, ...]:
-        """Statistics of every sequence that goes on after the iteration that ran `batch`."""
+    def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestCounts, ...]:
+        """Return statistics of every unfinished sequence after the iteration that ran `batch`."""
         return self._introspection().request_stats(batch)
 
     def state(self) -> SchedulerState:
-        """The whole state of the scheduler, for people to look at."""
+        """Return the scheduler's whole state, for people to read."""
         return self._introspection().state()
 
     def _introspection(self) -> Introspection:

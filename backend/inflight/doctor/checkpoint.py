@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inflight.checkpoint_config import CheckpointFacts
 from inflight.doctor.finding import Finding, green, red, yellow
 from inflight.engine_folder import is_engine_folder
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from inflight.config import EngineConfig, Parameters
     from inflight.models import ModelDescription
-    from inflight.models.levels import Kind
+    from inflight.models.levels import MatrixKind
 
 _GIB = 2**30
 
@@ -115,15 +116,15 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
         else:
             yield red("checkpoint", f"it is refused: {error}", _mend(str(error)))
         return
-    decoder = description.decoder
+    decoder, facts = description.decoder, CheckpointFacts.read(folder)
     computed = str(linear_dtype).removeprefix("torch.")
     stored = f", stored as {decoder.dtype}" if decoder.dtype not in (None, computed) else ""
     total, active = num_parameters(description)
     chosen = f", {_count(active)} of them active for a token" if active < total else ""
     yield green(
         "checkpoint",
-        f"{_family(folder)}, {decoder.num_layers} layers, {_count(total)} parameters{chosen}, "
-        f"{_size(num_bytes)} of weights in {computed}{stored}, {_quantization(folder, kept)}, "
+        f"{facts.name}, {decoder.num_layers} layers, {_count(total)} parameters{chosen}, "
+        f"{_size(num_bytes)} of weights in {computed}{stored}, {_quantization(facts, kept)}, "
         f"sequences of up to {longest} tokens",
     )
     yield path
@@ -157,8 +158,9 @@ def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:
     except ConfigError as error:
         yield red("plans", f"they are refused: {error}", "docs/tensorrt.md says what plans need")
         return
+    name = CheckpointFacts.read(folder).name
     says = (
-        f"{_family(folder)}, {decoder.num_layers} layers of {built.weight_dtype}, {built.max_batch_size} slots of "
+        f"{name}, {decoder.num_layers} layers of {built.weight_dtype}, {built.max_batch_size} slots of "
         f"{longest} tokens, {built.tensor_parallel_size} rank(s), for GPUs of compute capability "
         f"{sidecar.processors}"
     )
@@ -171,12 +173,13 @@ def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:
 
 def _check_transformers(folder: Path) -> Iterator[Finding]:
     """Whether transformers' own code may run it, as far as config.json tells."""
+    from inflight.checkpoint_config import read_config_file
     from inflight.errors import ConfigError
-    from inflight.models.registry import read_config_file
 
     mend = "take a checkpoint of a supported family (docs/models.md lists them)"
     if importlib.util.find_spec("transformers") is None:
-        says = f"transformers, whose own code would run {_family(folder)}, is not installed"
+        name = CheckpointFacts.read(folder).name
+        says = f"transformers, whose own code would run {name}, is not installed"
         yield red("checkpoint", says, f"pip install -e '.[transformers]' in the checkout, or {mend}")
         return
     from inflight.engine.layers.transformers_model import find_class
@@ -192,26 +195,16 @@ def _check_transformers(folder: Path) -> Iterator[Finding]:
     yield yellow("its layers", says, mend)
 
 
-def _family(folder: Path) -> str:
-    from inflight.models.config_file import ConfigFile
-
-    config = ConfigFile.load(folder / "config.json")
-    return ", ".join(config.texts("architectures")) or config.text_or_none("model_type") or "unnamed"
-
-
 def _count(number: int) -> str:
     """A number of parameters, as one speaks of models."""
     return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
 
 
-def _quantization(folder: Path, kept: frozenset[Kind]) -> str:
+def _quantization(facts: CheckpointFacts, kept: frozenset[MatrixKind]) -> str:
     """How weights are stored that will be loaded, and what becomes of them."""
-    from inflight.models.config_file import ConfigFile
-
-    config = ConfigFile.load(folder / "config.json")
-    if not config.has("quantization_config"):
+    if facts.quantization is None:
         return "not quantized"
-    method = config.child("quantization_config").text_or_none("quant_method")
+    method = facts.quantization.text_or_none("quant_method")
     if kept:
         return f"{method} kept as it is ({' and '.join(sorted(kind.value for kind in kept))})"
     return f"{method} unpacked when it is loaded"
@@ -231,7 +224,7 @@ def _mend(reason: str) -> str:
 
 def _check_path(
     config: EngineConfig, description: ModelDescription, dtype: torch.dtype, device: torch.device
-) -> tuple[Finding, torch.dtype, frozenset[Kind]]:
+) -> tuple[Finding, torch.dtype, frozenset[MatrixKind]]:
     """The way the layers will be computed, the dtype of their matrices, and the quantized kinds that stay
     quantized.
     """
@@ -244,7 +237,7 @@ def _check_path(
     from inflight.models.loader import quantized_kinds
 
     kept = torch.int8 if config.dtype in QUANTIZED else dtype
-    kinds = kept_by_compiled_layers(config, description, device)
+    kinds: frozenset[MatrixKind] = kept_by_compiled_layers(config, description, device)
     computed = torch.bfloat16 if kinds else dtype
     try:
         check_native(config, description.decoder, computed, device)

@@ -105,18 +105,25 @@ def check_layers(has_gpu: bool) -> Iterator[Finding]:
     for dtype, int8 in _KINDS:
         name = f"CPU layers, {'int8' if int8 else dtype}"
         try:
-            yield green(name, f"compiled layers ({describe_target(dtype, int8)}), {foresee(dtype, int8)}")
+            target = describe_target(dtype, int8)
+            says = f"compiled layers ({target}), {foresee(dtype, int8)}"
+            if target.startswith("generic: "):
+                yield yellow(
+                    name, says, "a processor with AVX2, FMA and F16C (Haswell, Zen or later) is faster"
+                )
+            else:
+                yield green(name, says)
         except CannotBuild as reason:
             yield yellow(name, f"torch's operators, which are slower: {reason}", _mend_layers(str(reason)))
 
 
 def _mend_layers(reason: str) -> str:
+    if "INFLIGHT_CPU_BUILD" in reason:
+        return "unset INFLIGHT_CPU_BUILD"
     if "compiler" in reason:
         return "apt-get install g++"
     if "INFLIGHT_CPU_TARGET" in reason:
         return "unset INFLIGHT_CPU_TARGET"
-    if "processor lacks" in reason:
-        return "a processor with AVX2, FMA and F16C (Haswell, Zen or later)"
     return "c++ --version (does the compiler work?)"
 
 
@@ -181,7 +188,7 @@ def _described_owner(port: int) -> str:
 def _listeners(port: int, root: Path = _ROOT) -> list[tuple[int, str]]:
     """Processes that listen on a TCP port, and their names; without those of other users."""
     inodes = set(_listening_sockets(port, root))
-    found = []
+    found: list[tuple[int, str]] = []
     for folder in (root / "proc").glob("[0-9]*") if inodes else ():
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if inodes & set(_links(folder / "fd")):
@@ -239,7 +246,7 @@ def _processor_quota(root: Path) -> float | None:
         entries = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
     except OSError:
         return None
-    quotas = []
+    quotas: list[float] = []
     for entry in entries:
         _, controllers, path = entry.split(":", 2)
         group = Path(path.lstrip("/"))

@@ -1,8 +1,7 @@
-"""A front end's side of the endpoint: an EngineClient whose engine is in another process.
+"""The front end's side of the endpoint: an EngineClient for an engine in another process.
 
-The client owns one connection, made when it is first needed and again after it broke. When a connection ends,
-every request in flight on it gets one final Unavailable. Any thread may call; responses arrive on the reader
-thread.
+The client has one connection, made on first use and again after it broke. When a connection ends, every request in
+flight on it gets one final Unavailable. Any thread may call; responses arrive on the reader thread.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.frames import (
-    Adapters,
-    Answer,
+    AdapterStates,
     BadFrame,
     CommandAdapters,
     Drain,
     Drained,
+    EngineResponse,
     ReadReports,
     ReadState,
     Reported,
@@ -45,19 +44,19 @@ from inflight.endpoint.frames import (
     read_response,
 )
 from inflight.endpoint.path import connect, peer_has_this_parent, reach, read_hello
-from inflight.errors import InvalidArgument, Unavailable, Unreachable, error_from_code
+from inflight.errors import InvalidArgument, Unavailable, Unreachable, error_from_kind
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
-# The engine takes frames as they come. One that does not for so long hangs, and must not hang the front end too.
+# The engine reads frames as they arrive. One that does not for this long hangs, and must not block the front end.
 _SEND_TIMEOUT_S = 5
-# A connection may end just when a request is to go over it.
+# A connection may break just as a request is about to be sent.
 _CONNECTIONS_TRIED = 3
-# How much longer than the engine waits for the loop this side waits for the engine to say so.
+# How much longer than the engine's own timeout this side waits for an answer.
 _MARGIN_S = 1.0
 
 _Question = ReadState | CommandAdapters | ReadReports
-_Told = State | Adapters | Reported
+_Reply = State | AdapterStates | Reported
 
 
 class SocketEngineClient:
@@ -67,19 +66,20 @@ class SocketEngineClient:
         self._path = path
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._connection: _Connection | None = None
+        self._connection: _EngineConnection | None = None
         self._closed = False
         self._is_away = False
 
     def describe(self) -> EngineDescription:
-        """The engine's description; raises Unavailable while it cannot be reached."""
+        """Return the engine's description; raises Unavailable if it cannot be reached."""
         return self._connected().description
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
-        """Send `request` on.
+        """Send `request` to the engine.
 
         Raises:
-            Unavailable: The engine cannot be reached; `on_response` is not called.
+            Unavailable: The engine cannot be reached, and `on_response` is not called. InvalidArgument: The
+                request is too large to be sent.
             InvalidArgument: The request is too large to be sent.
         """
         request_id = next(self._ids)
@@ -93,49 +93,49 @@ class SocketEngineClient:
         raise Unreachable("the engine ends every connection; a later try may work")
 
     def reserve_id(self) -> int:
-        """An id that no request will run under."""
+        """Return an id that no request will get."""
         return next(self._ids)
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
-        """End a request early, or one of its sequences; unknown ids are ignored."""
+        """End a request, or one of its sequences, early; unknown ids are ignored."""
         connection = self._connection
         if connection is not None:
             connection.stop(Stop(request_id, reason, sequence_index))
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
-        """Do nothing: an engine in another process waits for no outbox here."""
+        """Do nothing: an engine in another process does not wait for an outbox here."""
 
     def state(self, timeout_s: float) -> str:
-        """The engine's state, as JSON; raises Unavailable if it cannot be reached or does not answer.
+        """Return the engine's state as JSON; raises Unavailable if the engine does not answer.
 
-        Not for a callback of `submit`: answers arrive on the thread that those run on.
+        Must not be called from a callback of `submit`, as answers arrive on the thread of the callbacks.
         """
         return self._connected().state(timeout_s)
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
-        """Have a command carried out; returns all adapters that there are then.
+        """Have the engine carry out a command, and return all adapters as they are afterwards.
 
-        Raises Unavailable if the engine cannot be reached or does not answer in time, and what the engine raised.
-        Not for a callback of `submit`, as `state`.
+        Raises Unavailable if the engine cannot be reached or does not answer in time, and errors of the command.
+        Must not be called from a callback of `submit` (see `state`).
         """
         return self._connected().adapters(command, timeout_s)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """The reports that the engine has kept since the last call; raises Unavailable without an engine.
+        """Return the reports kept since the last call; raises Unavailable without an engine.
 
-        Not for a callback of `submit`, as `state`.
+        Must not be called from a callback of `submit` (see `state`).
         """
         return self._connected().reports(kind, timeout_s)
 
     def close(self) -> None:
-        """End the connection; requests in flight are answered with Unavailable. Idempotent."""
+        """Close the connection; requests in flight get Unavailable. Idempotent."""
         with self._lock:
             self._closed = True
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
-    def _connected(self) -> _Connection:
+    def _connected(self) -> _EngineConnection:
         with self._lock:
             if self._closed:
                 raise Unavailable("the server is shutting down")
@@ -143,10 +143,10 @@ class SocketEngineClient:
                 self._connection = self._connect()
             return self._connection
 
-    def _connect(self) -> _Connection:
-        """Make a new connection; of tries that fail in a row, the log has the first, with where the engine was."""
+    def _connect(self) -> _EngineConnection:
+        """Make a new connection. Of consecutive failures only the first is logged, with the path."""
         try:
-            made = _Connection(self._path)
+            made = _EngineConnection(self._path)
         except Unreachable as error:
             if not self._is_away:
                 _log.info("no engine at %s: %s", self._path, error)
@@ -156,15 +156,15 @@ class SocketEngineClient:
         return made
 
 
-class _Connection:
-    """One connection to the engine, from its Hello to its end."""
+class _EngineConnection:
+    """One connection to the engine, from Hello to its end."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._lock = threading.Lock()  # of the tables of callbacks and questions
+        self._lock = threading.Lock()  # guards the tables of callbacks and questions
         self._send_lock = threading.Lock()
         self._callbacks: dict[int, SendResponseCallback] = {}
-        self._questions: dict[int, Future[_Told]] = {}
+        self._questions: dict[int, Future[_Reply]] = {}
         self._question_ids = itertools.count(1)
         self.ended = False
         self._socket = socket.socket(socket.AF_UNIX)
@@ -191,7 +191,7 @@ class _Connection:
     def submit(
         self, request_id: int, parts: Sequence[bytes | memoryview], on_response: SendResponseCallback
     ) -> bool:
-        """Send a request; returns whether it will be answered. If not, the connection has ended."""
+        """Send a request; return whether it will be answered. If not, the connection has ended."""
         with self._lock:
             if self.ended:
                 return False
@@ -199,7 +199,7 @@ class _Connection:
         if self._send(*parts):
             return True
         with self._lock:
-            self.ended = True  # the reader may be busy, and find out later
+            self.ended = True  # the reader may be busy and notice later
             return self._callbacks.pop(request_id, None) is None  # then the reader has answered it
 
     def stop(self, stop: Stop) -> None:
@@ -208,28 +208,28 @@ class _Connection:
 
     def state(self, timeout_s: float) -> str:
         state = self._ask(ReadState(next(self._question_ids), timeout_s), "its state")
-        assert isinstance(state, State), "one is asked for"
-        if state.error_code:
-            raise error_from_code(state.error_code, state.error_message)
+        assert isinstance(state, State), f"got {type(state).__name__}"
+        if state.error_kind:
+            raise error_from_kind(state.error_kind, state.error_message)
         return state.text
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
         question = CommandAdapters(next(self._question_ids), command, timeout_s)
-        told = self._ask(question, f"whether it could {command.action.value} adapters")
-        assert isinstance(told, Adapters), "they are asked for"
-        if told.error_code:
-            raise error_from_code(told.error_code, told.error_message)
-        return told.adapters
+        answer = self._ask(question, f"whether it could {command.action.value} adapters")
+        assert isinstance(answer, AdapterStates), f"got {type(answer).__name__}"
+        if answer.error_kind:
+            raise error_from_kind(answer.error_kind, answer.error_message)
+        return answer.adapters
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         reported = self._ask(ReadReports(next(self._question_ids), kind, timeout_s), "what it has done")
-        assert isinstance(reported, Reported), "they are asked for"
+        assert isinstance(reported, Reported), f"got {type(reported).__name__}"
         return reported.reports
 
-    def _ask(self, question: _Question, what: str) -> _Told:
-        """Send a question and wait for its answer, for as long as the engine may take and a margin."""
+    def _ask(self, question: _Question, what: str) -> _Reply:
+        """Send a question and wait for the answer, for the question's own timeout and a margin."""
         timeout_s = question.timeout_s
-        answer: Future[_Told] = Future()
+        answer: Future[_Reply] = Future()
         with self._lock:
             if self.ended:
                 raise self._lost()
@@ -249,7 +249,7 @@ class _Connection:
             self._reader.join()
 
     def _send(self, *parts: bytes | memoryview) -> bool:
-        """Send a frame; returns False if the engine has ended the connection, and so never had all of it."""
+        """Send a frame; return False if the engine closed the connection, so that it has not read all of it."""
         try:
             with self._send_lock:
                 for part in parts:
@@ -259,7 +259,7 @@ class _Connection:
             return False
         except OSError as error:
             _log.warning("the engine at %s takes no requests: %s", self._path, error)
-            self._shut()  # the reader answers all requests in flight, this one too
+            self._shut()  # the reader answers all requests in flight, including this one
         return True
 
     def _shut(self) -> None:
@@ -272,9 +272,9 @@ class _Connection:
         try:
             while (body := read_frame(self._socket)) is not None:
                 frame = decode_from_engine(body)
-                if isinstance(frame, Answer):
+                if isinstance(frame, EngineResponse):
                     self._deliver(read_response(self._socket, frame))
-                elif isinstance(frame, _Told):
+                elif isinstance(frame, _Reply):
                     self._answer(frame)
         except (OSError, BadFrame) as error:
             _log.warning("the connection to the engine broke: %s", error)
@@ -291,10 +291,10 @@ class _Connection:
             return
         try:
             on_response(response)
-        except Exception:  # one front end's fault must not end everyone's connection
+        except Exception:  # a faulty front end must not end the connection for all
             _log.exception("a front end failed to take a response of request %d", response.request_id)
 
-    def _answer(self, frame: _Told) -> None:
+    def _answer(self, frame: _Reply) -> None:
         with self._lock:
             answer = self._questions.pop(frame.question, None)
         if answer is not None:
@@ -320,19 +320,19 @@ class _Connection:
 
 
 def _why(error: OSError | BadFrame) -> str:
-    """The reason of an error, without the path that an OSError may name."""
+    """Return an error's reason, without the path in an OSError."""
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
 
 
 def drain_engine(path: str, timeout_s: float) -> bool:
-    """Tell the engine at `path` that its server ends, and wait until everything in flight is answered.
+    """Tell the engine at `path` that its server is shutting down, and wait until everything in flight is answered.
 
     Args:
         path: The engine's socket.
-        timeout_s: After so many seconds, what is still in flight is ended with UNAVAILABLE.
+        timeout_s: Requests still in flight after this many seconds end with UNAVAILABLE.
 
     Returns:
-        Whether the engine has answered everything; False if there is no engine to be reached.
+        Whether the engine has answered everything; False if no engine can be reached.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s + 2 * _HELLO_TIMEOUT_S)
@@ -348,19 +348,21 @@ def drain_engine(path: str, timeout_s: float) -> bool:
 
 
 def retire_predecessor(path: str, timeout_s: float, server: str = "", patience_s: float = 30.0) -> bool:
-    """End the engine at `path` if the process that started this one started it too, or if it works for `server`.
+    """End the engine at `path` if it has the same parent process as this one, or works for the server `server`.
 
-    A server may start a model's next process while its last one lives on. That one is told to end what is in
-    flight and to free what it has; this function waits until it is gone. Engines of other servers are left alone.
+    A server may start a model's next process while the previous one is still alive. The previous one is told to
+    finish its requests and free its resources, and this function waits until it is gone. Engines of other servers
+    are left alone.
 
     Args:
-        path: The socket.
-        timeout_s: How long its requests may go on.
-        server: The tritonserver of an engine in a process that tritonserver has not started (`Hello.server`).
-        patience_s: How much longer to wait for its end.
+        path: The engine's socket.
+        timeout_s: How long its requests may continue, in seconds.
+        server: The tritonserver to which an engine may belong that tritonserver has not started itself
+            (`Hello.server`).
+        patience_s: How many more seconds to wait for the engine's end.
 
     Returns:
-        Whether there was one, and it is gone.
+        Whether there was such an engine and it is gone.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s + patience_s)

@@ -1,13 +1,12 @@
-"""Responses on their way from the engine to a consumer that may be slower.
+"""Queues of responses from the engine to a consumer that may be slower.
 
-A delivery owns the responses that wait for one consumer: a thread that sends, a connection's writer, a coroutine,
-or a program that fetches them. A consumer that falls behind gets one joined response per sequence however many
-have come meanwhile, so that its work is bounded by the number of sequences and not by the tokens they produce. A
-request's final response comes out after everything else of the request: its sequences are joined apart, and end in
-any order.
+A delivery holds the responses that wait for one consumer: a sender thread, a connection's writer, a coroutine, or
+a program that fetches them. A consumer that falls behind gets one merged response per sequence, so that its work
+is bounded by the number of sequences and not of tokens. A request's final response comes out after all its other
+responses: its sequences are merged separately, and end in any order.
 
-It does not know who the consumer is or what it does with a response. Any thread may call any method. Nobody polls:
-an idle consumer sleeps in a condition variable.
+It does not know the consumer or what it does with a response. Any thread may call any method. Nothing polls: an
+idle consumer waits on a condition variable.
 """
 
 from __future__ import annotations
@@ -20,26 +19,27 @@ from typing import Generic, TypeVar
 from inflight.core.request.response import Response, merge_responses
 
 MAX_JOINED_LOGITS_BYTES = 8 << 20
-"""Responses with more generation_logits and additional outputs than this together are not joined: else a stream
-that falls behind would need as much room on its way as the whole answer."""
+"""Responses with more bytes of generation_logits and additional outputs than this are not merged. Otherwise a
+stream that falls behind could need as much memory as its whole answer."""
 
 _Key = tuple[int, int]  # request id, sequence index
 _R = TypeVar("_R", bound=Response)
 
 
 class Delivery(Generic[_R]):
-    """A queue of responses, served in the order in which sequences began to wait.
+    """A queue of responses, served in the order in which sequences started to wait.
 
-    An id must not be used again while its final response still waits here.
+    A request id must not be reused while its final response is still waiting here.
 
     Args:
-        limit: Most responses that are taken at a time; 0: all. What a slow consumer leaves goes on being joined.
-        interval: How many tokens a sequence's response is held back for, at least 1. Its first and its last
-            response are never held back.
-        joins: Whether the waiting responses of a sequence are joined into one. If not, each is taken as it came,
-            and those of a request are taken together.
-        on_news: Called on the thread of `put`, without a lock, when a response waits and none did before; for a
-            consumer that does not wait in `take`. It has to take until nothing is left.
+        limit: Maximum number of responses to take at a time; 0: no limit. Responses left waiting continue to be
+            merged.
+        interval: Number of tokens for which a sequence's response is held back, at least 1. The first and the last
+            response of a sequence are never held back.
+        joins: Whether the waiting responses of a sequence are merged. If not, each is taken unchanged, and those
+            of one request are taken together.
+        on_news: Called on the thread of `put`, without a lock, when the queue becomes non-empty, for a consumer
+            that does not wait in `take`. It has to take until nothing is left.
     """
 
     def __init__(
@@ -57,17 +57,18 @@ class Delivery(Generic[_R]):
         self._changed = threading.Condition(lock)
         self._asleep = threading.Condition(lock)
         self._waiting: dict[_Key, list[_R]] = {}  # in order of first insertion, hence fair
-        # By request, which sequences wait beside the first; requests with one sequence are not here.
+        # By request, the waiting sequences besides sequence 0; requests with one sequence are not here.
         self._further: dict[int, set[int]] = {}
-        # By request and sequence: responses held back since one was let through; empty once the first has been.
+        # By request and sequence: responses held back since the last one was let through; empty after the first
+        # one.
         self._held: dict[int, dict[int, list[_R]]] = {}
         self._num_consumers_asleep = 0
         self._closed = False
 
     def put(self, response: _R) -> None:
-        """Hand over one response in O(1), without waiting for a consumer; an error in O(sequences).
+        """Add one response in O(1), without waiting for a consumer; an error takes O(sequences).
 
-        A sequence that already waits keeps its place in the queue. After `close` the response is dropped.
+        A sequence that is already waiting keeps its place in the queue. After `close` the response is dropped.
         """
         with self._changed:
             if self._closed:
@@ -87,10 +88,10 @@ class Delivery(Generic[_R]):
 
         Args:
             timeout_s: Seconds to wait for the first response; None waits until there is one.
-            request_id: Whose responses to take; None: everybody's, `limit` at most.
+            request_id: The request whose responses to take; None: of all requests, at most `limit`.
 
         Returns:
-            The responses; empty when the delivery is closed and drained, or when the time is up.
+            The responses; empty if the delivery is closed and drained, or the time is up.
         """
         with self._changed:
             if not self._waits(request_id) and not self._closed and timeout_s != 0:
@@ -101,21 +102,21 @@ class Delivery(Generic[_R]):
         return [response for backlog in backlogs for response in backlog]
 
     def run(self, sink: Callable[[list[_R]], object]) -> None:
-        """Hand what comes to `sink`, on this thread, until the delivery is closed and drained."""
+        """Pass responses to `sink`, on this thread, until the delivery is closed and drained."""
         while responses := self.take():
             sink(responses)
 
     def count(self, request_id: int | None = None) -> int:
-        """How many responses wait to be taken, of one request or of all."""
+        """Return how many responses wait to be taken, of one request or of all."""
         with self._changed:
             keys = self._waiting if request_id is None else self._keys_of(request_id)
             return sum(len(self._waiting[key]) for key in keys)
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait until nothing waits here and a consumer is back for more, for `timeout_s` seconds at most.
+        """Wait, at most `timeout_s` seconds, until nothing waits here and a consumer is back in `take`.
 
-        Returns whether that is so. A consumer that is back has dealt with all that it took. What `interval` holds
-        back does not count.
+        Returns whether that is so. A consumer back in `take` has dealt with everything it took. Responses held
+        back by `interval` do not count.
         """
         with self._changed:
             return self._asleep.wait_for(
@@ -123,7 +124,7 @@ class Delivery(Generic[_R]):
             )
 
     def close(self) -> None:
-        """Accept nothing more. What waits is still delivered; after that `take` returns an empty list."""
+        """Accept no more responses. Waiting ones are still delivered; after that `take` returns an empty list."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -132,7 +133,7 @@ class Delivery(Generic[_R]):
     # ---------------------------------------------------------------- under the lock
 
     def _due(self, response: _R) -> list[_R]:
-        """The responses that need not be held back any more, in order, now that `response` is here."""
+        """Return the responses to let through, in order, now that `response` has arrived."""
         sequences = self._held.setdefault(response.request_id, {})
         is_first = response.sequence_index not in sequences
         held = sequences.setdefault(response.sequence_index, [])
@@ -153,7 +154,7 @@ class Delivery(Generic[_R]):
             self._drop_all(response.request_id)
         backlog = self._waiting.get(key)
         if backlog is not None:
-            backlog.append(response)  # joined by the consumer: the producer is the loop's thread
+            backlog.append(response)  # merged on the consumer's thread, as the producer is the loop thread
             return
         self._append(key, [response])
         if self._num_consumers_asleep:
@@ -173,7 +174,7 @@ class Delivery(Generic[_R]):
         return self._waiting.pop(key, [])
 
     def _drop_all(self, request_id: int) -> None:
-        """Drop a request's responses, because an error follows, which takes the first sequence's place."""
+        """Drop a request's responses: an error follows, which takes the place of sequence 0."""
         for index in tuple(self._further.get(request_id, ())):
             self._remove((request_id, index))
         if (request_id, 0) in self._waiting:
@@ -217,7 +218,7 @@ class Delivery(Generic[_R]):
 
 
 def _num_tokens(held: list[_R]) -> int:
-    """Tokens in these responses. A cumulative one repeats what came before it, so each counts as one token."""
+    """Count the tokens of these responses. A cumulative one repeats earlier tokens, so it counts as one token."""
     return sum(
         1 if each.result.is_cumulative else len(each.result.output_token_ids[0])
         for each in held
@@ -226,7 +227,7 @@ def _num_tokens(held: list[_R]) -> int:
 
 
 def _num_joined(backlog: list[_R]) -> int:
-    """How many responses, from the first on, to join: all, unless their logits are too large."""
+    """Return how many responses, from the first on, to merge: all, unless their logits are too large."""
     last = backlog[-1].result
     if last is None or last.is_cumulative or (last.generation_logits is None and not last.additional_outputs):
         return len(backlog)

@@ -1,14 +1,15 @@
 """An EngineClient over two engines: a draft model proposes tokens, and the target model verifies them.
 
-A `DraftedRequest` is answered in rounds. In each, the draft engine generates a few tokens behind all that are
-known, and the target engine verifies these in one pass, which gives those it accepts and one more. Both are asked
-by ordinary requests, and find the KV blocks of the rounds before by content. Every other request goes to the
-target engine as it is. Does not know texts, nor a protocol.
+A `DraftedRequest` is answered in rounds. In each round the draft engine generates a few tokens after the known
+ones, and the target engine verifies them in one pass, which returns the accepted ones and one more. Both engines
+get ordinary requests, and find the KV blocks of earlier rounds by content. All other requests go to the target
+engine unchanged. This module knows no texts and no protocol.
 
-Requests between rounds belong to one thread, which begins rounds and hands responses on. Whatever happens to them
-elsewhere (responses on the engines' threads, `submit` and `stop` on any) comes to it by a queue. Nothing waits for
-an engine that computes; but while an engine's socket takes no connection or no bytes, the thread waits in the
-client's `submit`, some seconds at most, and with it all drafted requests. Other requests do not pass through it.
+The state of drafted requests belongs to one thread, which starts rounds and passes responses on. Everything that
+happens on other threads (responses of the engines, `submit` and `stop`) reaches it through a queue. It never waits
+for an engine's computation; but while an engine's socket accepts no connection or no bytes, the thread blocks in
+the client's `submit`, for some seconds at most, and all drafted requests with it. Other requests do not pass
+through it.
 """
 
 from __future__ import annotations
@@ -34,30 +35,30 @@ from inflight.core.request.request import (
     ExternalDraft,
     FloatTensor,
     ModelLimits,
-    OutputConfig,
+    OutputOptions,
     Request,
 )
-from inflight.core.request.response import PerfMetrics, Response, Result
+from inflight.core.request.response import PerfMetrics, Response, SequenceResult
 from inflight.core.request.results import ended_before_start
 from inflight.core.request.sampling_config import DRAWING, SamplingConfig
 from inflight.core.request.stop import CUT_SHORT, FINISH_REASON_OF_STOP, FinishReason, StopReason
-from inflight.errors import InflightError, StepFailed, Unavailable, without_places
+from inflight.errors import InflightError, Name, StepFailed, Unavailable, without_places
 
 _log = logging.getLogger(__name__)
 _NS_PER_MS = 1_000_000
 _DRAFT_SEED = 0x5DEECE66D
-"""Bits by which the seed of weighed drafts differs from their request's."""
+"""Bits in which the seed of sampled drafts differs from the request's seed."""
 
 _Job = Callable[[], None]
 
 
 class DraftingClient:
-    """An `EngineClient` whose requests may be drafted for; it closes both clients that it is given.
+    """An `EngineClient` over a target and a draft engine; it closes both clients.
 
     Args:
-        target: Of the model whose tokens clients get.
-        draft: Of the model that proposes tokens, of the same tokenizer. Vocabularies may be padded to different
-            sizes.
+        target: The client of the model whose tokens are returned.
+        draft: The client of the model that proposes tokens. It must have the same tokenizer; the vocabularies may
+            be padded to different sizes.
     """
 
     def __init__(self, target: EngineClient, draft: EngineClient) -> None:
@@ -69,18 +70,18 @@ class DraftingClient:
         self._thread.start()
 
     def describe(self) -> EngineDescription:
-        """The target engine's description; raises Unavailable while it cannot be reached."""
+        """Return the target engine's description; raises Unavailable if it cannot be reached."""
         return self._target.describe()
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
-        """Queue `request`; raises Unavailable if an engine that it needs cannot be reached."""
+        """Queue `request`; raises Unavailable if a required engine cannot be reached."""
         if not isinstance(request, DraftedRequest):
             return self._target.submit(request, on_response)
         limits = self._target.describe().limits
         try:
             draft_limits = self._draft.describe().limits
         except Unavailable as error:
-            raise Unavailable(f"num_draft_tokens needs the draft model: {error}") from error
+            raise Unavailable(Name("num_draft_tokens"), " needs the draft model: ", *error.args) from error
         request_id = self._target.reserve_id()
 
         def respond(response: Response) -> None:
@@ -89,10 +90,10 @@ class DraftingClient:
                     del self._drafted[request_id]
             try:
                 on_response(replace(response, request_id=request_id))
-            except Exception:  # one request's fault must not end the thread of all
+            except Exception:  # a faulty request must not end the thread of all
                 _log.exception("a front end failed to take a response of request %d", request_id)
 
-        engines = _Engine(self._target, limits), _Engine(self._draft, draft_limits)
+        engines = _EngineSide(self._target, limits), _EngineSide(self._draft, draft_limits)
         drafted = _Drafted(request, engines, respond, self._jobs.put)
         with self._lock:
             self._drafted[request_id] = drafted
@@ -100,11 +101,11 @@ class DraftingClient:
         return RequestHandle(request_id, self.stop)
 
     def reserve_id(self) -> int:
-        """An id that no request will run under."""
+        """Return an id that no request will get."""
         return self._target.reserve_id()
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
-        """End a request early, or one of its sequences; unknown ids are ignored."""
+        """End a request, or one of its sequences, early; unknown ids are ignored."""
         with self._lock:
             drafted = self._drafted.get(request_id)
         if drafted is None:
@@ -117,20 +118,20 @@ class DraftingClient:
         self._target.add_outbox(wait_until_sent)
 
     def state(self, timeout_s: float) -> str:
-        """The target engine's state, as JSON."""
+        """Return the target engine's state as JSON."""
         return self._target.state(timeout_s)
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
-        """Have the target engine carry a command out; returns all of its adapters."""
+        """Have the target engine carry out a command, and return all of its adapters."""
         return self._target.adapters(command, timeout_s)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """The reports that the target engine has kept since the last call."""
+        """Return the reports that the target engine has kept since the last call."""
         return self._target.reports(kind, timeout_s)
 
     def close(self) -> None:
-        """End both clients; requests in flight are answered with Unavailable. Idempotent."""
-        # Both answer all that is in flight. What begins another round then learns that it cannot.
+        """Close both clients; requests in flight get Unavailable. Idempotent."""
+        # Both answer everything in flight; a request that then starts another round fails.
         self._draft.close()
         self._target.close()
         self._jobs.put(None)
@@ -142,27 +143,27 @@ class DraftingClient:
 
 
 @dataclass(frozen=True, slots=True)
-class _Engine:
-    """One of the two, and what it can take."""
+class _EngineSide:
+    """One of the two engines: its client and its limits."""
 
     client: EngineClient
     limits: ModelLimits
 
 
 class _Drafted:
-    """One request from round to round. Belongs to the drafting thread.
+    """One drafted request over all its rounds. Used on the drafting thread only.
 
     Args:
-        request: What was asked.
-        engines: The target's, and the draft model's.
-        respond: Takes its responses; their id does not matter.
-        put: Has the drafting thread do something.
+        request: The client's request.
+        engines: The target engine and the draft engine.
+        respond: Takes its responses; their request id is ignored.
+        put: Runs a function on the drafting thread.
     """
 
     def __init__(
         self,
         request: DraftedRequest,
-        engines: tuple[_Engine, _Engine],
+        engines: tuple[_EngineSide, _EngineSide],
         respond: SendResponseCallback,
         put: Callable[[_Job], None],
     ) -> None:
@@ -177,18 +178,18 @@ class _Drafted:
         self._so_far = _Totals(self._arrival_ns)
 
     def begin_round(self) -> None:
-        """Have the next tokens drafted; where there is no room for drafts, have the target go on alone."""
+        """Have the next tokens drafted; if there is no room for drafts, let the target go on alone."""
         self._running = None
         try:
             self._begin_round()
         except InflightError as error:
             self._fail(error)
-        except Exception as error:  # a bug that one request meets must not end the others
+        except Exception as error:  # an unexpected error of one request must not end the others
             _log.exception("a round could not be begun")
             self._fail(StepFailed(without_places(f"drafting failed: {error!r}")))
 
     def stop(self, reason: StopReason) -> None:
-        """End it early."""
+        """End the request early."""
         self._stop = self._stop or reason
         if self._running is not None:
             self._running.stop(reason)
@@ -217,7 +218,7 @@ class _Drafted:
             self._fail(StepFailed(without_places(f"drafting failed: {error!r}")))
 
     def _take_draft(self, response: Response) -> None:
-        """Have the target verify what the draft model has proposed."""
+        """Have the target verify the draft model's tokens."""
         result = response.result
         if result is None:
             raise response.error or StepFailed("the draft model gave no result")
@@ -226,12 +227,12 @@ class _Drafted:
             self._end(stopped or result.finish_reasons[0])
             return
         draft = self._proposal(result)
-        # Behind no draft at all, as where the draft model would end here, the target says what comes next.
+        # With an empty draft, as when the draft model would end here, the target generates the next token.
         request = self._target_request(len(draft.token_ids) + 1, draft if draft.token_ids else None)
         self._submit(self._target.client, request, self._take_tokens)
 
     def _take_tokens(self, response: Response) -> None:
-        """Hand the target's tokens on, and begin the next round behind the last of them."""
+        """Pass the target's tokens on, and start the next round."""
         result = response.result
         if result is None:
             raise response.error or StepFailed("the engine gave no result")
@@ -256,20 +257,20 @@ class _Drafted:
             self.begin_round()
 
     def _end(self, reason: FinishReason) -> None:
-        """End it without further tokens."""
+        """End the request without further tokens."""
         (response,) = ended_before_start(self._request.plain(), reason)
-        assert response.result is not None, "it is made of one"
+        assert response.result is not None, "ended_before_start gives a result"
         self._send(Response(0, self._so_far.add(response.result, True), is_final=True))
 
     def _fail(self, error: InflightError) -> None:
         self._send(Response(0, error=error, is_final=True))
-        self.stop(StopReason.CANCELLED)  # what may still run works for nobody
+        self.stop(StopReason.CANCELLED)  # end a request that may still run on an engine
 
     def _send(self, response: Response) -> None:
         self._has_ended = response.is_final
         self._respond(response)
 
-    # ---------------------------------------------------------------- what a round asks for
+    # ---------------------------------------------------------------- requests of a round
 
     @property
     def _num_to_come(self) -> int:
@@ -279,7 +280,7 @@ class _Drafted:
         return self._request.allotted_time_ms - (time.monotonic_ns() - self._arrival_ns) // _NS_PER_MS
 
     def _num_drafts(self) -> int:
-        """How many tokens to draft; 0 where one of the engines has no room for a round."""
+        """Return how many tokens to draft; 0 if one of the engines has no room for a round."""
         length, target, draft = len(self._known), self._target.limits, self._draft.limits
         count = min(
             self._request.num_draft_tokens,
@@ -288,15 +289,16 @@ class _Drafted:
             draft.room(length),
         )
         is_last = count + 1 >= self._num_to_come
-        # The next round's prompt is this one's with what it gave.
+        # The next round's prompt also has this round's tokens.
         fits = length <= draft.max_input_length and (is_last or length + count + 1 <= target.max_input_length)
         return max(0, count) if fits and max(self._known) < draft.vocab_size else 0
 
     def _common(self) -> dict[str, Any]:
-        """The arguments that requests to both engines share.
+        """Return the arguments common to the requests to both engines.
 
-        Those of later rounds go before others of their priority, which have not begun: what runs is not to wait
-        behind them. As continuations they are refused neither for a full queue nor while the engine drains.
+        Requests of later rounds go before requests of the same priority that have not started, as a running
+        request should not wait behind those. As continuations they are accepted with a full queue and during a
+        drain.
         """
         request, num_generated = self._request, len(self._known) - self._request.prompt_length
         sampling = request.sampling
@@ -319,18 +321,18 @@ class _Drafted:
         )
 
     def _draft_request(self, count: int) -> Request:
-        """Asks for the likeliest guess, or where the target weighs logits, for a draw from what they say."""
+        """Return a request for a greedy draft, or, if the target weighs logits, for a sampled one."""
         request, common = self._request, self._common()
-        output = OutputConfig(
+        output = OutputOptions(
             exclude_input_from_output=True, return_generation_logits=request.use_draft_logits
         )
         changes = {**common, "max_new_tokens": count, "streaming": False, "output": output}
         changes["may_be_continued"] = True
-        # Weighed is every token that the draft model draws: an end id is one like any other.
+        # When drafts are weighed, every sampled token counts, end ids included.
         vocab_size = 0 if self._weighs else self._draft.limits.vocab_size
         changes["end_ids"] = tuple(end_id for end_id in request.end_ids if end_id < vocab_size)
         if self._weighs or self._draft.limits.vocab_size != self._target.limits.vocab_size:
-            # Ids and rows of the target's vocabulary may mean nothing to the draft model.
+            # Token ids and vocabulary-sized rows of the target may mean nothing to the draft model.
             changes |= {
                 "sampling": self._plain_sampling(common["sampling"]),
                 "bad_words": (),
@@ -340,19 +342,19 @@ class _Drafted:
 
     @property
     def _weighs(self) -> bool:
-        """Whether drafts are accepted by chance: then they must have been drawn from what their logits say."""
+        """Whether drafts are accepted by rejection sampling, so that they must be sampled from their logits."""
         return self._request.use_draft_logits and not self._request.sampling.greedy
 
     def _plain_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
         if self._weighs:
-            # Where the target draws itself, its number must not be the one that the draft came from.
+            # When the target samples itself, it must not use the random number that chose the draft.
             seed = sampling.random_seed ^ _DRAFT_SEED
             return SamplingConfig(temperature=sampling.temperature, top_p=1.0, random_seed=seed)
         names = ("temperature", *DRAWING, "random_seed")
         return SamplingConfig(**{name: getattr(sampling, name) for name in names})
 
-    def _proposal(self, result: Result) -> ExternalDraft:
-        """The draft as the target takes it: ids of its vocabulary, and logits as wide as that."""
+    def _proposal(self, result: SequenceResult) -> ExternalDraft:
+        """Return the draft for the target: ids of its vocabulary, and logits as wide as that."""
         vocab_size, token_ids = self._target.limits.vocab_size, result.output_token_ids[0]
         known = next((at for at, token_id in enumerate(token_ids) if token_id >= vocab_size), len(token_ids))
         logits = None
@@ -363,7 +365,7 @@ class _Drafted:
 
 
 class _Totals:
-    """Totals of the rounds so far, for values that a response gives for the whole sequence."""
+    """Totals over the rounds so far, for values that a response gives for the whole sequence."""
 
     def __init__(self, arrival_ns: int) -> None:
         self._arrival_ns = arrival_ns
@@ -371,8 +373,8 @@ class _Totals:
         self._num_iterations = 0
         self._metrics: PerfMetrics | None = None
 
-    def add(self, result: Result, ends_round: bool) -> Result:
-        """The result of a round as one of the whole sequence."""
+    def add(self, result: SequenceResult, ends_round: bool) -> SequenceResult:
+        """Return a round's result as one of the whole sequence."""
         log_probs = result.cum_log_probs
         summed = None if log_probs is None else (self._cum_log_prob + log_probs[0],)
         num_iterations = self._num_iterations + result.num_iterations
@@ -387,7 +389,7 @@ class _Totals:
 
 
 def _joined(before: PerfMetrics | None, now: PerfMetrics | None) -> PerfMetrics | None:
-    """Metrics of a sequence from those of its rounds; blocks are those of its prompt."""
+    """Combine a sequence's metrics with those of a round; block counts are those of the first round."""
     if before is None or now is None:
         return now
     return replace(
@@ -402,7 +404,7 @@ def _joined(before: PerfMetrics | None, now: PerfMetrics | None) -> PerfMetrics 
 
 
 def _fit(logits: FloatTensor, num_rows: int, vocab_size: int, temperature: float) -> FloatTensor:
-    """The first rows, divided by the temperature; tokens that the draft model does not have are never drawn."""
+    """Return the first rows, divided by the temperature; tokens that the draft model lacks get probability 0."""
     rows = np.frombuffer(logits.data, np.float32).reshape(logits.shape)[:num_rows]
     fitted = np.full((num_rows, vocab_size), -np.inf, np.float32)
     width = min(vocab_size, rows.shape[1])

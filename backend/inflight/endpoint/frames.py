@@ -1,12 +1,12 @@
-"""The messages of the engine endpoint: msgpack behind a four-byte length.
+"""The messages of the engine endpoint: msgpack, preceded by a four-byte length.
 
 This module owns the message types and their encoding. The engine's side speaks first, with Hello. The connecting
-side names requests by ids of its own, which mean nothing outside of its connection. Errors cross as code and
+side numbers its requests itself; these ids mean nothing outside of the connection. Errors are sent as code and
 message.
 
-Logits and additional outputs are no part of a message: they follow their Answer as raw bytes, whose number is
-known from their shapes, so that gigabytes are copied no more often than a socket does. So do a Submit's adapter
-and prompt table (`raw_buffers.py`). Pure but for the functions that read.
+Logits and additional outputs are not part of a message: they follow their EngineResponse as raw bytes, in numbers
+known from their shapes, so that gigabytes are not copied more often than a socket does. The adapter and prompt
+table of a Submit follow it likewise (`raw_buffers.py`). Pure except for the functions that read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import msgspec
 
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.request import EngineDescription, FloatTensor, Request
-from inflight.core.request.response import AdditionalOutput, Response, Result
+from inflight.core.request.response import Response, ReturnedOutput, SequenceResult
 from inflight.core.request.stop import StopReason
-from inflight.errors import InflightError, error_from_code
+from inflight.errors import InflightError, error_from_kind
 from inflight.raw_buffers import BufferedDecoder, BufferedEncoder
 
 MAX_FRAME_BYTES = 1 << 30
@@ -37,16 +37,16 @@ _T = TypeVar("_T")
 
 
 class BadFrame(InflightError):
-    """The other side does not speak this protocol, or no longer."""
+    """The other side does not speak this protocol, or no longer does."""
 
 
 class EngineProcesses(msgspec.Struct, frozen=True):
-    """The processes of an engine, for a supervisor that has to end them.
+    """The processes of an engine, for a supervisor that may have to end them.
 
     Attributes:
-        launcher: The process that ends them all, `ProcessId` as text.
-        folder: Their folder for shared memory, which is removed after their end.
-        pause_s: How long their start was delayed after the ones before were lost, in seconds.
+        launcher: The process whose end ends all others, `ProcessId` as text.
+        folder: Their folder in shared memory, to be removed after their end.
+        pause_s: Seconds by which their start was delayed after earlier processes were lost.
     """
 
     launcher: str
@@ -55,12 +55,12 @@ class EngineProcesses(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front end, once, first.
+    """Engine → front end, once, as the first message.
 
     Attributes:
-        description: What front ends must know of the engine.
-        server: The tritonserver that it works for, if that is not its parent: `ProcessId` as text.
-        job: What it was started with, if a process of that tritonserver is to take it over, else "".
+        description: The engine's description.
+        server: The tritonserver that the engine works for, if that is not its parent: `ProcessId` as text.
+        job: The command it was started with, if a process of that tritonserver is to take it over; otherwise "".
     """
 
     description: EngineDescription
@@ -69,7 +69,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: `request`, whose request_id is the connection's. Its buffers follow."""
+    """Front end → engine: a request. Its request_id is the connection's own. Its buffers follow."""
 
     request: Request
 
@@ -90,18 +90,18 @@ class ReadState(msgspec.Struct, frozen=True, tag=True):
 
 
 class State(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front end: what the batcher is doing, as JSON, or why that cannot be said."""
+    """Engine → front end: the batcher's state as JSON, or an error."""
 
     question: int
     text: str = ""
-    error_code: str = ""
+    error_kind: str = ""
     error_message: str = ""
 
 
 class CommandAdapters(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: carry `command` out and answer with an Adapters of the same `question`.
+    """Front end → engine: carry out `command`, and answer with an AdapterStates with the same `question`.
 
-    `timeout_s` is how long the front end waits, in seconds.
+    `timeout_s`: how long the front end waits, in seconds.
     """
 
     question: int
@@ -109,19 +109,19 @@ class CommandAdapters(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
-class Adapters(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front end: all adapters after a command, or why it failed."""
+class AdapterStates(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front end: all adapters after a command, or the command's error."""
 
     question: int
     adapters: tuple[AdapterState, ...] = ()
-    error_code: str = ""
+    error_kind: str = ""
     error_message: str = ""
 
 
 class ReadReports(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: answer with a Reported of the same `question`, for KV events within `timeout_s` seconds.
+    """Front end → engine: answer with a Reported with the same `question`.
 
-    `timeout_s` None: once there are some.
+    `timeout_s`: how long to wait for KV events, in seconds; None: until there are some.
     """
 
     question: int
@@ -130,20 +130,20 @@ class ReadReports(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reported(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front end: what the batcher has kept since it was asked last."""
+    """Engine → front end: the reports kept since the last ReadReports."""
 
     question: int
     reports: Reports
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor → engine: refuse new requests, end those in flight in `timeout_s` seconds, say Drained."""
+    """Supervisor → engine: refuse new requests, finish the others within `timeout_s` seconds, send Drained."""
 
     timeout_s: float
 
 
 class Retire(msgspec.Struct, frozen=True, tag=True):
-    """Successor → engine: give up everything within about `timeout_s` seconds; the connection's end says done."""
+    """Successor → engine: shut down within about `timeout_s` seconds, then close the connection."""
 
     timeout_s: float
 
@@ -153,44 +153,44 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Supervise(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor → engine: answer Supervised, send Beat from then on, and end when there is no supervisor."""
+    """Supervisor → engine: answer Supervised, then send Beat, and end when there is no supervisor any more."""
 
 
 class Supervised(msgspec.Struct, frozen=True, tag=True):
-    """Engine → supervisor: the processes to end if the engine does not end by itself."""
+    """Engine → supervisor: the processes to end if the engine does not end itself."""
 
     processes: EngineProcesses
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Engine → supervisor: the engine's process lives."""
+    """Engine → supervisor: the engine's process is alive."""
 
 
 class Statistics(msgspec.Struct, frozen=True, tag=True):
-    """Engine → supervisor: statistics and metrics, when they were taken, and the engine's memory."""
+    """Engine → supervisor: statistics and metrics, their time, and the engine's memory."""
 
-    stats: IterationStats
+    stats: IterationCounts
     metrics: MetricsSnapshot
     wall_clock_s: float
     memory: MemoryUsage
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """Engine → supervisor: it has been told to end; what follows is in order."""
+    """Engine → supervisor: the engine has been told to end, so its end is not a failure."""
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class EngineResponse(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Engine → front end: one response, without its logits and additional outputs.
 
     Attributes:
         context_logits: The shape of the context logits; None if there are none.
         generation_logits: Per beam, the shape of the generation logits; None if there are none.
-        additional_outputs: Of each additional output its name and the shapes of its tensors.
+        additional_outputs: Name and tensor shapes of each additional output.
     """
 
     request_id: int
-    result: Result | None = None
-    error_code: str = ""
+    result: SequenceResult | None = None
+    error_kind: str = ""
     error_message: str = ""
     is_final: bool = False
     context_logits: _Shape | None = None
@@ -198,7 +198,18 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     additional_outputs: tuple[tuple[str, tuple[_Shape, ...]], ...] = ()
 
 
-FromEngine = Hello | Answer | State | Adapters | Reported | Drained | Supervised | Beat | Statistics | Leaving
+FromEngine = (
+    Hello
+    | EngineResponse
+    | State
+    | AdapterStates
+    | Reported
+    | Drained
+    | Supervised
+    | Beat
+    | Statistics
+    | Leaving
+)
 FromFrontEnd = Submit | Stop | ReadState | CommandAdapters | ReadReports | Drain | Retire | Supervise
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -206,7 +217,7 @@ _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 
 def encode(frame: FromEngine | FromFrontEnd) -> bytes:
-    """A frame, length and body; raises BadFrame if it is too long."""
+    """Return a frame, length and body; raises BadFrame if it is too long."""
     body = _ENCODER.encode(frame)
     if len(body) > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
@@ -214,7 +225,7 @@ def encode(frame: FromEngine | FromFrontEnd) -> bytes:
 
 
 def encode_submit(request: Request) -> list[bytes | memoryview]:
-    """A Submit's frame and the buffers that follow it; raises BadFrame if either is too long."""
+    """Return the frame and buffers of a Submit; raises BadFrame if any of them is too long."""
     body, buffers = BufferedEncoder().encode(Submit(request))
     longest = max([len(body), *map(len, buffers)])
     if longest > MAX_FRAME_BYTES:
@@ -223,29 +234,29 @@ def encode_submit(request: Request) -> list[bytes | memoryview]:
 
 
 def encode_response(response: Response) -> list[bytes]:
-    """An Answer's frame and the tensors that follow it; raises BadFrame as `encode` does."""
+    """Return the frame of an EngineResponse and its tensors; raises BadFrame as `encode` does."""
     result, error = response.result, response.error
     if error is not None:
-        answer = Answer(response.request_id, None, error.code, str(error), response.is_final)
+        answer = EngineResponse(response.request_id, None, error.kind, error.marked, response.is_final)
     elif result is not None and _has_tensors(result):
         return _encode_with_tensors(response, result)
     else:
-        answer = Answer(response.request_id, result, is_final=response.is_final)
+        answer = EngineResponse(response.request_id, result, is_final=response.is_final)
     return [encode(answer)]
 
 
-def _has_tensors(result: Result) -> bool:
+def _has_tensors(result: SequenceResult) -> bool:
     has_logits = result.context_logits is not None or result.generation_logits is not None
     return has_logits or bool(result.additional_outputs)
 
 
-def _encode_with_tensors(response: Response, result: Result) -> list[bytes]:
+def _encode_with_tensors(response: Response, result: SequenceResult) -> list[bytes]:
     context, generation, additional = (
         result.context_logits,
         result.generation_logits,
         result.additional_outputs,
     )
-    answer = Answer(
+    answer = EngineResponse(
         response.request_id,
         replace(result, context_logits=None, generation_logits=None, additional_outputs=()),
         is_final=response.is_final,
@@ -264,19 +275,19 @@ def _encode_with_tensors(response: Response, result: Result) -> list[bytes]:
 
 
 def decode_from_engine(body: bytes) -> FromEngine:
-    """The message of a frame from the engine; raises BadFrame if it is none."""
+    """Decode a message of the engine; raises BadFrame if the body is not one."""
     return _decode(_FROM_ENGINE.decode, body)
 
 
 class FrontEndFrames:
-    """The messages from a front end on one connection, read by one thread."""
+    """The messages of a front end on one connection. Read by a single thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._decoder: BufferedDecoder[FromFrontEnd] = BufferedDecoder(FromFrontEnd)
 
     def read(self) -> FromFrontEnd | None:
-        """The next message, with its buffers; None at the connection's end. Raises BadFrame if it is none."""
+        """Return the next message, with its buffers; None at the end of the connection. Raises BadFrame."""
         body = read_frame(self._connection)
         if body is None:
             return None
@@ -286,7 +297,7 @@ class FrontEndFrames:
         return frame
 
     def decode(self, body: bytes) -> tuple[FromFrontEnd, list[memoryview]]:
-        """The message of a frame, and the room for the buffers behind it; raises BadFrame if it is none."""
+        """Return a frame's message and buffers to be filled next; raises BadFrame if it is not a message."""
         return _decode(self._decoder.decode, body)
 
 
@@ -298,7 +309,10 @@ def _decode(decode: Callable[[bytes], _T], body: bytes) -> _T:
 
 
 def read_frame(connection: socket.socket) -> bytes | None:
-    """The body of the next frame; None at the connection's end. Raises BadFrame if it is too long or cut short."""
+    """Read the body of the next frame; None at the end of the connection.
+
+    Raises BadFrame if it is too long or cut short.
+    """
     header = _read(connection, _LENGTH_BYTES)
     if not header:
         return None
@@ -308,9 +322,9 @@ def read_frame(connection: socket.socket) -> bytes | None:
     return _read_all(connection, length)
 
 
-def read_response(connection: socket.socket, answer: Answer) -> Response:
-    """The response of an Answer, whose tensors are read next; raises BadFrame if they are cut short."""
-    error = error_from_code(answer.error_code, answer.error_message) if answer.error_code else None
+def read_response(connection: socket.socket, answer: EngineResponse) -> Response:
+    """Return the response of an EngineResponse and read its tensors; raises BadFrame if they are cut short."""
+    error = error_from_kind(answer.error_kind, answer.error_message) if answer.error_kind else None
     result, context, generation = answer.result, answer.context_logits, answer.generation_logits
     if result is not None and (context is not None or generation is not None or answer.additional_outputs):
         result = replace(
@@ -320,7 +334,7 @@ def read_response(connection: socket.socket, answer: Answer) -> Response:
                 None if generation is None else tuple(_read_tensor(connection, shape) for shape in generation)
             ),
             additional_outputs=tuple(
-                AdditionalOutput(name, tuple(_read_tensor(connection, shape) for shape in shapes))
+                ReturnedOutput(name, tuple(_read_tensor(connection, shape) for shape in shapes))
                 for name, shapes in answer.additional_outputs
             ),
         )

@@ -1,12 +1,11 @@
-"""The engine in this process: what front ends submit to, and where the batcher's callbacks get their work.
+"""The engine client for front ends in this process, and the callbacks that feed the batcher.
 
-The client owns the requests that wait for the batcher, the stop signals that it has not polled yet, and the
-callback of each unanswered request. It does not know the batcher: it gets `notify`, and the batcher gets three
-callbacks.
+It owns the requests the batcher has not fetched, the stop signals it has not polled, and the callback of each
+unanswered request. It does not know the batcher: it gets `notify`, and the batcher gets three callbacks.
 
 `describe`, `submit`, `stop`, `state` and `adapters` may be called on any thread. The callbacks
-`get_inference_requests`, `poll_stop_signals` and `send_response` belong to the batcher's loop thread, and every
-response is delivered on it; only `fail_all`, `drain` and `close` deliver on their caller's thread, once the loop
+`get_inference_requests`, `poll_stop_signals` and `send_response` belong to the batcher's loop thread, on which
+every response is delivered. Only `fail_all`, `drain` and `close` deliver on their caller's thread, when the loop
 is dead, hangs or has ended.
 """
 
@@ -35,24 +34,24 @@ from inflight.errors import InflightError, Unavailable, Unsupported
 _log = logging.getLogger(__name__)
 _Waiting = TypeVar("_Waiting")
 _TOKENS_OF_A_SEQUENCE = 1024
-"""A prompt of so many tokens takes as long to check and to copy as all else of a sequence."""
+"""Checking and copying a prompt of this many tokens takes as long as the rest of the work for a sequence."""
 _PATIENCE_S = 5.0
 _BETWEEN_ROUNDS_S = 2.0
-"""How long a drain waits for the request that continues an answered one."""
+"""How long a drain waits for the continuation of an answered request, in seconds."""
 _SHUTTING_DOWN = "the server is shutting down"
 
 
 class LocalEngineClient:
-    """An `EngineClient` to front ends, and the callbacks of a GptManager.
+    """An `EngineClient` for front ends, and the callbacks of a GptManager.
 
     Args:
-        description: What `describe` returns.
-        notify: Wakes the batcher's loop if it is idle; called outside of any lock.
-        read_state: Takes a number of seconds and returns the batcher's JSON object within that time; raises
-            Unavailable once its loop has ended. None for a batcher that does not tell its state.
-        read_reports: Takes a kind and a number of seconds, and returns what the batcher has kept, as `reports`
-            does. None for a batcher that keeps nothing.
-        adapters: What clients may ask of the adapters. None: nothing.
+        description: The result of `describe`.
+        notify: Wakes the batcher's loop if it is idle. Called without any lock.
+        read_state: Takes a timeout in seconds and returns the batcher's state as a JSON object; raises Unavailable
+            once its loop has ended. None if the batcher does not report its state.
+        read_reports: Takes a kind and a timeout in seconds, and returns reports as `reports` does. None if the
+            batcher keeps no reports.
+        adapters: Carries out adapter commands; None: there are none.
     """
 
     def __init__(
@@ -76,26 +75,27 @@ class LocalEngineClient:
         self._stopped_in_queue: dict[int, list[Response]] = {}
         self._stop_signals: list[StopSignal] = []
         self._refusal: str | None = None
-        self._refuses_all = False  # those that continue others, too
-        self._to_be_continued: set[int] = set()  # unanswered requests after which a drain waits for the next
+        self._refuses_all = False  # continuations too
+        # Unanswered requests that may be continued; a drain waits for the continuation.
+        self._to_be_continued: set[int] = set()
         self._continued_until_s = 0.0  # monotonic
-        self._farewell: InflightError | None = None  # instead of CANCELLED, for those that drain ends
+        self._farewell: InflightError | None = None  # error for requests ended by a drain
         self._all_answered = threading.Condition(self._lock)
-        # Held while a response is on its way to its callback, so that none comes behind `fail_all`'s.
+        # Held while a response is delivered, so that no response follows the error of `fail_all`.
         self._delivering = threading.RLock()
 
     # ---------------------------------------------------------------- for front ends, any thread
 
     def describe(self) -> EngineDescription:
-        """The engine's description; raises Unavailable once it is gone."""
+        """Return the engine's description; raises Unavailable once the engine is gone."""
         self._check_available()
         return self._description
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
         """Queue `request` and return its handle.
 
-        Raises Unavailable after `fail_all`, after `refuse` unless it continues another request, or if too many
-        weights of adapters wait to be stored.
+        Raises Unavailable after `fail_all`, after `refuse` unless the request is a continuation, or if too many
+        adapter weights wait to be stored.
         """
         with self._lock:
             if self._refuses_all or not request.is_continuation:
@@ -113,13 +113,13 @@ class LocalEngineClient:
         return RequestHandle(request_id, self.stop)
 
     def reserve_id(self) -> int:
-        """An id that no request will run under."""
+        """Return an id that no request will get."""
         return next(self._ids)
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
-        """End a request early, or one of its sequences.
+        """End a request, or one of its sequences, early.
 
-        A request that still waits here never reaches the batcher and ends without tokens.
+        A request that the batcher has not fetched never reaches it and ends without tokens.
         """
         with self._lock:
             waiting = self._queue.pop(request_id, None) if sequence_index is None else None
@@ -136,13 +136,13 @@ class LocalEngineClient:
         self._notify()
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
-        """Register a front end's unsent responses; see `wait_until_sent`."""
+        """Register a function that waits for a front end's unsent responses; see `wait_until_sent`."""
         self._outboxes += (wait_until_sent,)
 
     def state(self, timeout_s: float) -> str:
-        """The queue here and the state of the batcher, as JSON; waits at most `timeout_s` for it.
+        """Return the queue here and the batcher's state as JSON; waits at most `timeout_s` seconds.
 
-        Raises Unavailable once the batcher's loop has ended, Unsupported if there is nothing to ask.
+        Raises Unavailable once the batcher's loop has ended, Unsupported if it does not report its state.
         """
         if self._read_state is None:
             raise Unsupported("this engine does not tell its state")
@@ -152,10 +152,10 @@ class LocalEngineClient:
         return json.dumps({**in_front, "batcher": batcher})
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
-        """Carry a command out on this thread and return all adapters that there are then.
+        """Carry out a command on this thread, and return all adapters as they are afterwards.
 
-        Raises Unavailable once the engine is gone, or if an adapter takes longer than `timeout_s` seconds to read,
-        Unsupported if the engine takes no commands, and what is wrong with this one.
+        Raises Unavailable if the engine is gone or reading an adapter takes longer than `timeout_s` seconds,
+        Unsupported if the engine takes no adapter commands, and the command's own error if it fails.
         """
         self._check_available()
         if self._adapters is None:
@@ -167,23 +167,23 @@ class LocalEngineClient:
         return tuple(self._adapters.list_adapters())
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """The reports that the batcher has kept since the last call, also after its end."""
+        """Return the reports kept since the last call, even after the batcher's end."""
         return Reports() if self._read_reports is None else self._read_reports(kind, timeout_s)
 
     def refuse(self, error: InflightError) -> None:
-        """Let later submits raise Unavailable, while those that are here, and what continues them, go on."""
+        """Make later submits raise Unavailable; accepted requests and their continuations go on."""
         with self._lock:
             self._refusal = self._refusal or str(error)
 
     def drain(self, timeout_s: float, why: str = _SHUTTING_DOWN) -> None:
-        """Refuse new requests and wait until every other is answered; end with Unavailable what takes longer.
+        """Refuse new requests and wait until all others are answered, or end them with Unavailable in time.
 
-        A request that is asked in rounds is waited for to its last round. Returns when all have their final
-        response, at the latest five seconds after the time was up: a loop that has not ended them by then hangs,
-        and they are answered without it. Not to be called on the loop's thread.
+        A request answered in rounds is waited for until its last round. Returns when all requests have their final
+        response, at most five seconds after `timeout_s`: a loop that has not ended them by then hangs, and they
+        are answered without it. Must not be called on the loop thread.
 
         Args:
-            timeout_s: How many seconds requests may go on.
+            timeout_s: How many seconds requests may continue.
             why: The message for requests that are refused or ended.
         """
         error = Unavailable(why)
@@ -203,9 +203,9 @@ class LocalEngineClient:
         self.fail_all(error)
 
     def fail_all(self, error: InflightError) -> None:
-        """Answer every unanswered request with `error`, and let later submits raise Unavailable.
+        """Answer every unanswered request with `error`, and make later submits raise Unavailable.
 
-        Any thread. Responses that a loop still makes for them later are dropped.
+        Any thread. Responses that the loop makes for them later are dropped.
         """
         self.refuse(error)
         with self._delivering, self._lock:
@@ -221,11 +221,14 @@ class LocalEngineClient:
             _deliver(on_response, Response(request_id, error=error, is_final=True))
 
     def close(self) -> None:
-        """Answer unanswered requests with Unavailable, after the loop has ended or while it hangs. Idempotent."""
+        """Answer unanswered requests with Unavailable, after the loop has ended or if it hangs. Idempotent."""
         self.fail_all(Unavailable(_SHUTTING_DOWN))
 
     def _wait_for_all(self, timeout_s: float) -> bool:
-        """Wait until all is answered and no round is to follow; returns whether in time. Holds the lock."""
+        """Wait until all requests are answered and no continuation is due; return whether that was in time.
+
+        Lock held.
+        """
         end_s = time.monotonic() + timeout_s
         while self._all_answered.wait_for(lambda: not self._callbacks, max(0.0, end_s - time.monotonic())):
             now_s = time.monotonic()
@@ -242,11 +245,10 @@ class LocalEngineClient:
     # ---------------------------------------------------------------- the batcher's callbacks, its thread
 
     def get_inference_requests(self, max_num: int) -> list[Request]:
-        """The requests that have waited longest, at most `max_num`, or any number if it is negative.
+        """Return the requests that have waited longest, at most `max_num`; a negative number means no limit.
 
         Together they have at most SEQUENCES_PER_ITERATION sequences (long prompts count as several), unless the
-        first request alone has more. Responses to requests that were stopped here are delivered within the same
-        bound.
+        first request alone has more. Responses to requests stopped here are delivered within the same bound.
         """
         with self._lock:
             ended = _take_first(self._stopped_in_queue, -1, len)
@@ -259,13 +261,13 @@ class LocalEngineClient:
         return requests
 
     def poll_stop_signals(self) -> list[StopSignal]:
-        """Stop signals since the last call, of requests that the batcher has fetched."""
+        """Return the stop signals since the last call for requests that the batcher has fetched."""
         with self._lock:
             signals, self._stop_signals = self._stop_signals, []
         return signals
 
     def send_response(self, response: Response) -> None:
-        """Hand one response to the callback of its request, which is forgotten after the final one."""
+        """Pass a response to its request's callback, which is dropped after the final response."""
         with self._delivering:
             self._hand_on(response)
         if response.is_final:
@@ -274,15 +276,15 @@ class LocalEngineClient:
                     self._all_answered.notify_all()
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait until the outboxes in this process are empty, at most `timeout_s`; returns whether they are.
+        """Wait until the outboxes in this process are empty, at most `timeout_s` seconds; return whether they are.
 
-        Front ends in other processes have outboxes of their own, which nobody here can see.
+        Front ends in other processes have outboxes of their own, which are not visible here.
         """
         end_s = time.monotonic() + timeout_s
         return all(wait(max(0.0, end_s - time.monotonic())) for wait in self._outboxes)
 
     def _expect_continuation(self, response: Response) -> None:
-        """Remember that a request in rounds is about to go on, if this final response lets it. Holds the lock."""
+        """Note that a request in rounds will be continued, if this final response allows that. Lock held."""
         if response.request_id in self._to_be_continued:
             self._to_be_continued.remove(response.request_id)
             if response.result is not None and response.result.finish_reasons[0] is FinishReason.LENGTH:
@@ -304,14 +306,14 @@ class LocalEngineClient:
 
 
 def _cost(request: Request) -> int:
-    """Sequences that a request has; a long prompt, which each of them copies, counts as more."""
+    """Return the number of sequences of a request; a long prompt, which each of them copies, counts as more."""
     return request.sampling.num_sequences * (1 + request.prompt_length // _TOKENS_OF_A_SEQUENCE)
 
 
 def _take_first(
     waiting: dict[int, _Waiting], max_num: int, num_sequences: Callable[[_Waiting], int]
 ) -> list[_Waiting]:
-    """Take out the first ones, at most `max_num` if not negative, with few sequences; or the first alone."""
+    """Take the first entries: at most `max_num` unless negative, with a bounded number of sequences."""
     taken: list[int] = []
     total = 0
     for request_id, each in waiting.items():
@@ -323,7 +325,7 @@ def _take_first(
 
 
 def _deliver_farewell(on_response: SendResponseCallback, response: Response, farewell: InflightError) -> None:
-    """Deliver an error in place of the request's final response, and nothing in place of another sequence's."""
+    """Deliver an error as the request's final response; drop other sequences' final responses."""
     if response.is_final:
         _deliver(on_response, Response(response.request_id, error=farewell, is_final=True))
 
@@ -331,5 +333,5 @@ def _deliver_farewell(on_response: SendResponseCallback, response: Response, far
 def _deliver(on_response: SendResponseCallback, response: Response) -> None:
     try:
         on_response(response)
-    except Exception:  # a front end's fault must not end the loop and with it everyone's requests
+    except Exception:  # a faulty front end must not end the loop
         _log.exception("a front end failed to take a response of request %d", response.request_id)

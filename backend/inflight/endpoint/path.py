@@ -1,7 +1,7 @@
-"""The path of the engine endpoint's socket: how a server listens there, and how clients connect to it.
+"""The path of the engine endpoint's socket: listening there as a server, and connecting as a client.
 
-The functions here own the naming rule and the socket's file: stale sockets are replaced, live ones and other
-files are not touched. Any thread may call them.
+The functions here own the naming rule and the socket's file: stale sockets are replaced; live ones and other files
+are not touched. Any thread may call them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user and group id
 
 
 def endpoint_path(server_pid: int, model_name: str, runtime_folder: str | None = None) -> str:
-    """The socket of the engine in `model_name` of the tritonserver with this process id.
+    """Return the socket path of the engine in model `model_name` of the tritonserver with this process id.
 
-    In the user's runtime folder if there is one, else the temporary folder; the user id is part of the name,
-    so that two users' servers with equal process ids (in two containers, say) do not meet. A folder that would
-    make the path too long for a socket is passed over.
+    It is in the user's runtime folder if there is one, otherwise in the temporary folder. The user id is part of
+    the name, so that servers of two users with equal process ids (in two containers, for example) do not collide.
+    A folder that would make the path too long for a socket is skipped.
 
     Args:
         server_pid: tritonserver's process id.
         model_name: The model that holds the engine.
-        runtime_folder: The runtime folder of that server; None: that of this process, which the server shares.
+        runtime_folder: That server's runtime folder; None: this process has the same one.
     """
     runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "") if runtime_folder is None else runtime_folder
     name = f"inflight-{os.geteuid()}-{server_pid}-{_file_name(model_name)}.sock"
@@ -45,9 +45,9 @@ def endpoint_path(server_pid: int, model_name: str, runtime_folder: str | None =
 
 
 def listen(path: str) -> socket.socket:
-    """A listening socket at `path`, for this user only; a dead server's file is replaced.
+    """Listen at `path`, for this user only; a dead server's socket file is replaced.
 
-    Raises ConfigError if a live server listens there, or the place cannot be used.
+    Raises ConfigError if a live server listens there, or the path cannot be used.
     """
     if not _fits(path):
         raise ConfigError(f"engine_endpoint: {path} is longer than the {_LONGEST} bytes of a socket's path")
@@ -55,7 +55,7 @@ def listen(path: str) -> socket.socket:
     try:
         _remove_stale(path)
         listening.bind(path)
-        os.chmod(path, 0o600)  # nobody can have connected: it does not listen yet
+        os.chmod(path, 0o600)  # no client can have connected, as it does not listen yet
         listening.listen()
     except OSError as error:
         listening.close()
@@ -75,15 +75,15 @@ def remove(path: str) -> None:
 def connect(connection: socket.socket, path: str) -> Hello:
     """Connect a Unix socket to the engine at `path`, and return its Hello.
 
-    Raises OSError if it cannot be reached, BadFrame if it says something else, or belongs to another user than
-    this one or root.
+    Raises OSError if it cannot be reached, BadFrame if it sends something else, or belongs to a user other than
+    this one and root.
     """
     reach(connection, path)
     return read_hello(connection)
 
 
 def reach(connection: socket.socket, path: str) -> None:
-    """Connect as `connect` does, without waiting for the Hello: an engine that takes no requests says none."""
+    """Connect as `connect` does, but do not wait for the Hello: a busy engine sends none."""
     connection.connect(native(path))
     _pid, uid, _gid = _peer(connection)
     if uid not in (0, os.geteuid()):
@@ -91,7 +91,7 @@ def reach(connection: socket.socket, path: str) -> None:
 
 
 def read_hello(connection: socket.socket) -> Hello:
-    """The engine's first frame; raises BadFrame if it is no Hello."""
+    """Read the engine's first frame; raises BadFrame if it is not a Hello."""
     body = read_frame(connection)
     frame = decode_from_engine(body) if body is not None else None
     if not isinstance(frame, Hello):
@@ -100,9 +100,9 @@ def read_hello(connection: socket.socket) -> Hello:
 
 
 def peer_has_this_parent(connected: socket.socket) -> bool:
-    """Whether the process at the other end is another one, and was started by the one that started this."""
+    """Whether the peer is another process with the same parent process as this one."""
     pid, _uid, _gid = _peer(connected)
-    fields = stat_fields(pid)  # None if it has gone, or cannot be seen
+    fields = stat_fields(pid)  # None if it has ended or is not visible
     return pid != os.getpid() and fields is not None and int(fields[PARENT]) == os.getppid()
 
 
@@ -132,7 +132,7 @@ def _fits(path: str) -> bool:
 
 
 def _file_name(model_name: str) -> str:
-    """`model_name` if it can be part of a file name, else something as unique and nearly as readable."""
+    """Return `model_name` if it can be part of a file name, otherwise a unique and nearly as readable name."""
     if re.fullmatch(r"[\w.-]+", model_name, re.ASCII) and len(model_name) <= _LONGEST_NAME:
         return model_name
     digest = blake2b(model_name.encode(), digest_size=8).hexdigest()

@@ -1,9 +1,9 @@
-"""The engine's side of the endpoint: front ends in other processes reach the engine's client through it.
+"""The engine's side of the endpoint: gives front ends in other processes access to the engine's client.
 
 The server owns the listening socket and, per connection, a reader thread, a writer thread and the requests in
-flight on it; a question about the batcher's state or the adapters has a thread of its own while it is answered.
-When a connection ends, for whatever reason, its requests are stopped. The server knows neither the batcher nor who
-connects.
+flight on it. Questions about state or adapters get a thread of their own while they are answered. When a
+connection ends, for whatever reason, its requests are stopped. The server knows neither the batcher nor its
+clients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inflight.core.request.handle import RequestHandle
 from inflight.core.request.response import Response
 from inflight.endpoint.delivery import Delivery
 from inflight.endpoint.frames import (
-    Adapters,
+    AdapterStates,
     BadFrame,
     CommandAdapters,
     Drained,
@@ -39,13 +39,13 @@ from inflight.endpoint.frames import (
     encode_response,
 )
 from inflight.endpoint.path import listen, remove
-from inflight.endpoint.supervision import Supervision, Supervisor
+from inflight.endpoint.supervision import Supervision, SupervisorConnection
 from inflight.errors import InflightError, StepFailed, without_places
 from inflight.file_names import native
 
 _log = logging.getLogger(__name__)
 
-# Most responses in one write; those of other streams go on being joined meanwhile.
+# Maximum number of responses per write; those of other streams continue to be merged meanwhile.
 _RESPONSES_PER_WRITE = 64
 _LARGE_BYTES = 64 * 1024
 _FAREWELL_S = 2.0
@@ -57,12 +57,13 @@ class EndpointServer:
     """Serves `client` at `path` from construction to `close`; raises ConfigError if the path cannot be used.
 
     Args:
-        client: Reaches the engine.
-        path: Where to listen.
-        drain: Called with a number of seconds when the server ends; returns when everything in flight is answered.
-        retire: Called with a number of seconds, on a thread of its own, when another process is to take this
-            engine's place; it has to end everything, this server too.
-        supervision: The supervisors of this engine, if other processes decide about its life.
+        client: The engine's client.
+        path: The socket's path.
+        drain: Called with a timeout in seconds when the server shuts down; returns when everything in flight is
+            answered.
+        retire: Called with a timeout in seconds, on its own thread, when another process takes this engine's
+            place. It must end everything, including this server.
+        supervision: The supervisors of this engine, if other processes control its life.
     """
 
     def __init__(
@@ -79,16 +80,16 @@ class EndpointServer:
         self.retire = retire
         self._path = native(path)
         self._lock = threading.Lock()
-        self._connections: set[_Connection] = set()
+        self._connections: set[_ClientConnection] = set()
         self._closing = threading.Event()
         self._listening = listen(self._path)
         self._thread = threading.Thread(target=self._accept, name="endpoint-accept", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Accept nobody more, send what waits, end every connection, remove the socket. Idempotent.
+        """Accept no more connections, send what waits, close every connection, remove the socket. Idempotent.
 
-        Requests still in flight are stopped: end the batcher first where they are to be finished.
+        Requests still in flight are stopped; to let them finish, end the batcher first.
         """
         if self._closing.is_set():
             return
@@ -100,7 +101,7 @@ class EndpointServer:
         remove(self._path)
         with self._lock:
             connections = list(self._connections)
-        # The side that asked this engine to retire waits for its connection's end: that comes last.
+        # The peer that asked this engine to retire waits for the end of its connection, so that is closed last.
         for connection in sorted(connections, key=lambda one: one.asked_to_retire):
             connection.close()
 
@@ -109,38 +110,38 @@ class EndpointServer:
             try:
                 accepted, _ = self._listening.accept()
             except OSError:
-                # Unless closing: out of file descriptors, say, and trying again at once would fail again.
+                # For example out of file descriptors: an immediate retry would fail again.
                 if self._closing.wait(_ACCEPT_AGAIN_S):
                     return
                 continue
-            connection = _Connection(self, accepted)
+            connection = _ClientConnection(self, accepted)
             with self._lock:
                 self._connections.add(connection)
             connection.start()
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: _ClientConnection) -> None:
         """Remove a connection that has ended."""
         with self._lock:
             self._connections.discard(connection)
 
 
-class _Connection:
+class _ClientConnection:
     """A connection to a front end, a supervisor or a successor.
 
     Attributes:
-        asked_to_retire: Whether the other side waits for the connection's end.
+        asked_to_retire: Whether the peer waits for the end of the connection.
     """
 
     def __init__(self, server: EndpointServer, connected: socket.socket) -> None:
         self._server = server
         self._client = server.client
-        self._supervisor: Supervisor | None = None
+        self._supervisor: SupervisorConnection | None = None
         self._socket = connected
         self.asked_to_retire = False
         self._delivery: Delivery[Response] = Delivery(_RESPONSES_PER_WRITE)
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
-        self._handles: dict[int, RequestHandle] = {}  # by the connection's id, while in flight
+        self._handles: dict[int, RequestHandle] = {}  # by the connection's own id, while in flight
         self._reader = threading.Thread(target=self._read, name="endpoint-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="endpoint-writer", daemon=True)
 
@@ -149,7 +150,7 @@ class _Connection:
         self._reader.start()
 
     def close(self) -> None:
-        """Send what waits, as far as the front end takes it, and end the connection and its threads."""
+        """Send what waits, as far as the peer reads it, and end the connection and its threads."""
         self._delivery.close()
         self._writer.join(_FAREWELL_S)
         self._disconnect()
@@ -171,24 +172,24 @@ class _Connection:
                 elif isinstance(frame, Stop):
                     self._stop(frame)
                 elif isinstance(frame, ReadState):
-                    # May take as long as an iteration, and a stop may come behind it.
-                    _start_thread("endpoint-state", self._say_state, frame)
+                    # May take as long as an iteration, and must not delay a stop.
+                    _start_thread("endpoint-state", self._answer_state, frame)
                 elif isinstance(frame, CommandAdapters):
                     # May read files.
-                    _start_thread("endpoint-adapters", self._command_adapters, frame)
+                    _start_thread("endpoint-adapters", self._answer_adapter_command, frame)
                 elif isinstance(frame, ReadReports):
                     # May wait for something to report.
-                    _start_thread("endpoint-reports", self._report, frame)
+                    _start_thread("endpoint-reports", self._answer_report, frame)
                 elif isinstance(frame, Retire):
                     self.asked_to_retire = True
                     if self._server.retire is not None:
-                        # It closes this connection, and so waits for this thread.
+                        # It closes this connection and so waits for this thread.
                         _start_thread("endpoint-retire", self._server.retire, frame.timeout_s)
                 elif isinstance(frame, Supervise):
                     if self._server.supervision is not None and self._supervisor is None:
                         self._supervisor = self._server.supervision.attach(self._send)
                 elif self._server.drain is not None:
-                    self._server.drain(frame.timeout_s)  # nothing comes behind a Drain, so nobody waits here
+                    self._server.drain(frame.timeout_s)  # no message follows a Drain, so this may block
                     self._send([encode(Drained())])
         except (OSError, BadFrame) as error:
             _log.info("a front end's connection ended: %s", error)
@@ -210,7 +211,7 @@ class _Connection:
 
         try:
             handle = self._client.submit(frame.request, on_response)
-        except Exception as error:  # one request at fault must not end the connection of all
+        except Exception as error:  # a faulty request must not end the connection for all
             self._delivery.put(
                 Response(local_id, error=_as_inflight_error(error, _NOT_SUBMITTED), is_final=True)
             )
@@ -225,28 +226,28 @@ class _Connection:
         if handle is not None:
             handle.stop(frame.reason, frame.sequence_index)
 
-    def _say_state(self, frame: ReadState) -> None:
-        """Answer a question for the state; on a thread of its own, which ends in time although nobody joins it."""
+    def _answer_state(self, frame: ReadState) -> None:
+        """Answer a state question, on a thread of its own that ends in time although it is not joined."""
         try:
             state = State(frame.question, self._client.state(frame.timeout_s))
-        except Exception as caught:  # whatever it is, the side that asked gets it
+        except Exception as caught:  # any error goes to the peer
             error = _as_inflight_error(caught, "the state could not be read")
-            state = State(frame.question, error_code=error.code, error_message=str(error))
+            state = State(frame.question, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(state)])
 
-    def _command_adapters(self, frame: CommandAdapters) -> None:
-        """Carry a command out and answer it; on a thread of its own."""
+    def _answer_adapter_command(self, frame: CommandAdapters) -> None:
+        """Carry out an adapter command and answer it, on a thread of its own."""
         try:
-            told = Adapters(frame.question, self._client.adapters(frame.command, frame.timeout_s))
-        except Exception as caught:  # the side that asked gets it
+            answer = AdapterStates(frame.question, self._client.adapters(frame.command, frame.timeout_s))
+        except Exception as caught:  # any error goes to the peer
             error = _as_inflight_error(caught, "the command could not be carried out")
-            told = Adapters(frame.question, error_code=error.code, error_message=str(error))
+            answer = AdapterStates(frame.question, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
-            self._send([encode(told)])
+            self._send([encode(answer)])
 
-    def _report(self, frame: ReadReports) -> None:
-        """Answer a question for reports; on a thread of its own. One without end ends with the batcher."""
+    def _answer_report(self, frame: ReadReports) -> None:
+        """Answer a question for reports, on a thread of its own. One without timeout ends with the batcher."""
         reports = self._client.reports(frame.kind, frame.timeout_s)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(Reported(frame.question, reports))])
@@ -275,7 +276,7 @@ class _Connection:
         except (OSError, InflightError) as error:
             _log.info("a front end's connection ended: %s", error)
         finally:
-            self._disconnect()  # the reader ends the connection
+            self._disconnect()  # makes the reader end the connection
 
     def _send_responses(self, responses: Sequence[Response]) -> None:
         self._send([part for response in responses for part in self._parts(response)])
@@ -298,7 +299,7 @@ class _Connection:
         return encode_response(Response(response.request_id, error=failed, is_final=True))
 
     def _send(self, parts: Sequence[bytes]) -> None:
-        """Send in few calls; large parts are sent as they are, and not copied into one piece with the others."""
+        """Send in few calls; large parts are sent as they are instead of being copied into one buffer."""
         with self._send_lock:
             for is_large, run in groupby(parts, key=lambda part: len(part) > _LARGE_BYTES):
                 for piece in run if is_large else (b"".join(run),):

@@ -1,9 +1,8 @@
-"""An engine in processes of its own and its supervisors: whether it lives, and the statistics that it sends.
+"""Supervision of an engine in its own processes: signs of life, and the statistics that it sends.
 
-`Supervision` is the engine's side. It has one thread for each supervisor, which sends a sign of life or the newest
-statistics; a supervisor that is slow to take them delays its own thread and nothing else. An engine without
-supervisors is of no use to anybody: it ends. `EngineWatch` is a supervisor's side, with a connection that carries
-no requests.
+`Supervision` is the engine's side. It has one thread per supervisor, which sends signs of life and the latest
+statistics; a slow supervisor delays only its own thread. An engine without supervisors is useless and ends.
+`EngineWatch` is the supervisor's side, with a connection that carries no requests.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from inflight.core.report.metrics import MetricsSnapshot
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.endpoint.frames import (
     BadFrame,
     Beat,
@@ -45,14 +44,14 @@ class Supervision:
 
     Args:
         server: The tritonserver that the engine works for, `ProcessId` as text.
-        job: What the engine was started with.
-        awaits_successor: Whether another process, which does not exist yet, will take the engine over.
+        job: The command that the engine was started with.
+        awaits_successor: Whether another process, which does not exist yet, will take over the engine.
         processes: The engine's processes, for supervisors.
-        timeout_s: Seconds of silence after which a supervisor takes the engine for lost.
-        measure_memory: Returns what this process holds.
+        timeout_s: Seconds of silence after which a supervisor considers the engine lost.
+        measure_memory: Returns this process's memory.
 
     Attributes:
-        server: The argument of this name.
+        server: The argument of the same name.
     """
 
     def __init__(
@@ -70,60 +69,60 @@ class Supervision:
         self._period_s = timeout_s / _BEATS_PER_TIMEOUT
         self._measure_memory = measure_memory
         self._changed = threading.Condition()
-        # This and all below: under the condition's lock.
+        # This and all below are guarded by the condition's lock.
         self._num_supervisors_awaited = 2 if awaits_successor else 1
-        self._supervisors: set[Supervisor] = set()
+        self._supervisors: set[SupervisorConnection] = set()
         self._notice_s: float | None = None
         self._is_abandoned = False
 
     @property
     def awaited_job(self) -> str:
-        """The job that the engine was started with, if a process is to take it over now, else ""."""
+        """The engine's job if a process is to take it over now, otherwise ""."""
         with self._changed:
             is_awaited = self._num_supervisors_awaited == 1 and self._supervisors
             return self._job if is_awaited and self._notice_s is None else ""
 
-    def put(self, stats: IterationStats, metrics: MetricsSnapshot) -> None:
-        """Send these statistics to all supervisors, instead of those not sent yet. Never waits."""
+    def put(self, stats: IterationCounts, metrics: MetricsSnapshot) -> None:
+        """Send these statistics to all supervisors, replacing those not sent yet. Never blocks."""
         news = partial(Statistics, stats, metrics, time.time())
         with self._changed:
             for supervisor in self._supervisors:
                 supervisor.news = news
             self._changed.notify_all()
 
-    def attach(self, send: Send) -> Supervisor:
-        """Add a supervisor, to which `send` sends frames; it raises OSError once the supervisor is gone."""
+    def attach(self, send: Send) -> SupervisorConnection:
+        """Add a supervisor. `send` sends frames to it, and raises OSError once it is gone."""
         with self._changed:
             self._num_supervisors_awaited = max(0, self._num_supervisors_awaited - 1)
-            supervisor = Supervisor(self, send)
+            supervisor = SupervisorConnection(self, send)
             self._supervisors.add(supervisor)
         supervisor.thread.start()
         return supervisor
 
     def retire(self, notice_s: float) -> None:
-        """Have the engine end within `notice_s` seconds, and tell its supervisors that this is in order."""
+        """Make the engine end within `notice_s` seconds, and tell its supervisors that this is not a failure."""
         with self._changed:
             if self._notice_s is None:
                 self._notice_s = notice_s
             self._changed.notify_all()
 
     def wait_for_end(self) -> float | None:
-        """Wait until the engine is to end; returns how long requests may go on, None without supervisors."""
+        """Wait until the engine is to end; return the seconds left for requests, None without supervisors."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_abandoned or self._notice_s is not None)
             return self._notice_s
 
     # ---------------------------------------------------------------- for a supervisor's thread and its reader
 
-    def detach(self, supervisor: Supervisor) -> None:
+    def detach(self, supervisor: SupervisorConnection) -> None:
         """Remove a supervisor that is gone."""
         with self._changed:
             self._supervisors.discard(supervisor)
             self._is_abandoned = not self._supervisors
             self._changed.notify_all()
 
-    def run(self, supervisor: Supervisor) -> None:
-        """Send to one supervisor until the engine or the supervisor ends; on the supervisor's thread."""
+    def run(self, supervisor: SupervisorConnection) -> None:
+        """Send to one supervisor until the engine or the supervisor ends; runs on the supervisor's thread."""
         with contextlib.suppress(OSError):
             supervisor.send([encode(Supervised(self._processes))])
             while True:
@@ -141,17 +140,17 @@ class Supervision:
                     supervisor.send([encode(Beat())])
             supervisor.send([encode(Leaving())])
 
-    def _is_over(self, supervisor: Supervisor) -> bool:
+    def _is_over(self, supervisor: SupervisorConnection) -> bool:
         return self._notice_s is not None or supervisor not in self._supervisors
 
 
-class Supervisor:
+class SupervisorConnection:
     """One supervisor, on the engine's side.
 
     Attributes:
         send: Sends frames to it.
         thread: The thread that sends.
-        news: Makes the statistics that are to be sent next. Under the supervision's lock.
+        news: Makes the statistics to send next. Guarded by the supervision's lock.
     """
 
     def __init__(self, supervision: Supervision, send: Send) -> None:
@@ -163,11 +162,11 @@ class Supervisor:
 
 
 _STOPPED = 1.5
-"""A wait that takes so many times as long as its timeout means that this process was stopped meanwhile."""
+"""A wait that takes this many times its timeout means that this process was suspended."""
 
 
 class EngineWatch:
-    """Supervises the engine at `path` from construction to the end of `run`.
+    """Supervises the engine at `path` from construction until `run` returns.
 
     Args:
         path: The engine's socket.
@@ -177,7 +176,7 @@ class EngineWatch:
         processes: The engine's processes.
 
     Raises:
-        Unavailable: There is no engine to be reached, or none that can be supervised.
+        Unavailable: There is no engine, or it cannot be supervised.
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
@@ -199,9 +198,9 @@ class EngineWatch:
         return frame.processes
 
     def run(self, on_statistics: Callable[[Statistics], None]) -> str:
-        """Hand on statistics until the engine ends; returns why it ended, "" if that is in order.
+        """Pass on statistics until the engine ends; return why it ended, "" if it ended as told.
 
-        To be called on one thread; `close`, on another, makes it return.
+        Runs on one thread; `close`, on another thread, makes it return.
         """
         try:
             while (frame := self._next()) is not None:
@@ -218,7 +217,7 @@ class EngineWatch:
         return "the process of rank 0 has ended"
 
     def has_left(self) -> bool:
-        """Whether the engine is to end, or is gone; only to be called while `run` does not run."""
+        """Whether the engine is to end or is gone. Only to be called while `run` is not running."""
         self._socket.settimeout(0.0)
         try:
             while (frame := self._next()) is not None:
@@ -231,12 +230,12 @@ class EngineWatch:
         return True
 
     def retire(self, notice_s: float) -> None:
-        """Have the engine end in order, its requests within `notice_s` seconds. Any thread."""
+        """Make the engine end, its requests within `notice_s` seconds. Any thread."""
         with contextlib.suppress(OSError):
             self._socket.sendall(encode(Retire(notice_s)))
 
     def close(self) -> None:
-        """Supervise the engine no longer: `run` returns. Idempotent."""
+        """Stop supervising: `run` returns. Idempotent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -247,7 +246,7 @@ class EngineWatch:
         except TimeoutError:
             if time.monotonic() - begun_s < _STOPPED * self._timeout_s:
                 raise
-            body = read_frame(self._socket)  # this process was stopped, and the engine perhaps with it
+            body = read_frame(self._socket)  # this process was suspended, and the engine perhaps too
         return None if body is None else decode_from_engine(body)
 
 

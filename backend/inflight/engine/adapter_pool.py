@@ -1,12 +1,12 @@
-"""LoRA adapters on torch's operators: the device's memory for them, and what they add to linear layers.
+"""LoRA adapters in torch's operators: their device memory, and their contribution to linear layers.
 
-The memory is in pages. A page has room for a few ranks of every linear layer, and an adapter of more ranks has
-several pages. A batch multiplies the pages of all of its rows' adapters at once, in two products for each matrix
-however many adapters there are: between the two, what a page of another adapter has made of a row is set to zero.
+The memory is divided into pages. A page has room for a few ranks of every linear layer; an adapter of higher rank
+has several pages. A batch multiplies with the pages of all its rows' adapters at once: two products per matrix for
+any number of adapters. Between the two, the results of a row with pages of other adapters are set to zero.
 
-    y = m * (W x + B (A x)) + bias        m is 1 but for DoRA
+    y = m * (W x + B (A x)) + bias        m is 1 except for DoRA
 
-Which adapter is in which pages, the scheduler decides (`AdapterLoad`). Loop thread.
+The scheduler decides which adapter is in which pages (`AdapterLoad`). Loop thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.adapters.lora_modules import Module, module_sizes
+from inflight.adapters.lora_modules import Module, module_sizes, projections
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.engine.host_memory import zeros
 from inflight.engine.low_rank import LowRank, low_rank_layers
@@ -28,24 +28,19 @@ from inflight.models import DecoderConfig, LayerWeights, Linear
 from inflight.models.sharding import Part
 from inflight.sampling.transfer import upload
 
-_QKV = (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V)
-_OUTPUT = (Module.ATTN_DENSE,)
-_GATE_UP = (Module.MLP_H_TO_4H, Module.MLP_GATE)
-_UP = (Module.MLP_H_TO_4H,)
-_DOWN = (Module.MLP_4H_TO_H,)
-_NO_OWNER = -2  # of a page that nobody's adapter has; -1 is a row without an adapter
+_NO_OWNER = -2  # of a page without an adapter; -1 is a row without an adapter
 
 
 @dataclass(frozen=True, slots=True)
 class LinearPages:
-    """The pages of one `Linear`, which is several modules side by side: views into the memory for all.
+    """The pages of one `Linear`, which consists of several modules side by side: views into the pool's memory.
 
     Attributes:
         modules: The modules, in the order of the outputs.
-        widths: Outputs of each module.
+        widths: Number of outputs of each module.
         a: [pages, modules, page_rank, in].
-        b: [pages, page_rank, out], of all modules side by side.
-        magnitudes: [pages + 1, out], by an adapter's first page; the last row is 1.
+        b: [pages, page_rank, out], with all modules side by side.
+        magnitudes: [pages + 1, out], by an adapter's first page; the last row is all 1.
     """
 
     modules: tuple[Module, ...]
@@ -55,10 +50,10 @@ class LinearPages:
     magnitudes: Tensor
 
     def put(self, module: Module, low_rank: LowRank) -> None:
-        """Write an adapter's matrices into these pages, which are all of that adapter and zero.
+        """Write an adapter's matrices into these pages, which belong to it alone and are zero.
 
         Raises:
-            ValueError: They have more ranks than the pages have room for.
+            ValueError: The matrices' rank is too large for the pages.
         """
         index = self.modules.index(module)
         begin = sum(self.widths[:index])
@@ -68,8 +63,8 @@ class LinearPages:
             raise ValueError(f"rank {low_rank.rank} is more than {num_pages} pages of {page_rank} ranks hold")
         a, b = low_rank.a.to(self.a.dtype), low_rank.b.to(self.b.dtype)
         if not b.isfinite().all():
-            # Zero times infinity is NaN: in B it would reach every row of a batch. In A it reaches the
-            # rows of this adapter alone, as it should.
+            # Zero times infinity is NaN: from B it would reach every row of a batch. From A it reaches the rows of
+            # this adapter only, as it should.
             a, b = torch.full_like(a, torch.nan), torch.zeros_like(b)
         padding = (0, 0, 0, num_pages * page_rank - low_rank.rank)
         self.a[:, index] = F.pad(a, padding).view(num_pages, page_rank, inner)
@@ -78,7 +73,7 @@ class LinearPages:
             self.magnitudes[0, outputs] = low_rank.magnitude.to(self.magnitudes.dtype)
 
     def add(self, y: Tensor, x: Tensor, active: ActiveAdapters) -> None:
-        """y += B (A x) of each row's adapter, in place; x [rows, in], y [rows, out]."""
+        """Add B (A x) of each row's adapter to y, in place; x [rows, in], y [rows, out]."""
         a = self.a.index_select(0, active.pages)
         b = self.b.index_select(0, active.pages).flatten(0, 1)
         reduced = F.linear(x, a.flatten(0, 2)).view(len(x), *a.shape[:3])
@@ -89,7 +84,7 @@ class LinearPages:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """The pages of a layer's linear layers; without those of an MLP in a model with experts."""
+    """The pages of a layer's linear layers; without an MLP's in a model with experts."""
 
     qkv: LinearPages
     output: LinearPages
@@ -97,7 +92,7 @@ class LayerPages:
     down: LinearPages | None = None
 
     def all(self) -> tuple[LinearPages, ...]:
-        """In the order of computation."""
+        """Return the linear layers' pages in the order of computation."""
         return tuple(each for each in (self.qkv, self.output, self.up, self.down) if each is not None)
 
 
@@ -106,10 +101,10 @@ class ActiveAdapters:
     """The adapters of a batch's rows.
 
     Attributes:
-        layers: By layer of the part.
-        pages: [n] int64: all pages of these adapters, on the device.
-        is_others: [rows, n, 1, 1]: whether a page is not one of the row's own adapter.
-        magnitude_rows: [rows] int64: which row of `LinearPages.magnitudes` is the row's; None: all are 1.
+        layers: Pages by layer of the part.
+        pages: [n] int64 on the device: all pages of these adapters.
+        is_others: [rows, n, 1, 1] bool: whether a page does not belong to the row's own adapter.
+        magnitude_rows: [rows] int64: each row's row of `LinearPages.magnitudes`; None: all magnitudes are 1.
     """
 
     layers: Sequence[LayerPages]
@@ -126,12 +121,13 @@ class ActiveAdapters:
         owners: Tensor,
         magnitude_rows: Tensor | None = None,
     ) -> ActiveAdapters:
-        """From the first pages of each row's adapter [rows] and of each page's [n], all on the device."""
+        """Make it from the first page of each row's adapter [rows], all pages and their owners [n], on the
+        device."""
         is_others = (adapters[:, None] != owners)[:, :, None, None]
         return cls(layers, pages, is_others, magnitude_rows)
 
     def adapt(self, index: int, layer: LayerWeights) -> LayerWeights:
-        """A layer whose linear layers compute with these adapters, by its index in the part."""
+        """Return layer `index` of the part with linear layers that use these adapters."""
         pages = self.layers[index]
         return replace(
             layer,
@@ -149,7 +145,7 @@ class ActiveAdapters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLinear(Linear):
-    """A `Linear` to whose product each row's adapter adds its own, before the bias."""
+    """A `Linear` that adds the output of each row's adapter to its product, before the bias."""
 
     of: Linear
     pages: LinearPages
@@ -174,9 +170,9 @@ class FoundPages:
     """The adapter pages that a batch needs, on the host.
 
     Attributes:
-        pages: Page ids of all of its adapters.
-        owners: By page, the first page of its adapter.
-        magnitude_rows: As `ActiveAdapters.magnitude_rows`.
+        pages: Page ids of all adapters.
+        owners: For each page, the first page of its adapter.
+        magnitude_rows: See `ActiveAdapters.magnitude_rows`.
     """
 
     pages: NDArray[np.int64]
@@ -184,7 +180,7 @@ class FoundPages:
     magnitude_rows: NDArray[np.int64] | None
 
     def padded(self, count: int) -> NDArray[np.int64]:
-        """[2 * count]: pages, then owners, both filled up with a page that is no row's."""
+        """Return [2 * count]: pages, then owners, both padded with a page that belongs to no row."""
         filled = np.zeros((2, count), dtype=np.int64)
         filled[1] = _NO_OWNER
         filled[:, : len(self.pages)] = self.pages, self.owners
@@ -194,21 +190,21 @@ class FoundPages:
 class AdapterPool:
     """Memory for adapters of one rank's part of a model.
 
-    On a CPU what nobody has written to takes no memory.
+    On a CPU, memory that is never written takes no room.
 
     Args:
-        config: Of the whole model.
-        part: What this rank holds.
-        num_pages: At least one.
-        page_rank: Ranks that a page has room for.
-        dtype: Of the layers.
-        device: Where they are.
-        max_active_rank: Most ranks of all adapters that compute together; None: any.
+        config: Configuration of the whole model.
+        part: This rank's part of it.
+        num_pages: Number of pages, at least one.
+        page_rank: Number of ranks that a page has room for.
+        dtype: Data type of the layers.
+        device: The device of the layers.
+        max_active_rank: Maximum sum of ranks of the adapters in one computation; None: no limit.
 
     Attributes:
-        num_pages: As given.
-        page_rank: As given.
-        max_active_rank: As given.
+        num_pages: The argument of the same name.
+        page_rank: The argument of the same name.
+        max_active_rank: The argument of the same name.
         layers: The pages, by layer of the part.
     """
 
@@ -235,7 +231,7 @@ class AdapterPool:
         self._loaded: dict[int, _Loaded] = {}
 
     def load(self, load: AdapterLoad) -> None:
-        """Put an adapter into its pages, behind everything that the device has been asked for."""
+        """Load an adapter into its pages, after all work queued on the device."""
         taken = set(load.pages)
         self._loaded = {first: each for first, each in self._loaded.items() if taken.isdisjoint(each.pages)}
         memory = torch.zeros((len(load.pages), self._shapes.page_size), dtype=self._memory.dtype)
@@ -254,10 +250,10 @@ class AdapterPool:
         self._loaded[load.pages[0]] = _Loaded(load.pages, has_magnitudes)
 
     def find(self, adapters: NDArray[np.int64]) -> FoundPages:
-        """The pages of rows' adapters, of which each is named by its first page; -1 is none.
+        """Return the pages of rows' adapters, each of which is given by its first page; -1 for none.
 
         Raises:
-            ValueError: A row's adapter is not there.
+            ValueError: A row's adapter is not loaded.
         """
         firsts = sorted({*adapters.tolist()} - {-1})
         if missing := [first for first in firsts if first not in self._loaded]:
@@ -271,7 +267,10 @@ class AdapterPool:
         return FoundPages(np.array(pages, np.int64), np.array(owners, np.int64), magnitude_rows)
 
     def activate(self, adapters: NDArray[np.int64]) -> ActiveAdapters:
-        """For the rows [rows] of a batch, of which at least one has an adapter; ValueError as `find`."""
+        """Return the adapters of a batch's rows [rows], at least one of which has one.
+
+        Raises ValueError like `find`.
+        """
         found = self.find(adapters)
         parts = [adapters, found.pages, found.owners]
         if found.magnitude_rows is not None:
@@ -290,20 +289,18 @@ class _Shape:
 
 
 class _LayerShapes:
-    """The layout of a page: the place of every matrix in it.
+    """The layout of a page: the offset of every matrix in it.
 
     Attributes:
-        page_size: Numbers of a page.
-        num_outputs: Outputs of all linear layers together, as many as an adapter has magnitudes.
+        page_size: Number of elements of a page.
+        num_outputs: Number of outputs of all linear layers, which is also an adapter's number of magnitudes.
     """
 
     def __init__(self, held: DecoderConfig, page_rank: int) -> None:
         sizes = module_sizes(held)
-        up = _GATE_UP if held.gated_mlp else _UP
         self._shapes = [
             _Shape(modules, sizes[modules[0]].inner, tuple(sizes[module].outer for module in modules))
-            for modules in (_QKV, _OUTPUT, up, _DOWN)
-            if modules[0] in sizes
+            for modules in projections(held).values()
         ]
         self._num_layers = held.num_layers
         self._page_rank = page_rank
@@ -312,7 +309,7 @@ class _LayerShapes:
         self.num_outputs = held.num_layers * sum(b for _, b in widths)
 
     def layers(self, memory: Tensor, magnitudes: Tensor) -> list[LayerPages]:
-        """Views of `memory` [pages, page_size] and `magnitudes` [rows, num_outputs]."""
+        """Return views of `memory` [pages, page_size] and `magnitudes` [rows, num_outputs]."""
         begin = first_output = 0
         layers: list[LayerPages] = []
         for _ in range(self._num_layers):
@@ -331,7 +328,7 @@ class _LayerShapes:
 
 
 def page_bytes(held: DecoderConfig, page_rank: int, dtype: torch.dtype) -> int:
-    """Bytes that a page takes, with a row of magnitudes, for the part of a model that a rank holds."""
+    """Return the bytes of a page, including a row of magnitudes, for a rank's part of a model."""
     shapes = _LayerShapes(held, page_rank)
     return (shapes.page_size + shapes.num_outputs) * dtype.itemsize
 
@@ -341,6 +338,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy what lies on the host to `device`, without waiting for it."""
+    """Copy a host tensor to `device` asynchronously."""
     source = tensor.pin_memory() if device.type == "cuda" else tensor
     return source.to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Additional outputs: hidden states and top logits of the rows that requests want them of.
+"""Additional outputs: hidden states and top logits, for requests that ask for them.
 
-What an engine offers is settled when its model is loaded. A forward pass keeps the hidden states that lie between
-its layers only while a running request wants them. Knows no device. Called by the loop thread.
+The outputs that an engine offers are fixed when its model is loaded. A forward pass keeps the hidden states
+between its layers only while a running request wants them. Knows no device. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from inflight.additional_outputs import AdditionalModelOutput, Meaning, OfferedOutput, OutputKind, meaning_of
+from inflight.additional_outputs import Meaning, OfferedOutput, OutputKind, WantedOutput, meaning_of
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch, TokenDetails
 from inflight.errors import ConfigError
 from inflight.sampling.argmax import top_indices
 
 TokenRows = Mapping[int, Sequence[Tensor]]
-"""By slot: for each of its request's outputs [rows that choose tokens, width] float32."""
+"""By slot, for each of its request's outputs: [sampled rows, width] float32."""
 
 
 def offer(
-    outputs: Sequence[AdditionalModelOutput],
+    outputs: Sequence[WantedOutput],
     num_layers: int,
     hidden_size: int,
     vocab_size: int,
     first_layer: int = 0,
 ) -> tuple[OfferedOutput, ...]:
-    """The outputs that an engine offers where `outputs` are configured.
+    """Return the outputs that an engine offers, given the configured `outputs`.
 
     Args:
         outputs: The parameter additional_model_outputs.
-        num_layers: Of the model, like the next two.
-        hidden_size: Values of a hidden state.
-        vocab_size: Values of a row of logits.
-        first_layer: Of the last pipeline stage, which alone answers requests.
+        num_layers: Number of the model's layers.
+        hidden_size: Width of a hidden state.
+        vocab_size: Width of a row of logits.
+        first_layer: First layer of the last pipeline stage, which alone answers requests.
 
     Raises:
-        ConfigError: The model, or its last stage, does not have one of them.
+        ConfigError: The model, or its last stage, does not have one of the outputs.
     """
     offered: list[OfferedOutput] = []
     for output in outputs:
@@ -61,18 +61,19 @@ def offer(
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """The hidden states between layers that a forward pass is to keep.
+    """The hidden states between layers that a forward pass keeps.
 
     Attributes:
-        wanted: By the number of layers behind them; 0 for the embeddings.
-        found: The same number to [rows, hidden_size] in the model's dtype; a forward pass fills it.
+        wanted: Wanted hidden states, as numbers of layers computed before; 0 for the embeddings.
+        found: The hidden states by the same numbers, [rows, hidden_size] in the model's dtype; filled by a forward
+            pass.
     """
 
     wanted: frozenset[int] = frozenset()
     found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def keep(self, num_layers: int, hidden: Tensor) -> None:
-        """Keep a copy of the hidden states behind so many layers, if they are wanted."""
+        """Keep a copy of the hidden states after `num_layers` layers, if wanted."""
         if num_layers in self.wanted:
             self.found[num_layers] = hidden.clone()
 
@@ -84,7 +85,7 @@ class LayerOutputs:
     Attributes:
         last: [rows, hidden_size], the last layer's output.
         normalize: The model's final norm.
-        between: By the number of layers behind, as in `HiddenStates.found`.
+        between: Hidden states between layers, as in `HiddenStates.found`.
     """
 
     last: Tensor
@@ -96,15 +97,15 @@ class AdditionalOutputs:
     """The requests that want additional outputs, by slot.
 
     Args:
-        num_layers: Of the model.
+        num_layers: Number of the model's layers.
     """
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self._wanted: dict[int, tuple[AdditionalModelOutput, ...]] = {}
+        self._wanted: dict[int, tuple[WantedOutput, ...]] = {}
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Note which of the sequences that the batch starts want them, and forget those that ended."""
+        """Record the sequences started by the batch that want them, and forget released slots."""
         for slot in batch.released_slots:
             self._wanted.pop(slot, None)
         for start in batch.starts:
@@ -118,9 +119,9 @@ class AdditionalOutputs:
         return bool(self._wanted) and not self._wanted.keys().isdisjoint(_slots(batch))
 
     def between_layers(self, batch: ScheduledBatch) -> HiddenStates:
-        """The hidden states that a forward pass of the batch is to keep."""
-        asked = (self._wanted.get(slot, ()) for slot in _slots(batch))
-        meanings = (self._meaning(output) for outputs in asked for output in outputs)
+        """Return the hidden states that a forward pass of the batch must keep."""
+        wanted_outputs = (self._wanted.get(slot, ()) for slot in _slots(batch))
+        meanings = (self._meaning(output) for outputs in wanted_outputs for output in outputs)
         return HiddenStates(
             frozenset(each.number for each in meanings if each.kind is OutputKind.HIDDEN_STATES)
         )
@@ -128,13 +129,13 @@ class AdditionalOutputs:
     def of_tokens(
         self, batch: ScheduledBatch, layers: LayerOutputs, sampled_rows: Tensor, logits: Tensor
     ) -> TokenRows:
-        """The outputs of the rows that choose tokens, drafts that may be refused included.
+        """Return the outputs of sampled rows, including drafts that may be refused.
 
         Args:
-            batch: Whose slots `apply` has taken over.
-            layers: Of its rows.
-            sampled_rows: Which of them choose tokens, in the order of `ScheduledBatch.sampled_slots`.
-            logits: Of these rows, [n, vocab_size] float32.
+            batch: The batch, already passed to `apply`.
+            layers: The hidden states of its rows.
+            sampled_rows: Indices of the sampled rows, in the order of `ScheduledBatch.sampled_slots`.
+            logits: Logits of these rows, [n, vocab_size] float32.
         """
         found: dict[int, Sequence[Tensor]] = {}
         for slot, begin, end in _sampled(batch):
@@ -143,14 +144,14 @@ class AdditionalOutputs:
                 found[slot] = [self.values(output, layers, rows, of_rows) for output in outputs]
         return found
 
-    def needs_logits(self, output: AdditionalModelOutput) -> bool:
+    def needs_logits(self, output: WantedOutput) -> bool:
         """Whether an output is computed from logits."""
         return self._meaning(output).kind in (OutputKind.TOP_LOGITS, OutputKind.TOP_LOGIT_IDS)
 
     def values(
-        self, output: AdditionalModelOutput, layers: LayerOutputs, rows: Tensor, logits: Tensor | None
+        self, output: WantedOutput, layers: LayerOutputs, rows: Tensor, logits: Tensor | None
     ) -> Tensor:
-        """[n, width] float32 of an output, of the rows [n] int64, whose logits are `logits` if it needs them."""
+        """Return an output's values [n, width] float32 for the rows [n] int64; `logits` are theirs, if needed."""
         meaning = self._meaning(output)
         if meaning.kind is OutputKind.LAST_HIDDEN_STATE:
             return layers.normalize(layers.last[rows]).float()
@@ -160,15 +161,15 @@ class AdditionalOutputs:
         indices = top_indices(logits, meaning.number)
         return logits.gather(1, indices) if meaning.kind is OutputKind.TOP_LOGITS else indices.float()
 
-    def _meaning(self, output: AdditionalModelOutput) -> Meaning:
-        """The meaning of an output's name; after all layers comes the final norm, as in transformers."""
+    def _meaning(self, output: WantedOutput) -> Meaning:
+        """Return the meaning of an output's name. As in transformers, the final norm follows the last layer."""
         meaning = meaning_of(output.name)
         is_last = meaning.kind is OutputKind.HIDDEN_STATES and meaning.number == self._num_layers
         return Meaning(OutputKind.LAST_HIDDEN_STATE) if is_last else meaning
 
 
 def with_token_rows(output: ModelOutput, batch: ScheduledBatch, found: TokenRows) -> ModelOutput:
-    """The answer to a batch with `AdditionalOutputs.of_tokens`, of the chosen tokens; waits for the device."""
+    """Add `AdditionalOutputs.of_tokens` of the chosen tokens to a batch's answer; waits for the device."""
     details = dict(output.details)
     for slot, token_ids in zip(batch.sampled_slots(), output.token_ids, strict=True):
         if token_ids and slot in found:

@@ -41,22 +41,21 @@ class Collectives(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         ...
 
     @property
     def communicator(self) -> Any:
-        """The communicator for users other than torch: between GPUs a capsule with NCCL's ncclComm_t, on a
-        CPU `self`.
-        """
+        """The communicator for users other than torch: between GPUs a capsule with NCCL's ncclComm_t, on a CPU
+        `self`."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, the same bits on each; `tensor` may be written over."""
+        """Return the sum over all ranks, bitwise equal on each; `tensor` may be overwritten."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, by rank, one after another along the last dimension."""
+        """Return all ranks' tensors, by rank, concatenated along the last dimension."""
         ...
 
 
@@ -67,11 +66,11 @@ class Alone:
     communicator = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """`tensor`: there is nothing to add."""
+        """Return `tensor`."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """`tensor`: there is nothing to put beside it."""
+        """Return `tensor`."""
         return tensor
 
 
@@ -81,7 +80,7 @@ ALONE = Alone()
 class MpiCollectives:
     """`Collectives` for tensors on the CPU.
 
-    MPI knows no bfloat16 and no float16: those are added up in float32.
+    MPI has no bfloat16 and float16; these are added up in float32.
     """
 
     def __init__(self, stage: MpiStage) -> None:
@@ -90,34 +89,34 @@ class MpiCollectives:
         self._stage = stage
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that share this stage's layers."""
+        """Return the sum over the ranks that share this stage's layers."""
         total = tensor.float().contiguous()
         self._stage.all_reduce(total.numpy())
         return total.to(tensor.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, by rank, along the last dimension."""
-        mine = tensor.contiguous()
-        all_ranks = torch.empty((self.size, *mine.shape), dtype=mine.dtype)
-        self._stage.all_gather(_bytes_of(mine), _bytes_of(all_ranks))
+        """Return all ranks' tensors, by rank, concatenated along the last dimension."""
+        own_tensor = tensor.contiguous()
+        all_ranks = torch.empty((self.size, *own_tensor.shape), dtype=own_tensor.dtype)
+        self._stage.all_gather(_bytes_of(own_tensor), _bytes_of(all_ranks))
         return torch.cat(all_ranks.unbind(0), dim=-1)
 
 
 class TorchCollectives:
-    """`Collectives` over torch.distributed, whose process groups it owns. Every rank makes one at the same time.
+    """`Collectives` over torch.distributed, whose process groups it owns. Created on every rank at the same time.
 
     Args:
-        world: All ranks.
-        mapping: This rank's place in the model.
-        leader_addresses: Where rank 0 is reached; `Peer.leader_address` of this rank's peers.
-        device: This rank's: NCCL connects GPUs, gloo CPUs.
+        world: The world of all ranks.
+        mapping: This rank's position.
+        leader_addresses: Addresses of rank 0; `Peer.leader_address` of this rank's peers.
+        device: This rank's device: NCCL connects GPUs, gloo CPUs.
     """
 
     def __init__(
         self, world: MpiWorld, mapping: Mapping, leader_addresses: Sequence[str], device: torch.device
     ) -> None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # NCCL takes the current one
+            torch.cuda.set_device(device)  # NCCL uses the current device
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=_meet_at_store(world, leader_addresses),
@@ -133,36 +132,36 @@ class TorchCollectives:
 
     @property
     def communicator(self) -> Any:
-        """As `Collectives.communicator`; every rank asks at the same time."""
+        """See `Collectives.communicator`; called on every rank at the same time."""
         if self._device.type != "cuda":
             return self
         dist.all_reduce(
             torch.zeros(1, device=self._device), group=self._group
-        )  # NCCL begins with the first call
+        )  # NCCL is initialized at the first call
         return _capsule(self._group._get_backend(self._device)._comm_ptr())  # pyright: ignore
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that share this stage's layers, in the tensor's dtype."""
+        """Return the sum over the ranks that share this stage's layers, in the tensor's dtype."""
         total = tensor.contiguous()
         dist.all_reduce(total, group=self._group)
         return total
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, by rank, along the last dimension."""
-        mine = tensor.contiguous()
-        all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(all_ranks, mine, group=self._group)
+        """Return all ranks' tensors, by rank, concatenated along the last dimension."""
+        own_tensor = tensor.contiguous()
+        all_ranks = [torch.empty_like(own_tensor) for _ in range(self.size)]
+        dist.all_gather(all_ranks, own_tensor, group=self._group)
         return torch.cat(all_ranks, dim=-1)
 
     def leave(self) -> None:
-        """The orderly end, on every rank at the same time. Not after a loss: it may wait for the lost one."""
+        """Leave normally, on every rank at the same time. Not after a loss: it may wait for the lost rank."""
         dist.destroy_process_group()
 
 
 def _meet_at_store(world: MpiWorld, leader_addresses: Sequence[str]) -> _Store:
     if world.rank > 0:
         return _store(leader_addresses[0], int(world.broadcast()), None)
-    is_local = set(leader_addresses) <= {_LOOPBACK}  # a store asks nobody who they are
+    is_local = set(leader_addresses) <= {_LOOPBACK}  # a store does not authenticate its clients
     with socket.create_server((_LOOPBACK if is_local else "", 0), backlog=world.size) as listening:
         port = listening.getsockname()[1]
         store = _store(_LOOPBACK, port, listening.detach())
@@ -171,7 +170,7 @@ def _meet_at_store(world: MpiWorld, leader_addresses: Sequence[str]) -> _Store:
 
 
 def _store(address: str, port: int, listening: int | None) -> _Store:
-    """A connection to the store, or with a listening socket's descriptor the store itself."""
+    """Connect to the store, or with a listening socket's descriptor create the store."""
     return _Store(
         address,
         port,
@@ -183,7 +182,7 @@ def _store(address: str, port: int, listening: int | None) -> _Store:
 
 
 def join_logits(logits: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:
-    """[rows, vocab_size] from every rank's [rows, its part]; the last ranks may have fewer ids, or none."""
+    """Return [rows, vocab_size] from every rank's [rows, its part]; the last ranks may have fewer ids, or none."""
     if collectives.size == 1:
         return logits
     widest = -(-vocab_size // collectives.size)
@@ -192,12 +191,12 @@ def join_logits(logits: Tensor, vocab_size: int, collectives: Collectives) -> Te
 
 
 def make_stage_link(mapping: Mapping, link: MpiStageLink, example: Tensor) -> StageLink:
-    """The link that hands hidden states, [rows, hidden_size], to the next stage.
+    """Return the link that passes hidden states, [rows, hidden_size], to the next stage.
 
     Args:
-        mapping: This rank's place in the model.
-        link: Over MPI, for nothing else.
-        example: A tensor with the hidden states' width, dtype and device.
+        mapping: This rank's position.
+        link: A link over MPI, used for nothing else.
+        example: A tensor with the width, dtype and device of the hidden states.
     """
     if example.device.type == "cpu":
         return CpuStageLink(link, example)
@@ -212,11 +211,11 @@ class CpuStageLink:
         self._example = example
 
     def send(self, hidden: Tensor | None) -> None:
-        """To the next stage; None: the batch has failed."""
+        """Send to the next stage; None: the batch has failed."""
         self._link.send(None if hidden is None else _bytes_of(hidden.contiguous()))
 
     def receive(self, num_rows: int) -> Tensor | None:
-        """From the stage before, [num_rows, hidden_size]; None if the batch has failed there."""
+        """Receive [num_rows, hidden_size] from the previous stage; None if the batch has failed there."""
         hidden = self._example.new_empty(num_rows, self._example.shape[-1])
         return hidden if self._link.receive(_bytes_of(hidden)) else None
 
@@ -224,8 +223,8 @@ class CpuStageLink:
 class TorchStageLink:
     """A `StageLink` for hidden states on a GPU, over torch.distributed.
 
-    Whether there is a hidden state at all crosses between the CPUs, so that nobody has to wait for the device to
-    know it.
+    A message between the CPUs tells whether there are hidden states, so that knowing this needs no wait for the
+    device.
     """
 
     def __init__(self, mapping: Mapping, link: MpiStageLink, example: Tensor) -> None:
@@ -237,22 +236,22 @@ class TorchStageLink:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, hidden: Tensor | None) -> None:
-        """To the next stage; None: the batch has failed. Waits for none but the send pp_size before it."""
+        """Send to the next stage; None: the batch has failed. Waits only for the send pp_size calls before."""
         if hidden is None:
             self._link.send(None)
             return
         while len(self._sending) >= self._most_sends:
             self._sending.popleft()[0].wait()
         self._link.send(np.ones(1, np.uint8))
-        kept = hidden.contiguous()
-        work = dist.isend(kept, self._next)
+        message = hidden.contiguous()
+        work = dist.isend(message, self._next)
         assert work is not None, "only ranks outside of a group get none"
-        self._sending.append((work, kept))
+        self._sending.append((work, message))
 
     def receive(self, num_rows: int) -> Tensor | None:
-        """From the stage before, [num_rows, hidden_size]; None if the batch has failed there.
+        """Receive [num_rows, hidden_size] from the previous stage; None if the batch has failed there.
 
-        On a GPU it may still be on its way.
+        On a GPU the data may still be in transit.
         """
         if not self._link.receive(np.empty(1, np.uint8)):
             return None
@@ -262,12 +261,12 @@ class TorchStageLink:
 
 
 def _capsule(address: int) -> Any:
-    """A Python capsule around an address."""
+    """Return a Python capsule with an address."""
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     return make(address, None, None)
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,8 +1,8 @@
-"""The outputs about a prompt: logits, log probabilities and additional outputs of every position.
+"""Outputs about a prompt: logits, log probabilities and additional outputs of every position.
 
-The logits of a whole prompt would be large, so they are computed for a slice of its rows at a time and kept on
-the host, or, where only log probabilities are wanted, not at all. Rows that nobody asks for cost nothing. Called
-by the loop thread.
+The logits of a whole prompt would be large, so they are computed for a slice of its rows at a time and stored on
+the host, or not at all if only log probabilities are wanted. Rows without such outputs cost nothing. Used on the
+loop thread.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from inflight.core.schedule.batch import ContextChunk, ContextDetails, Scheduled
 from inflight.engine.additional_outputs import AdditionalOutputs, LayerOutputs
 
 MakeLogits = Callable[[Tensor, Tensor], Tensor]
-"""Logits [n, vocab_size] float32 from hidden states [rows, hidden_size], of the rows [n] int64."""
+"""Computes logits [n, vocab_size] float32 of the rows [n] int64 of hidden states [rows, hidden_size]."""
 
 _SLICE_BYTES = 1 << 25
-"""Size of the logits of a slice: little beside what is left of a device's memory, enough for its kernels."""
+"""Size of a slice's logits: small compared with the device's remaining memory, large enough for its kernels."""
 
 
 class ContextOutputs:
     """The requests that want context outputs, by slot.
 
     Args:
-        vocab_size: Length of a row of logits.
-        is_kept: Whether outputs are kept; other ranks of the last stage only take part in computing logits.
-        additional: Makes the additional outputs of rows.
+        vocab_size: Width of a row of logits.
+        is_kept: Whether outputs are stored; other ranks of the last stage only take part in computing logits.
+        additional: Computes additional outputs of rows.
     """
 
     def __init__(self, vocab_size: int, is_kept: bool, additional: AdditionalOutputs) -> None:
@@ -40,7 +40,7 @@ class ContextOutputs:
         self._requests: dict[int, Request] = {}
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Note which of the sequences that the batch starts want context outputs, and forget those that ended."""
+        """Record the sequences started by the batch that want context outputs, and forget released slots."""
         for slot in batch.released_slots:
             self._requests.pop(slot, None)
         for start in batch.starts:
@@ -55,12 +55,12 @@ class ContextOutputs:
         layers: LayerOutputs,
         make_logits: MakeLogits,
     ) -> dict[int, ContextDetails]:
-        """The outputs by slot, for the chunks that want them; waits for the device if there are any.
+        """Return the outputs by slot, for chunks that want them; waits for the device if there are any.
 
         Args:
-            batch: Whose slots `apply` has taken over.
-            layers: Of its rows, laid out as `pack` does.
-            make_logits: The model's.
+            batch: The batch, already passed to `apply`.
+            layers: Hidden states of its rows, in the order of `pack`.
+            make_logits: Computes the model's logits.
         """
         details: dict[int, ContextDetails] = {}
         first_row = 0
@@ -75,12 +75,12 @@ class ContextOutputs:
     ) -> ContextDetails:
         request, hidden = self._requests[chunk.slot], layers.last
         prompt, outputs = request.input_token_ids, request.output.gathered_outputs
-        # Rows after the prompt are drafts, or what had been generated before a pause.
+        # Rows after the prompt are drafts, or tokens generated before a pause.
         num_rows = min(len(chunk.token_ids), max(0, len(prompt) - chunk.start))
         rows = torch.arange(first_row, first_row + num_rows, device=hidden.device)
         following = prompt[chunk.start + 1 : chunk.start + 1 + num_rows]
         token_ids = torch.tensor(following, dtype=torch.int64, device=hidden.device)
-        kept = BytesIO()  # hands out what was written without another copy
+        kept = BytesIO()  # returns its content without another copy
         log_probs: list[float] = []
         additional = [BytesIO() for _ in outputs]
         for begin in range(0, num_rows, self._slice_rows):
@@ -106,6 +106,6 @@ class ContextOutputs:
 
 
 def _log_probs(logits: Tensor, token_ids: Tensor) -> list[float]:
-    """log_softmax of each row at its token; the last row of a prompt has none."""
+    """Return log_softmax of each row at its token; the last row of a prompt has no token."""
     logits = logits[: token_ids.shape[0]]
     return logits.log_softmax(dim=-1).gather(1, token_ids[:, None]).squeeze(1).tolist()

@@ -1,6 +1,6 @@
-"""Debug tensors: what the forward pass of each iteration was given, and its logits, for people who look into it.
+"""Debug tensors: the inputs and logits of each iteration's forward pass, for inspection.
 
-They go to files, or are kept for the last iterations. Each rank writes down its own. Knows no device. The loop
+They are written to files, or kept for the last iterations. Each rank writes its own. Knows no device. The loop
 thread writes; any thread may read.
 """
 
@@ -33,10 +33,10 @@ class DebugTensorsPerIteration:
 
     Attributes:
         iter: Number of the iteration.
-        debug_tensors: By name: `input_ids` and `positions` [rows] int32 and `sequence_length` [sequences] int32,
-            how many tokens of each sequence are computed with this iteration, in the order of the packed rows; and
-            at the last stage `logits` [rows that choose tokens, vocab_size] float32, in that order too, as the
-            model has made them.
+        debug_tensors: By name: `input_ids` and `positions` [rows] int32, and `sequence_length` [sequences] int32,
+            the number of tokens of each sequence computed after this iteration, in the order of packed rows; at
+            the last stage also `logits` [sampled rows, vocab_size] float32, in the same order, the model's
+            unchanged logits.
     """
 
     iter: int
@@ -44,14 +44,14 @@ class DebugTensorsPerIteration:
 
 
 class DebugTensors:
-    """Writes tensors down, iteration by iteration.
+    """Records tensors of every iteration.
 
     Args:
-        names: Which.
-        max_iterations: For how many iterations they are kept; 0: they go to files.
-        folder: Where the files go; a place where others can make files is a place where they can lay traps, so
-            it has to be a folder of this user's that nobody else may write to, or one that is not there yet.
-        rank: The folders below it that lead to this rank's files, `iteration_<number>/<tensor>.npy`.
+        names: Names of the tensors.
+        max_iterations: Number of iterations to keep; 0: they are written to files.
+        folder: The folder for the files. It must belong to this user and not be writable for others, who could
+            plant links there, or not exist yet.
+        rank: Folders below it for this rank's files, `iteration_<number>/<tensor>.npy`.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class DebugTensors:
 
     @classmethod
     def from_config(cls, config: EngineConfig, pp_rank: int, tp_rank: int) -> DebugTensors | None:
-        """The debug tensors that the parameters ask for, or None.
+        """Return the debug tensors that the parameters ask for, or None.
 
-        Each rank has its own folder, counted from 1.
+        Each rank has its own folder, numbered from 1.
         """
         names = {
             *config.debug_tensor_names,
@@ -87,12 +87,12 @@ class DebugTensors:
         return cls(frozenset(names), most, folder, rank)
 
     def write(self, iteration: int, packed: PackedBatch, logits: Tensor | None) -> None:
-        """Write an iteration down; waits for the device.
+        """Record an iteration; waits for the device.
 
         Args:
             iteration: Its number.
-            packed: Its rows.
-            logits: In the order of `packed.sampled_rows`; None before the last stage.
+            packed: Its packed rows.
+            logits: Logits in the order of `packed.sampled_rows`; None before the last stage.
         """
         if not self._names:
             return
@@ -111,7 +111,7 @@ class DebugTensors:
             self._kept.append(DebugTensorsPerIteration(iteration, found))
 
     def latest(self) -> list[DebugTensorsPerIteration]:
-        """The last iterations since the last call, oldest first; always empty where they go to files."""
+        """Return the iterations recorded since the last call, oldest first; always empty if they go to files."""
         with self._lock:
             kept = list(self._kept)
             self._kept.clear()
@@ -123,7 +123,7 @@ class DebugTensors:
                 for name, values in found.items():
                     with _created(f"{name}.npy", folder) as file:
                         np.save(file, values)
-        except OSError as error:  # requests must not end for a full disk
+        except OSError as error:  # a full disk must not end requests
             _log.error("debug tensors are not written any more: debug_tensors_dir %s: %s", root, error)
             self._names = frozenset()
 
@@ -135,7 +135,7 @@ _FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def _opened(root: Path, below: tuple[str, ...]) -> Iterator[int]:
-    """A descriptor of a folder below `root`, made where it is missing; OSError where files are not safe there."""
+    """Open a folder below `root`, created if missing; yields its descriptor. Raises OSError if it is not safe."""
     root.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.ExitStack() as stack:
         folder = None
@@ -152,5 +152,5 @@ def _opened(root: Path, below: tuple[str, ...]) -> Iterator[int]:
 
 
 def _created(name: str, folder: int) -> IO[bytes]:
-    """A new or emptied file in a folder, never what a link leads to."""
+    """Create or truncate a file in a folder, without following links."""
     return open(name, "wb", opener=lambda path, _: os.open(path, _FILE, 0o600, dir_fd=folder))

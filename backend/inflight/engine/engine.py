@@ -1,7 +1,7 @@
-"""One engine for every device: a ModelRunner computes logits, and the Sampler chooses tokens from them.
+"""One engine for every device: a ModelRunner computes logits, and the Sampler samples tokens from them.
 
-Where several ranks share a model, one of them has a runner and the Sampler, the others have a runner alone, and
-`ranks/rank_engine.py` keeps them in step. One thread calls all of it, the loop's.
+If several ranks share a model, one of them has a runner and the Sampler, the others only a runner, and
+`ranks/rank_engine.py` keeps them in step. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from inflight.sampling import Choice, Sampler
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A batch between `forward` and `decode`, which may come after the next `forward`.
+    """A batch between `forward` and `decode`; another `forward` may come in between.
 
     Attributes:
-        result: The tokens that the device has chosen, if the batch samples on the device, and what is left to do
-            for its rows that need the host; else the logits to choose from, as `ModelRunner.run` returns them.
-        positions: [rows] on the host: where in its sequence the token belongs that each row chooses.
-        outputs: What the forward pass has made beside.
+        result: If the batch samples on the device, its tokens and the remaining work for rows that need the host;
+            otherwise the logits to sample from, as `ModelRunner.run` returns them.
+        positions: [rows] on the host: the position in its sequence of the token that each row samples.
+        outputs: The other outputs of the forward pass.
     """
 
     result: Choice | Tensor
@@ -40,21 +40,21 @@ class Pending:
 
 
 class ModelEngine:
-    """Implements `inflight.core.ports.Engine` with a runner of a whole model and a Sampler.
+    """`inflight.core.ports.Engine` with a runner of a whole model and a Sampler.
 
     With a runner of the last pipeline stage it is one of that stage's ranks, for `RankEngine`: the one that
-    chooses tokens, or one whose Sampler only calls the logits post-processors, so that what they keep is the same
-    at all ranks with these logits.
+    samples, or one whose Sampler only calls the logits post-processors, so that their state is the same on all
+    ranks that have these logits.
 
     Args:
-        runner: Closed with this object.
-        sampler: Chooses the tokens.
-        chooses_tokens: Whether this rank does; if not, another chooses from the same logits.
+        runner: The runner; closed with this object.
+        sampler: Samples the tokens.
+        chooses_tokens: Whether this rank samples; if not, another rank samples from the same logits.
 
     Attributes:
-        limits: What requests and batches may ask for.
-        runner: As given.
-        sampler: As given.
+        limits: The limits for requests and batches.
+        runner: The argument of the same name.
+        sampler: The argument of the same name.
     """
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, chooses_tokens: bool = True) -> None:
@@ -65,7 +65,7 @@ class ModelEngine:
 
     @property
     def decoder_config(self) -> DecoderConfig:
-        """The checkpoint's description of the model."""
+        """The checkpoint's configuration of the model."""
         return self.runner.decoder_config
 
     @property
@@ -75,7 +75,7 @@ class ModelEngine:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence, by the checkpoint."""
+        """The checkpoint's end ids."""
         return self.runner.eos_token_ids
 
     @property
@@ -90,13 +90,13 @@ class ModelEngine:
 
     @torch.inference_mode()
     def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Pending:
-        """Run the forward pass, and let the device choose the tokens of a batch that samples on the device.
+        """Run the forward pass, and start sampling if the batch samples on the device.
 
-        If this or `decode` raises, whatever the reason, the sequences of the batch have to start again; nothing
-        else is affected. `hidden` is as for `ModelRunner.run`.
+        If this or `decode` raises, for whatever reason, the sequences of the batch have to start again; others are
+        not affected. For `hidden` see `ModelRunner.run`.
 
         Raises:
-            ValueError: As `ModelRunner.run`; or a row carries on a sequence whose last batch failed.
+            ValueError: See `ModelRunner.run`; or a row continues in a void slot.
             StepFailed: There is too little memory for the batch.
         """
         runner = self.runner
@@ -115,27 +115,28 @@ class ModelEngine:
 
     @torch.inference_mode()
     def decode(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
-        """Choose what follows every sampled row, and feed it to its slot next; beams are only ranked.
+        """Sample the next token of every sampled row, which is the slot's next input; beams are only ranked.
 
-        Called before the next `forward`, but for a batch that samples on the device: before the one after that.
+        Called before the next `forward`, or for a batch that samples on the device before the one after it.
 
         Raises:
-            FloatingPointError: The model's logits are not numbers; names the slots.
-            StepFailed: As `forward`.
+            FloatingPointError: The model's logits are not finite; names the slots.
+            StepFailed: See `forward`.
         """
         with self.runner.void_slots.watch(batch), computing(batch.num_rows):
             return self.choose(batch, pending)
 
     @torch.inference_mode()
     def choose(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
-        """`decode` at one of several ranks, right after `forward`. If it raises, `forget` makes the slots void.
+        """Do `decode`'s work on one of several ranks, right after `forward`. If it raises, `forget` marks the
+        slots void.
 
-        Other ranks do not know yet that the batch has failed, and a batch that is in flight behind it may carry on
-        in its slots: all ranks have to compute that one, or none.
+        The other ranks do not know yet that the batch has failed, and a later batch in flight may continue in its
+        slots: either all ranks compute that one, or none does.
         """
         if isinstance(pending.result, Choice):
             output = self.sampler.finish(batch, pending.result, pending.positions)
-            if pending.result.host_slots:  # the others have been fed, and their next rows may be in flight
+            if pending.result.host_slots:  # other slots have been fed, and their next rows may be in flight
                 self.runner.slots.remember(batch, output, pending.result.host_slots)
         else:
             output = self.sampler.decode(batch, pending.result, pending.positions)
@@ -147,7 +148,7 @@ class ModelEngine:
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """Take over tokens that another rank has chosen: slots are fed them next, post-processors see them."""
+        """Record tokens that another rank has sampled, as the slots' next inputs and for post-processors."""
         self.runner.remember(batch, output)
         self.sampler.remember(batch, output)
 

@@ -1,6 +1,6 @@
-"""Large host memory in huge pages, where the kernel has them: fewer page faults, fewer misses when reading.
+"""Large host allocations in huge pages, if the kernel supports them, for fewer page faults and TLB misses.
 
-It costs nothing until it is used. An `Arena` or a `Recycled` belongs to one thread.
+Memory takes no room until it is used. An `Arena` or a `Recycled` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _REGION = 64 << 20  # bytes
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros with memory of its own."""
+    """Return a tensor of zeros with its own memory."""
     count = torch.Size(shape).numel()
     return _map(max(1, count * dtype.itemsize))[: count * dtype.itemsize].view(dtype).view(shape)
 
 
 class Arena:
-    """Tensors side by side in a few regions, for those that are too small for huge pages by themselves."""
+    """Allocates tensors side by side in a few regions, for tensors too small for huge pages of their own."""
 
     def __init__(self) -> None:
         self._region = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """[count], at a multiple of 64 bytes; lives as long as it is referred to, with its region."""
+        """Return [count] elements, aligned to 64 bytes. The region lives as long as any of its tensors."""
         size = count * dtype.itemsize
         padded = -(-size // _ALIGNMENT) * _ALIGNMENT
         if padded > len(self._region):
@@ -40,15 +40,15 @@ class Arena:
 
 
 class Recycled:
-    """Tensors in memory that earlier ones were in: newly mapped memory costs a page fault for every page."""
+    """Allocates tensors in memory of earlier ones: newly mapped memory costs a page fault per page."""
 
     def __init__(self) -> None:
         self._memories: list[mmap.mmap] = []
-        nobodys = [object()]
-        self._unused = sys.getrefcount(nobodys[0])
+        unreferenced = [object()]
+        self._unused = sys.getrefcount(unreferenced[0])
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As torch.empty, in memory that no tensor refers to any more, not even a view."""
+        """Return a tensor like torch.empty, in memory to which no tensor or view refers any more."""
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
@@ -70,6 +70,6 @@ def _map(size: int) -> Tensor:
 
 def _map_memory(size: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
-    with contextlib.suppress(OSError, AttributeError):  # a kernel without them
+    with contextlib.suppress(OSError, AttributeError):  # not supported by this kernel
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

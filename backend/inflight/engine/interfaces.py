@@ -1,7 +1,7 @@
-"""The interfaces that a ModelRunner needs: of a decoder, and of a KV cache.
+"""The interfaces of a ModelRunner's decoder and KV cache.
 
 `layers/decoder.py`, `cpu/decoder.py` and `layers/transformers_decoder.py` compute layers over `kv_cache.py`;
-`tensorrt/` has a decoder and a cache of its own.
+`tensorrt/` has its own decoder and cache.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class RunnerDecoder(Protocol):
 
     @property
     def row_kernels(self) -> RowKernels:
-        """Computes over rows of logits when tokens are chosen."""
+        """Kernels on rows of logits, for sampling."""
         ...
 
     @property
     def kernels(self) -> str:
-        """The implementation that computes the layers."""
+        """Name of the implementation of the layers."""
         ...
 
     @property
     def needs_cleared_blocks(self) -> bool:
-        """Whether what a KV block held before may reach a sequence that takes it over."""
+        """Whether the previous content of a KV block may affect a sequence that takes it over."""
         ...
 
     def forward(
@@ -50,41 +50,41 @@ class RunnerDecoder(Protocol):
         hidden: Tensor | None = None,
         between: HiddenStates | None = None,
     ) -> Tensor:
-        """The last layer's output, of the cache's own kind."""
+        """Compute the last layer's output, and fill the cache."""
         ...
 
     def forward_to_logits(self, packed: PackedBatch, cache: Any, hidden: Tensor | None = None) -> Tensor:
-        """`logits` of the rows that choose tokens."""
+        """Return `logits` of the sampled rows."""
         ...
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The logits of `rows` of the hidden states that `forward` returned."""
+        """Return the logits of `rows` of `forward`'s output."""
         ...
 
     def normalize(self, hidden: Tensor) -> Tensor:
-        """The final norm of what `forward` returned."""
+        """Apply the final norm to `forward`'s output."""
         ...
 
     def load_adapter(self, load: AdapterLoad) -> None:
-        """Put an adapter into its pages."""
+        """Load an adapter into its pages."""
         ...
 
 
 class RecordedDecoder(RunnerDecoder, Protocol):
-    """The further members of a decoder that `IterationGraphs` uses; `Decoder` documents each."""
+    """The additional members of a decoder that `IterationGraphs` uses; see `Decoder`."""
 
     adapters: AdapterPool | None
 
     @property
     def takes_fixed_rows(self) -> bool:
-        """Whether batches with chunks can be recorded, too."""
+        """Whether batches with chunks can be recorded too."""
         ...
 
     def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits | None:
-        """The tile limits of a recorded batch with so many rows and about so many chunks; None if it is too
-        large.
+        """Return the tile limits of a recorded batch with `num_rows` rows and about `num_chunks` chunks; None if
+        too large.
 
-        Asked only where `takes_fixed_rows`.
+        Called only if `takes_fixed_rows`.
         """
         ...
 
@@ -96,7 +96,7 @@ class RecordedDecoder(RunnerDecoder, Protocol):
         between: HiddenStates | None = None,
         active: ActiveAdapters | None = None,
     ) -> Tensor:
-        """The last layer's output, of these adapters."""
+        """Compute the last layer's output with these adapters."""
         ...
 
 
@@ -111,7 +111,7 @@ class BlockCache(Protocol):
         ...
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Give each target block what its source holds."""
+        """Copy each source block to its target block."""
         ...
 
     def clear(self, block_ids: Tensor) -> None:
@@ -119,18 +119,19 @@ class BlockCache(Protocol):
         ...
 
     def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:
-        """Called before every forward pass, behind the batch's block copies: get ready what its rows read.
+        """Prepare the data that the batch's rows read; called before every forward pass, after the batch's block
+        copies.
 
         Args:
-            batch: What runs.
-            num_tokens: [slots]: how many tokens of each slot the cache has.
+            batch: The batch.
+            num_tokens: [slots] number of tokens of each slot in the cache.
         """
         ...
 
     def forget(self, batch: ScheduledBatch) -> None:
-        """The batch has failed: what its forward pass has written is not known."""
+        """Handle a failed batch: the content written by its forward pass is unknown."""
         ...
 
     def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:
-        """Whether `num_rows` of the null slot can be written in one batch with these slots' rows."""
+        """Whether `num_rows` rows of the null slot can be written in one batch with rows of these slots."""
         ...

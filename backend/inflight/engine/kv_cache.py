@@ -1,12 +1,12 @@
 """The paged KV cache: keys and values of every layer in blocks of a fixed number of tokens.
 
-Layout [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]; 2 is keys, values. With latent attention it is 1:
-values are what keys are, and stored once. Where keys and values are rounded to 8 bits (`kv_rounding.py`) that
-tensor is of bytes, and another has their scales, [layers, 2, blocks, tokens_per_block, kv_heads]. Compiled layers
-have an order of their own inside a block (cpu/source/attention.h) and use neither `write` nor `gather`. Which
-sequence holds which block is not known here. One block more than the scheduler knows of, the null block, is zero:
-it fills block tables up where a batch's sequences differ in length. With CUDA graphs, whose attention never reads
-past a sequence's end, the rows that fill a batch up write there instead.
+Layout [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]; 2 is keys, values. With latent attention it is 1,
+as values are part of the keys. If keys and values are rounded to 8 bits (`kv_rounding.py`), this tensor has bytes,
+and another one has their scales, [layers, 2, blocks, tokens_per_block, kv_heads]. Compiled layers have their own
+order inside a block (cpu/source/attention.h) and use neither `write` nor `gather`. The cache does not know which
+sequence has which block. The null block, one more than the scheduler knows, is zero and pads block tables of
+shorter sequences. With CUDA graphs, whose attention never reads past a sequence's end, padding rows write to it
+instead.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from inflight.engine.packing import PackedBatch
 from inflight.models import DecoderConfig
 
 Numbers = NDArray[np.int64] | list[int]
-"""Of rows, on the host: their slots, or positions."""
+"""Slots or positions of rows, on the host."""
 
 
 def block_bytes(
     decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype, rounding: KvRounding | None = None
 ) -> int:
-    """Bytes of one block over all layers, scales included."""
-    num_heads = decoder.cached_size // decoder.head_dim  # of keys, and of values where these are apart
+    """Return the bytes of one block over all layers, including scales."""
+    num_heads = decoder.cached_size // decoder.head_dim  # of keys, and of values if these are separate
     return decoder.num_layers * tokens_per_block * num_heads * head_bytes(decoder, dtype, rounding)
 
 
 def describe_rounding(decoder: DecoderConfig, rounding: KvRounding) -> str:
-    """How keys and values are stored, and what that saves, in words."""
+    """Describe how keys and values are stored and the memory that is saved."""
     whole, stored = (block_bytes(decoder, 1, torch.bfloat16, each) for each in (None, rounding))
     return (
         f"keys and values in {rounding.name} with a scale for each token and head, {whole / stored:.2f} times the "
@@ -44,7 +44,7 @@ def describe_rounding(decoder: DecoderConfig, rounding: KvRounding) -> str:
 
 
 def cache_places(packed: PackedBatch, tokens_per_block: int) -> Tensor:
-    """[rows], where each token's keys and values go: block * tokens_per_block + offset."""
+    """Return [rows]: the place of each token's keys and values, block * tokens_per_block + offset."""
     blocks = packed.block_tables[packed.slots, packed.positions // tokens_per_block]
     return blocks * tokens_per_block + packed.positions % tokens_per_block
 
@@ -53,17 +53,17 @@ class KvCache:
     """Device memory for `num_blocks` blocks and the null block.
 
     Args:
-        decoder: As this rank computes it.
-        num_blocks: That sequences may have.
-        tokens_per_block: Of each.
-        dtype: Of the keys and values that are written and read.
-        device: Where the memory is.
-        rounding: How they are stored; None: as they are.
+        decoder: The decoder, as this rank computes it.
+        num_blocks: Number of blocks for sequences.
+        tokens_per_block: Tokens per block.
+        dtype: Data type of the keys and values that are written and read.
+        device: The device of the memory.
+        rounding: How keys and values are rounded; None: not at all.
 
     Attributes:
-        null_block: Id of the block that no sequence has.
-        dtype: Of keys and values as they are computed with.
-        rounding: How they are stored; None: in that dtype.
+        null_block: Id of the block that no sequence uses.
+        dtype: Data type of keys and values in computations.
+        rounding: How keys and values are rounded; None: they are stored in that dtype.
     """
 
     def __init__(
@@ -85,20 +85,19 @@ class KvCache:
         stored = dtype if rounding is None else rounding.stored
         self._blocks = _allocate(shape, stored, device)
         self._tokens = self._blocks.view(decoder.num_layers, self._num_parts, -1, *self._head_shape)
-        num_scales = 0 if rounding is None else tokens_per_block * decoder.num_kv_heads  # of a block
+        num_scales = 0 if rounding is None else tokens_per_block * decoder.num_kv_heads  # per block
         self._scales = _allocate((*shape[:3], num_scales), torch.float32, device)
         self._scratch = torch.empty((self._num_parts, 0, block_size), dtype=stored, device=device)
 
     @property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's keys and values as they are stored, [num_blocks + 1, tokens_per_block * kv_size], in any
-        order.
-        """
+        """Each layer's stored keys and values, [num_blocks + 1, tokens_per_block * kv_size], in unspecified
+        order."""
         return [(layer[0], layer[1]) for layer in self._blocks]
 
     @property
     def all_tokens(self) -> Tensor:
-        """All keys and values by the places that `write` takes: [layers, 2, tokens, kv_heads, head_dim].
+        """All keys and values by the places of `write`: [layers, 2, tokens, kv_heads, head_dim].
 
         With latent attention 1 instead of 2.
         """
@@ -106,21 +105,20 @@ class KvCache:
 
     @property
     def layer_scales(self) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's scales of keys and of values, [num_blocks + 1, tokens_per_block * kv_heads] float32, in any
-        order; [num_blocks + 1, 0] where nothing is rounded.
-        """
+        """Each layer's scales of keys and of values, [num_blocks + 1, tokens_per_block * kv_heads] float32, in
+        unspecified order; [num_blocks + 1, 0] without rounding."""
         return [(layer[0], layer[1]) for layer in self._scales]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values as they are stored: [num_blocks + 1, tokens_per_block, kv_heads, head_dim]."""
+        """Return a layer's stored keys and values: [num_blocks + 1, tokens_per_block, kv_heads, head_dim]."""
         parts = self._blocks[layer].unflatten(-1, (self.tokens_per_block, *self._head_shape))
         return parts[0], parts[-1]
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """The scales of a layer's keys and values, by token as in `tokens`: [tokens, kv_heads] float32,
+        """Return the scales of a layer's keys and values, by token as in `tokens`: [tokens, kv_heads] float32,
         contiguous.
 
-        None where nothing is rounded.
+        None without rounding.
         """
         if self.rounding is None:
             return None
@@ -133,27 +131,27 @@ class KvCache:
         return self._blocks.device
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Give each target block what its source holds, over all layers; no block is read after it was written."""
+        """Copy each source block to its target block, in all layers. No source may be a target."""
         for memory in self._memories():
-            for blocks in memory:  # a layer at a time: the blocks of all would be much memory
+            for blocks in memory:  # layer by layer, as the blocks of all would take much memory
                 blocks.index_copy_(1, targets, blocks.index_select(1, sources))
 
     def clear(self, block_ids: Tensor) -> None:
         """Zero blocks that a sequence takes over.
 
-        Masked keys have weight 0, but 0 times what an earlier sequence's overflow left would not be 0.
+        Masked keys have weight 0, but 0 times an infinity left by an earlier sequence's overflow is not 0.
         """
         for memory in self._memories():
             memory.index_fill_(2, block_ids, 0)
 
     def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:
-        """Nothing: rows read blocks where they lie."""
+        """Do nothing: rows read blocks in place."""
 
     def forget(self, batch: ScheduledBatch) -> None:
-        """Nothing: sequences that start again write their blocks anew."""
+        """Do nothing: restarted sequences write their blocks anew."""
 
     def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:
-        """Always: rows of the null slot all go to the null block."""
+        """Return True: rows of the null slot all write to the null block."""
         return True
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -171,17 +169,16 @@ class KvCache:
                 scales[index].index_copy_(0, places, scales_of_rows)
 
     def tokens(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values, as they are stored, by the places that `write` takes: [tokens, kv_heads,
-        head_dim], contiguous.
-        """
+        """Return a layer's stored keys and values by the places of `write`: [tokens, kv_heads, head_dim],
+        contiguous."""
         parts = self._tokens[layer]
         return parts[0], parts[-1]
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the blocks one after another, each [blocks * tokens_per_block, kv_heads, head_dim].
+        """Copy the keys and values of blocks into one piece, each [blocks * tokens_per_block, kv_heads, head_dim].
 
-        In `dtype`, whatever they are stored as. Valid until the next call: both lie in scratch memory, which saves
-        allocating and faulting it in again for every layer.
+        The result is in `dtype`, even if the cache is rounded, and valid until the next call: it is in scratch
+        memory, which saves an allocation and page faults in every layer.
         """
         count = block_ids.shape[0]
         if self._scratch.shape[1] < count:
@@ -200,7 +197,7 @@ class KvCache:
         return found[0], found[-1]
 
     def _memories(self) -> tuple[Tensor, ...]:
-        """All that a block has: [layers, 2 or 1, blocks + 1, any] each."""
+        """Return all tensors of the cache: [layers, 2 or 1, blocks + 1, any] each."""
         return (self._blocks,) if self.rounding is None else (self._blocks, self._scales)
 
 

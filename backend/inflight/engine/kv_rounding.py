@@ -1,13 +1,13 @@
-"""How keys and values are rounded to 8 bits: each token's, head by head, by a scale of their own.
+"""Rounding of keys and values to 8 bits, with a scale for each token and head.
 
-A head's numbers become levels of a byte, and a float32 scale that they are multiplied by when they are read. The
-scale follows from these numbers alone, so what is stored of a token does not depend on other tokens, nor on who
-else is in the batch. int8 has 255 levels at equal distances; fp8 (e4m3) has numbers of four bits and an exponent.
-In both the largest number of a head is the largest level.
+The values of a head become levels of one byte and a float32 scale, by which they are multiplied when they are
+read. The scale depends on these values only, so the stored data of a token do not depend on other tokens or on the
+batch. int8 has 255 equidistant levels; fp8 (e4m3) has a 4-bit exponent and a 3-bit mantissa. Either maps the
+head's largest value to the largest level.
 
-A head with an infinity or NaN has a scale that makes all of it NaN when it is read. Levels are finite
-whatever was stored. Compiled layers (cpu/source/kv_levels.h) and the kernels in Triton's language
-(cuda/kernels/kv_levels.py) round in the same way.
+A head with an infinity or NaN has a scale that makes all of it NaN when it is read; levels are always finite.
+Compiled layers (cpu/source/kv_levels.h) and the kernels in Triton's language (cuda/kernels/kv_levels.py) round in
+the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inflight.config import FP8, INT8
 from inflight.models import DecoderConfig
 
 LEAST_SCALE = 1e-30
-"""Of heads of zeros."""
+"""The scale of heads of zeros."""
 
 SCALE_BYTES = 4
 _FLOAT8 = torch.float8_e4m3fn
@@ -29,12 +29,12 @@ _FLOAT8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class KvRounding:
-    """One of the ways to round.
+    """A rounding to 8 bits.
 
     Attributes:
-        name: As the parameter kv_cache_dtype.
-        stored: Dtype of the bytes: int8, or uint8 for the bits of a float8_e4m3fn.
-        largest: Level of a head's largest number.
+        name: Its name in the parameter kv_cache_dtype.
+        stored: Data type of the bytes: int8, or uint8 for the bits of a float8_e4m3fn.
+        largest: The level of a head's largest value.
     """
 
     name: str
@@ -42,7 +42,7 @@ class KvRounding:
     largest: float
 
     def round(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Levels of `numbers` [..., head_dim], `stored`, and their scales [...] float32."""
+        """Return levels of `numbers` [..., head_dim], in dtype `stored`, and their scales [...] float32."""
         wide = numbers.float()
         scales = wide.abs().amax(-1).div_(self.largest).clamp_min_(LEAST_SCALE)
         levels = (wide / scales[..., None]).nan_to_num_(0.0)
@@ -51,7 +51,7 @@ class KvRounding:
         return levels.round_().to(self.stored), scales
 
     def restore(self, levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values that quantized levels [..., head_dim] with `scales` [...] stand for, in `dtype`."""
+        """Return the values of quantized levels [..., head_dim] with `scales` [...], in `dtype`."""
         known = levels.view(_FLOAT8) if self.name == FP8 else levels
         return known.float().mul_(scales[..., None]).to(dtype)
 
@@ -61,12 +61,12 @@ FP8_LEVELS = KvRounding(FP8, torch.uint8, torch.finfo(_FLOAT8).max)
 
 
 def find_rounding(kv_cache_dtype: str) -> KvRounding | None:
-    """The rounding that the parameter asks for; None: keys and values are stored as they are computed."""
+    """Return the rounding for the parameter; None: keys and values are stored unrounded."""
     return {INT8: INT8_LEVELS, FP8: FP8_LEVELS}.get(kv_cache_dtype)
 
 
 def head_bytes(decoder: DecoderConfig, dtype: torch.dtype, rounding: KvRounding | None) -> int:
-    """Bytes that a cache takes for a key or a value of one head of a token."""
+    """Return the bytes of a key or a value of one head of one token."""
     if rounding is None:
         return decoder.head_dim * dtype.itemsize
     return decoder.head_dim * rounding.stored.itemsize + SCALE_BYTES

@@ -1,4 +1,4 @@
-"""Loads a model, or one rank's part of it: a checkpoint or a folder of plans → an engine. Loading thread."""
+"""Loads a model, or one rank's part of it, from a checkpoint or a folder of plans. Loading thread."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MakeGrammars = Callable[[int], Grammars | None]
 
 
 def no_grammars(vocab_size: int) -> None:
-    """For an engine that follows no guides."""
+    """Return None, for an engine that follows no guides."""
 
 
 def load_engine(
@@ -59,12 +59,12 @@ def load_engine(
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     make_grammars: MakeGrammars = no_grammars,
 ) -> ModelEngine:
-    """Read a whole model and allocate its KV cache; requests may name `processors`.
+    """Load a whole model and allocate its KV cache.
 
     Args:
-        config: What to load, and how.
-        processors: What requests may name.
-        make_grammars: Called with the size of the vocabulary: makes what follows guides.
+        config: The model and its parameters.
+        processors: The logits post-processors that requests may name.
+        make_grammars: Called with the vocabulary size; returns the object that follows guides.
 
     Raises:
         ConfigError: A parameter or the checkpoint cannot be used, or there is too little memory.
@@ -82,20 +82,20 @@ def load_stage(
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     make_grammars: MakeGrammars = no_grammars,
 ) -> ModelRunner | ModelEngine:
-    """Read one rank's part of a model and allocate its KV cache: with the Sampler at the rank that chooses tokens.
+    """Load one rank's part of a model and allocate its KV cache; the rank that samples gets a Sampler.
 
     Args:
-        config: What to load, and how.
-        mapping: Which rank this is of those that hold the model together.
+        config: The model and its parameters.
+        mapping: This rank's position among the model's ranks.
         collectives: Connects the ranks of this one's pipeline stage.
-        agree: Called with the number of pages for adapters that this rank has room for, then with its number of
-            KV blocks, on a GPU also with whether it is to record iterations, and how many kinds it has; returns
-            the least of all ranks'. With its ConfigError, this one's load fails too.
-        processors: What requests may name; those of all ranks have the same names.
-        make_grammars: As for `load_engine`; called at the rank that chooses tokens.
+        agree: Called with this rank's number of adapter pages, then its number of KV blocks, and on a GPU with
+            whether it records iterations and how many kinds; returns the minimum over all ranks. A ConfigError
+            that it raises fails this load too.
+        processors: The logits post-processors that requests may name; names must be the same on all ranks.
+        make_grammars: See `load_engine`; called on the rank that samples.
 
     Raises:
-        ConfigError: As `load_engine`.
+        ConfigError: See `load_engine`.
     """
     runner = load_runner(LoadOptions(config, mapping, collectives, agree, processors.names))
     if mapping.is_sampler:
@@ -114,7 +114,7 @@ def make_engine(
     grammars: Grammars | None = None,
     chooses_tokens: bool = True,
 ) -> ModelEngine:
-    """An engine of a runner, with a Sampler for all of its slots; arguments are as for these."""
+    """Return an engine of a runner, with a Sampler for all of its slots; for the arguments see these."""
     sampler = Sampler(
         runner.limits.max_num_sequences,
         runner.limits.max_sequence_length,
@@ -130,10 +130,10 @@ def make_engine(
 
 @torch.inference_mode()
 def load_runner(options: LoadOptions) -> ModelRunner:
-    """Read one rank's part of a model and allocate its KV cache.
+    """Load one rank's part of a model and allocate its KV cache.
 
     Raises:
-        ConfigError: As `load_engine`.
+        ConfigError: See `load_engine`.
     """
     if options.config.implementation == "tensorrt":
         from inflight.engine.tensorrt.load import load_runner as load_plans
@@ -157,14 +157,14 @@ def _find_model(options: LoadOptions, device: torch.device) -> ModelDescription 
     with allocating("the weights", partial(_stored_bytes, config), device, _LESS_WEIGHTS):
         model = find_model(config, device, options.mapping.world_size)
     if not isinstance(model, TransformersModel):
-        check_weights(model)  # before anything that takes time
+        check_weights(model)  # before anything slow
     return model
 
 
 class _Loader:
-    """The steps by which a checkpoint becomes a runner, in the order in which they take the device's memory.
+    """The steps from a checkpoint to a runner, in the order in which they take device memory.
 
-    Making one checks what takes no time to check.
+    The constructor makes the checks that take no time.
     """
 
     def __init__(
@@ -194,10 +194,11 @@ class _Loader:
             )
 
     def reserve_adapters(self, decoder: AnyDecoder) -> int:
-        """Make room for LoRA adapters; returns how many pages there are."""
+        """Allocate pages for LoRA adapters; return their number."""
         config, agree = self._config, self._options.agree
         num_pages = count_adapter_pages(config, self._held, decoder.dtype, self._device, agree)
-        if num_pages and isinstance(decoder, Decoder):  # compiled layers take memory as adapters come
+        # Compiled layers allocate memory when an adapter is loaded.
+        if num_pages and isinstance(decoder, Decoder):
             page_rank = config.lora_cache_optimal_adapter_size
             num_bytes = num_pages * page_bytes(self._held, page_rank, decoder.dtype)
             with allocating("LoRA adapters", lambda: num_bytes, self._device, _LESS_ADAPTERS):
@@ -205,7 +206,7 @@ class _Loader:
         return num_pages
 
     def find_graphs(self, decoder: AnyDecoder) -> Capture | None:
-        """The recorder of iterations as CUDA graphs; None unless all ranks record them."""
+        """Return the recorder of CUDA graphs; None unless all ranks record iterations."""
         has_debug_tensors = self._debug_tensors is not None
         capture = find_capture(
             self._config, decoder.has_fixed_shapes, self._mapping, self._device, has_debug_tensors
@@ -213,7 +214,7 @@ class _Loader:
         return agree_on_capture(capture, self._device, self._options.agree)
 
     def allocate_cache(self, decoder: AnyDecoder, num_adapter_pages: int, capture: Capture | None) -> KvCache:
-        """Allocate the KV cache in the memory that is left, but for what recordings will take."""
+        """Allocate the KV cache in the free memory, except an estimate for recordings."""
         config, held, dtype, device = self._config, self._held, decoder.dtype, self._device
         reserved = 0
         if capture is not None and isinstance(decoder, Decoder):
@@ -235,7 +236,7 @@ class _Loader:
     def make_runner(
         self, decoder: AnyDecoder, cache: KvCache, num_adapter_pages: int, capture: Capture | None
     ) -> ModelRunner:
-        """Put the parts together; on a GPU, record iterations."""
+        """Assemble the runner; on a GPU, record iterations."""
         limits = make_limits(
             self._config,
             self._model.decoder,
@@ -265,15 +266,16 @@ class _Loader:
 
 
 def _stored_bytes(config: EngineConfig) -> int:
-    """Bytes of the checkpoint's weights on disk, and about as many in memory if transformers reads them."""
+    """Return the size of the checkpoint's weights on disk, which is about their size in memory with
+    transformers."""
     return sum(file.stat().st_size for file in Path(str(config.gpt_model_path)).glob("*.safetensors"))
 
 
 def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersModel, mapping: Mapping) -> int:
-    """About what a rank's weights take."""
-    if isinstance(model, TransformersModel):  # it has them already
+    """Return an estimate of the memory of a rank's weights."""
+    if isinstance(model, TransformersModel):  # already loaded
         return 0
     dtype = computed_dtype(config, model)
     of_linear = torch.int8 if config.dtype in QUANTIZED else dtype
-    kept = kept_kinds(config, model, find_device(config.device))
-    return num_weight_bytes(model, dtype, of_linear, kept) // mapping.world_size
+    unchanged_kinds = kept_kinds(config, model, find_device(config.device))
+    return num_weight_bytes(model, dtype, of_linear, unchanged_kinds) // mapping.world_size

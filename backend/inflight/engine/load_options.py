@@ -1,4 +1,4 @@
-"""The options of a load, which every step of loading takes: the configuration and the rank."""
+"""The options of loading a model, common to all of its steps: the configuration and the rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from inflight.ranks.topology import Mapping
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How one rank loads its part of a model.
+    """The options with which one rank loads its part of a model.
 
     Attributes:
-        config: What to load, and how.
-        mapping: Which rank this is of those that hold the model together.
+        config: The model and its parameters.
+        mapping: This rank's position among the model's ranks.
         collectives: Connects the ranks of this one's pipeline stage.
-        agree: Called with a number of this rank's, returns the least of all ranks'; `load_stage` says of what.
+        agree: Called with a number of this rank's; returns the minimum over all ranks. See `load_stage`.
         post_processor_names: The logits post-processors that requests may name.
     """
 

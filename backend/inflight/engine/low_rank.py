@@ -1,7 +1,6 @@
-"""An adapter's rows as the low-rank matrices of a rank's linear layers: fused modules taken apart, slices cut out.
+"""Splits an adapter's rows into low-rank matrices of a rank's linear layers: unfuses modules and cuts slices.
 
-Every device loads adapters through here. Shapes and ids were checked when the adapter was stored
-(`inflight.adapters`). Loop thread.
+Used on every device. Shapes and ids were checked when the adapter was stored (`inflight.adapters`). Loop thread.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from inflight.adapters.lora_modules import Module, ModuleSize, module_sizes
+from inflight.adapters.lora_modules import FUSED_MODULES, Module, ModuleSize, module_sizes
 from inflight.core.request.adapter import LoraWeights
 from inflight.engine.matrices import to_tensor
 from inflight.models.decoder_config import DecoderConfig
@@ -22,11 +21,11 @@ _ROW_PARALLEL = (Module.ATTN_DENSE, Module.MLP_4H_TO_H)
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An adapter's change to a linear layer: y = m * (W x + B (A x)) + bias, with m = 1 but for DoRA.
+    """An adapter's change to a linear layer: y = m * (W x + B (A x)) + bias, with m = 1 except for DoRA.
 
     Attributes:
-        a: [rank, in], in the dtype that it came in.
-        b: [out, rank], with the adapter's scale in it.
+        a: [rank, in], in the adapter's dtype.
+        b: [out, rank], with the adapter's scale multiplied in.
         magnitude: m, [out]; None: 1.
     """
 
@@ -36,20 +35,20 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """Rows of A."""
+        """Number of rows of A."""
         return self.a.shape[0]
 
 
 def low_rank_layers(
     adapter: LoraWeights, decoder: DecoderConfig, part: Part
 ) -> dict[int, dict[Module, LowRank]]:
-    """By layer, from the part's first on, what an adapter changes of `SPLIT_MODULES`, cut to the part's shard.
+    """Return an adapter's changes to `SPLIT_MODULES`, by layer from the part's first on, cut to the part's shard.
 
     Args:
-        adapter: Checked against the model.
-        decoder: Of the whole model.
-        part: Of which rank. Row-parallel modules get a slice of A's columns, the others one of B's rows, and
-            of the magnitudes.
+        adapter: An adapter that was checked against the model.
+        decoder: Configuration of the whole model.
+        part: The rank's part. Row-parallel modules get a slice of A's columns, others a slice of B's rows and of
+            the magnitudes.
     """
     sizes = module_sizes(decoder)
     first, last = part.layers
@@ -59,7 +58,7 @@ def low_rank_layers(
         if first <= layer < last:
             module = Module(module_id)
             whole = _read_row(row, sizes[module], rank, bool(is_dora and is_dora[0]))
-            for each, low_rank in _taken_apart(module, whole, decoder):
+            for each, low_rank in _taken_apart(module, whole, sizes):
                 layers.setdefault(layer - first, {})[each] = _cut(each, low_rank, decoder, part.shard)
     return layers
 
@@ -71,28 +70,22 @@ def _read_row(row: Tensor, size: ModuleSize, rank: int, has_magnitude: bool) -> 
     return LowRank(a, b, row[ends[1] : ends[2]] if has_magnitude else None)
 
 
-def _taken_apart(module: Module, whole: LowRank, decoder: DecoderConfig) -> list[tuple[Module, LowRank]]:
-    """A fused module's parts, which have the same A and their rows of B."""
-    query, kv, inner = decoder.query_size, decoder.kv_size, decoder.intermediate_size
-    if module is Module.ATTN_QKV:
-        parts = [(Module.ATTN_Q, query), (Module.ATTN_K, kv), (Module.ATTN_V, kv)]
-    elif module is Module.MLP_GATE_UP:
-        # The converter stores what is gated first, then what the activation is applied to.
-        parts = [(Module.MLP_GATE, inner), (Module.MLP_H_TO_4H, inner)]
-    else:
-        return [(module, whole)]
+def _taken_apart(
+    module: Module, whole: LowRank, sizes: dict[Module, ModuleSize]
+) -> list[tuple[Module, LowRank]]:
+    """Split a fused module into its parts, which have the same A and their rows of B; return others unchanged."""
     found: list[tuple[Module, LowRank]] = []
     begin = 0
-    for each, count in parts:
-        rows = slice(begin, begin + count)
+    for part in FUSED_MODULES.get(module, (module,)):
+        rows = slice(begin, begin + sizes[part].outer)
         magnitude = None if whole.magnitude is None else whole.magnitude[rows]
-        found.append((each, LowRank(whole.a, whole.b[rows], magnitude)))
-        begin += count
+        found.append((part, LowRank(whole.a, whole.b[rows], magnitude)))
+        begin = rows.stop
     return found
 
 
 def _cut(module: Module, whole: LowRank, decoder: DecoderConfig, shard: Shard) -> LowRank:
-    """A shard's slice."""
+    """Return a shard's slice."""
     begin, end = _slice(module, decoder, shard)
     if module in _ROW_PARALLEL:
         return LowRank(whole.a[:, begin:end], whole.b, whole.magnitude)

@@ -1,4 +1,4 @@
-"""Weights and tables that came with requests, as tensors."""
+"""Converts weights and tables of requests to tensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _HOST = torch.device("cpu")
 
 
 def to_tensor(matrix: Matrix, device: torch.device = _HOST) -> Tensor:
-    """The numbers on `device`, in the dtype that they came in, not to be changed; nobody waits for the device.
+    """Return the elements on `device`, in their dtype, not to be changed; copies asynchronously.
 
-    On a CPU they stay where they are, if torch takes that memory: it takes none that may not be written to.
+    On a CPU the memory is shared if torch accepts it; it accepts no read-only memory.
     """
     data = np.frombuffer(memoryview(matrix.buffer.data).cast("B"), np.uint8)
     return (

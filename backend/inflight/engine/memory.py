@@ -1,9 +1,9 @@
-"""How large the KV cache is to be, and the room for LoRA adapters.
+"""Sizes of the KV cache and of the memory for LoRA adapters.
 
-Either is the least of what was asked for, what fits and what could ever be used. `plan_kv_cache` and
-`plan_adapter_pages` are pure functions of figures. `free_memory` finds out how much more memory this process may
-use, on a CPU from /proc and /sys/fs/cgroup: a container sees its host's /proc/meminfo, so its own limit has to be
-asked for. Where memory runs out all the same, `allocating` and `computing` say so in words.
+Each is the minimum of the configured size, the size that fits, and the size that could ever be used.
+`plan_kv_cache` and `plan_adapter_pages` are pure functions. `free_memory` returns how much more memory this
+process may use, on a CPU from /proc and /sys/fs/cgroup: a container sees its host's /proc/meminfo, so its own
+limit must be read too. If memory runs out nevertheless, `allocating` and `computing` turn that into clear errors.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     import torch
 
 REUSE_ROOM = 2
-"""On a CPU, times the tokens that all slots can hold, so that ended sequences stay to be reused."""
-_LORA_FRACTION = 0.05  # of free memory, where nobody says how much
-_NO_LIMIT = 2**60  # control groups of version 1 write a huge number where there is no limit
+"""On a CPU, the maximum size as a multiple of the tokens that all slots can hold, so that ended sequences can be
+reused."""
+_LORA_FRACTION = 0.05  # of free memory, by default
+_NO_LIMIT = 2**60  # control groups of version 1 have a huge number for no limit
 
 
 @dataclass(frozen=True, slots=True)
 class KvCachePlan:
-    """The size chosen, and the parameter or fact that decided it, for the log."""
+    """The chosen size, and the parameter or fact that decided it, for the log."""
 
     num_blocks: int
     decided_by: str
@@ -40,14 +41,15 @@ class KvCachePlan:
 def plan_kv_cache(
     config: EngineConfig, max_sequence_length: int, block_bytes: int, free_bytes: int, on_gpu: bool
 ) -> KvCachePlan:
-    """The number of blocks. Raises ConfigError if they would not be one for each slot.
+    """Return the number of blocks. Raises ConfigError if it would be less than one per slot.
 
     Args:
-        config: What was asked for.
-        max_sequence_length: Longest sequence in tokens.
+        config: The configuration.
+        max_sequence_length: Maximum sequence length in tokens.
         block_bytes: Bytes of one block, over all layers.
-        free_bytes: Memory this process may still use on the device.
-        on_gpu: Whether that is a GPU. On a CPU the cache stops at REUSE_ROOM times what all slots can hold.
+        free_bytes: Memory that this process may still use on the device.
+        on_gpu: Whether the device is a GPU. On a CPU the cache has at most REUSE_ROOM times the tokens of all
+            slots.
     """
     slots, size, max_tokens = (
         config.max_num_sequences,
@@ -56,7 +58,7 @@ def plan_kv_cache(
     )
     name = "kv_cache_free_gpu_mem_fraction" if on_gpu else "kv_cache_free_cpu_mem_fraction"
     fraction: float = getattr(config, name)
-    in_memory = int(free_bytes * fraction) // block_bytes - 1  # the null block
+    in_memory = int(free_bytes * fraction) // block_bytes - 1  # minus the null block
     bounds = [KvCachePlan(max(0, in_memory), name)]
     if max_tokens is not None:
         bounds.append(KvCachePlan(max_tokens // size, "max_tokens_in_paged_kv_cache"))
@@ -77,12 +79,12 @@ def plan_kv_cache(
 
 
 def plan_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: int) -> int:
-    """How many pages of `page_bytes` there may be for LoRA adapters, at most what all slots could use at once.
+    """Return the number of pages of `page_bytes` for LoRA adapters, at most what all slots can use at once.
 
     Args:
-        config: What was asked for.
+        config: The configuration.
         page_bytes: Bytes of one page, over all layers.
-        free_bytes: Memory this process may still use on the device.
+        free_bytes: Memory that this process may still use on the device.
     """
     fraction = config.lora_cache_gpu_memory_fraction
     share = _LORA_FRACTION if fraction is None else fraction
@@ -91,9 +93,9 @@ def plan_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: int) -
 
 
 def check_adapter_pages(config: EngineConfig, num_pages: int, page_bytes: int) -> int:
-    """The number of pages, or 0 if nobody has asked for adapters and there is no room for the largest.
+    """Return the number of pages, or 0 if adapters are not configured and there is no room for the largest.
 
-    Raises ConfigError if somebody has.
+    Raises ConfigError if adapters are configured and there is no room.
     """
     fraction, needed = config.lora_cache_gpu_memory_fraction, largest_adapter_pages(config)
     if num_pages >= needed:
@@ -109,12 +111,12 @@ def check_adapter_pages(config: EngineConfig, num_pages: int, page_bytes: int) -
 
 
 def largest_adapter_pages(config: EngineConfig) -> int:
-    """Pages that an adapter of the largest rank takes."""
+    """Return the number of pages of an adapter of the largest rank."""
     return -(-config.lora_cache_max_adapter_size // config.lora_cache_optimal_adapter_size)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes still free on `device`."""
+    """Return the free bytes on `device`."""
     if device.type == "cuda":
         import torch
 
@@ -125,13 +127,13 @@ def free_memory(device: torch.device) -> int:
 
 @contextmanager
 def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, mend: str) -> Iterator[None]:
-    """Context of a lasting allocation while a model loads, which turns an out-of-memory error into a ConfigError.
+    """Guard a lasting allocation while a model loads: turns an out-of-memory error into a ConfigError.
 
     Args:
-        what: What is allocated, in words for the error.
-        num_bytes: Returns about how many bytes it takes; called if there is too little memory.
-        device: The device whose memory it takes.
-        mend: What to lower or do so that less is taken, in words for the error.
+        what: What is allocated, for the error.
+        num_bytes: Returns an estimate of its size in bytes; called if there is too little memory.
+        device: The device of the memory.
+        mend: How to use less memory, for the error.
 
     Raises:
         ConfigError: There is too little memory.
@@ -150,12 +152,12 @@ def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, me
 
 @contextmanager
 def computing(num_rows: int) -> Iterator[None]:
-    """Context of an iteration of `num_rows` rows, which turns an out-of-memory error into a failed step.
+    """Guard an iteration of `num_rows` rows: turns an out-of-memory error into a failed step.
 
-    The memory that the failed iteration had taken is freed, so that a smaller one can have it.
+    The failed iteration's memory is freed, so that a smaller one can use it.
 
     Raises:
-        StepFailed: There was too little memory. The scheduler then tries the halves of the batch, so that only a
+        StepFailed: There was too little memory. The scheduler then retries halves of the batch, so that only a
             request that needs too much by itself ends with this error.
     """
     try:
@@ -171,19 +173,19 @@ def computing(num_rows: int) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that there is too little memory, on whichever device."""
+    """Whether an error means too little memory, on any device."""
     import torch
 
-    if isinstance(error, OSError):  # of mapped memory
+    if isinstance(error, OSError):  # mapped memory
         return error.errno == errno.ENOMEM
-    # On a CPU torch raises no type of its own.
+    # On a CPU torch has no exception type of its own.
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
 
 
 def _let_go(error: Exception) -> str:
-    """An error's message in one line; the frames that it ended release what they had allocated."""
+    """Return an error's message on one line, and release what its traceback's frames have allocated."""
     import torch
 
     traceback.clear_frames(error.__traceback__)
@@ -193,20 +195,21 @@ def _let_go(error: Exception) -> str:
 
 
 def available_cpu_memory(root: Path = Path("/")) -> int:
-    """Bytes of main memory available on this machine, or fewer if a control group of this process has fewer."""
+    """Return the bytes of main memory available on this machine, or in this process's control groups if that is
+    less."""
     return min([_machine(root), *_control_groups(root)])
 
 
 def _machine(root: Path) -> int:
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _control_groups(root: Path) -> list[int]:
-    """Bytes left in this process's memory control groups, of either version, and in the groups around them."""
+    """Return the bytes left in this process's memory control groups, of either version, and in their parents."""
     try:
         entries = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
@@ -240,11 +243,12 @@ def _number(file: Path) -> int | None:
         text = file.read_text().strip()
     except OSError:
         return None
-    return int(text) if text.isdigit() else None  # version 2 writes "max" where there is no limit
+    return int(text) if text.isdigit() else None  # version 2 has "max" for no limit
 
 
 def _reclaimable(file: Path, name: str) -> int:
-    """Usage counts cached files, such as the checkpoint just read, that the kernel drops when asked for memory."""
+    """Return the bytes of cached files, such as the checkpoint just read: usage counts them, but the kernel can
+    drop them."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

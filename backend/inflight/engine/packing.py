@@ -1,10 +1,10 @@
-"""Lays a ScheduledBatch out as the rows of one forward pass, without padding. Knows no model.
+"""Packs a ScheduledBatch into the rows of one forward pass, without padding. Knows no model.
 
     rows   0 ............ C   C ................... T
            chunk | chunk | …   generation, longest sequence first
 
-Rows of a chunk are consecutive tokens of one sequence; each generation row is the last token of its sequence. What
-is known on the host travels to the device in one copy.
+Rows of a chunk are consecutive tokens of one sequence; each generation row is the last token of its sequence. All
+data known on the host are sent to the device in one copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inflight.engine.slots import SlotTable
 from inflight.sampling.transfer import upload
 
 TILE_ROWS = 64
-"""Rows of a chunk that attention for fixed shapes computes together."""
+"""Rows of a chunk that attention with fixed shapes computes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class PackedChunk:
 
 @dataclass(frozen=True, slots=True)
 class FixedRows:
-    """The rows of chunks and the generation rows of a batch, in tensors whose shapes do not depend on them.
+    """The chunks' rows and the generation rows of a batch, in tensors of fixed shape.
 
-    A recorded forward pass reads it from the same memory at every replay. Rows that are in neither fill it up.
+    A recorded forward pass reads it from the same memory at every replay. Rows in neither are padding.
 
     Attributes:
-        tiles: [tiles, 4] int64 on the device, of at most `tile_rows` rows of a chunk each: first row, row after
-            the last, slot, the first row's position; zeros: none.
-        generation_rows: [sequences] int64 on the device: generation rows; -1: none.
-        tile_rows: Rows of a tile.
+        tiles: [tiles, 4] int64 on the device, each of at most `tile_rows` rows of a chunk: first row, row after
+            the last, slot, the first row's position; all zero if unused.
+        generation_rows: [sequences] int64 on the device: generation rows; -1 if unused.
+        tile_rows: Maximum number of rows of a tile.
     """
 
     tiles: Tensor
@@ -59,8 +59,8 @@ class TileLimits:
     """The limits of a recorded batch for context chunks.
 
     Attributes:
-        count: Most tiles.
-        rows: Most rows of a tile.
+        count: Maximum number of tiles.
+        rows: Maximum number of rows of a tile.
     """
 
     count: int
@@ -72,20 +72,21 @@ class PackedBatch:
     """The rows of a forward pass. Tensors are int64 on the device.
 
     Attributes:
-        token_ids: [rows]; those of `virtual` are beyond the vocabulary.
-        positions: [rows], each token's place in its sequence.
+        token_ids: [rows]; ids of `virtual` rows are outside of the vocabulary.
+        positions: [rows], each token's position in its sequence.
         slots: [rows].
-        sampled_rows: Rows whose logits choose tokens, in the order of `ScheduledBatch.sampled_slots`; of a chunk
-            with drafts all rows from its last certain token on.
-        bounds: [sequences + 1], each one's first row in the order of the rows, and the number of rows.
+        sampled_rows: Indices of the sampled rows, in the order of `ScheduledBatch.sampled_slots`; for a chunk with
+            drafts, all rows from its last known token on.
+        bounds: [sequences + 1], each sequence's first row, in the order of rows, and the number of rows.
         chunks: Context chunks.
         generation_begin: First generation row.
-        generation_lengths: Tokens of each generation row's sequence, itself included, longest first, on the host.
-        block_tables: The slots', as in `SlotTable`.
+        generation_lengths: Number of tokens of each generation row's sequence, itself included, longest first, on
+            the host.
+        block_tables: The slots' block tables, as in `SlotTable`.
         adapters: [rows] on the host: the first page of each row's adapter, -1 for none; None if no row has one.
-        virtual: Rows of prompt tables; None if no row is one.
-        fixed: Which rows are what, if that is not to be taken from the lengths above: `chunks` is empty then,
-            `generation_begin` 0, and every row counts as a generation row of its own.
+        virtual: Rows of prompt tables; None if there are none.
+        fixed: The kinds of the rows, if these must not be taken from the lengths above. Then `chunks` is empty,
+            `generation_begin` is 0, and every row counts as a generation row of its own.
     """
 
     token_ids: Tensor
@@ -108,10 +109,10 @@ class RowLayout:
 
     Attributes:
         chunks: Context chunks; their rows come first.
-        slots: Of each row.
-        positions: Of each row.
-        known_ids: Token ids of the first so many rows: all, or the chunks' where only the device knows others.
-        sampled: As `PackedBatch.sampled_rows`.
+        slots: The slot of each row.
+        positions: The position of each row.
+        known_ids: Token ids of the first rows: of all, or only of the chunks' if just the device knows the others.
+        sampled: See `PackedBatch.sampled_rows`.
     """
 
     chunks: tuple[PackedChunk, ...]
@@ -122,17 +123,17 @@ class RowLayout:
 
     @property
     def generation_begin(self) -> int:
-        """The first generation row."""
+        """Index of the first generation row."""
         return self.chunks[-1].end if self.chunks else 0
 
 
 def lay_out(batch: ScheduledBatch, table: SlotTable) -> RowLayout:
-    """The rows of a batch whose slots and blocks `table` has taken over; generation rows longest first.
+    """Lay out the rows of a batch that `table` has applied; generation rows are ordered longest first.
 
     Raises:
         ValueError: A row's block table does not reach its position.
     """
-    # Lists, made into one array at the end: of few rows, every operation on arrays costs more than all of this.
+    # Lists, converted to one array at the end: for few rows, every array operation costs more than all of this.
     chunks, slots, positions, context_ids, sampled = _context_rows(batch)
     generation_begin = len(slots)
     generation_positions = _positions(batch.generation_slots, table)
@@ -150,7 +151,10 @@ def lay_out(batch: ScheduledBatch, table: SlotTable) -> RowLayout:
 
 
 def pack(batch: ScheduledBatch, table: SlotTable, virtual: VirtualRows | None = None) -> PackedBatch:
-    """Lay out a batch, and send it to the device; `virtual` are its virtual tokens. ValueError as `lay_out`."""
+    """Lay out a batch and send it to the device; `virtual` are its virtual tokens.
+
+    Raises ValueError like `lay_out`.
+    """
     rows = lay_out(batch, table)
     num_rows, generation_begin = len(rows.slots), rows.generation_begin
     begins = [chunk.begin for chunk in rows.chunks]
@@ -180,19 +184,20 @@ def pack(batch: ScheduledBatch, table: SlotTable, virtual: VirtualRows | None = 
 
 
 def generation_rows(batch: ScheduledBatch, table: SlotTable) -> NDArray[np.int64]:
-    """[2, generation slots] in their order: slot, position of its last token. ValueError as `pack`."""
+    """Return [2, generation slots]: slot, and position of its last token. Raises ValueError like `pack`."""
     positions = _positions(batch.generation_slots, table)
     _check_blocks(batch.generation_slots, positions, table)
     return np.array([batch.generation_slots, positions], dtype=np.int64)
 
 
 def tile_limits(num_rows: int, num_chunks: int) -> TileLimits:
-    """Tiles of TILE_ROWS, of which there are enough for so many rows of so many chunks, wherever these end."""
+    """Return the number of tiles of TILE_ROWS that is enough for `num_rows` rows of `num_chunks` chunks of any
+    length."""
     return TileLimits(num_rows // TILE_ROWS + num_chunks, TILE_ROWS)
 
 
 def cut_into_tiles(chunks: Iterable[PackedChunk], tile_rows: int | None = None) -> list[list[int]]:
-    """The chunks' rows as `FixedRows.tiles` has them; None: in tiles of TILE_ROWS."""
+    """Divide the chunks' rows into `FixedRows.tiles`; None: tiles of TILE_ROWS."""
     size = tile_rows or TILE_ROWS
     return [
         [first, min(first + size, chunk.end), chunk.slot, chunk.start + first - chunk.begin]
@@ -202,7 +207,7 @@ def cut_into_tiles(chunks: Iterable[PackedChunk], tile_rows: int | None = None) 
 
 
 def adapters_of(slots: Sequence[int] | NDArray[np.int64], table: SlotTable) -> NDArray[np.int64] | None:
-    """As `PackedBatch.adapters`, of rows of these slots."""
+    """Return `PackedBatch.adapters` for rows of these slots."""
     adapters = table.adapters[np.asarray(slots, dtype=np.int64)]
     return adapters if (adapters >= 0).any() else None
 
@@ -210,7 +215,7 @@ def adapters_of(slots: Sequence[int] | NDArray[np.int64], table: SlotTable) -> N
 def _context_rows(
     batch: ScheduledBatch,
 ) -> tuple[tuple[PackedChunk, ...], list[int], list[int], list[int], list[int]]:
-    """The chunks; slot, position and token id of each of their rows; and the rows that choose tokens."""
+    """Return the chunks; slot, position and token id of each of their rows; and the sampled rows."""
     chunks: list[PackedChunk] = []
     slots: list[int] = []
     positions: list[int] = []
@@ -228,12 +233,12 @@ def _context_rows(
 
 
 def _positions(slots: Sequence[int], table: SlotTable) -> list[int]:
-    """The position of the next token of each slot in its sequence."""
+    """Return the position of each slot's next token in its sequence."""
     return table.num_tokens[list(slots)].tolist() if slots else []
 
 
 def _check_blocks(slots: Sequence[int], positions: Sequence[int], table: SlotTable) -> None:
-    """Raise ValueError for a row without a block: it would write into the null block, which all others read."""
+    """Raise ValueError for a row without a block, which would write to the null block that all sequences read."""
     num_blocks, size = table.num_blocks.tolist(), table.tokens_per_block
     for slot, position in zip(slots, positions, strict=True):
         if position >= num_blocks[slot] * size:

@@ -1,7 +1,7 @@
-"""The prompt tables of sequences that run: on the device, from a sequence's start until it leaves its slot.
+"""The prompt tables of running sequences, on the device from a sequence's start until it leaves its slot.
 
-Token ids from the vocabulary's size on are virtual: they stand for rows of their request's table, which are taken
-instead of embeddings. Only context chunks have such ids, as nobody generates one. Called by the loop thread.
+Token ids from the vocabulary's size on are virtual: they stand for rows of their request's table, which take the
+place of embeddings. Only context chunks have such ids, as they are never generated. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from inflight.sampling.transfer import upload
 
 @dataclass(frozen=True, slots=True)
 class VirtualRows:
-    """The rows of a forward pass whose tokens are virtual.
+    """The rows of a forward pass with virtual tokens.
 
     Attributes:
-        rows: [n] int64 on the device, which rows these are.
-        embeddings: [n, hidden_size] on the device, in the model's dtype, what stands there.
+        rows: [n] int64 on the device, indices of the rows.
+        embeddings: [n, hidden_size] on the device, in the model's dtype: the rows' embeddings.
     """
 
     rows: Tensor
@@ -37,9 +37,9 @@ class PromptTables:
 
     Args:
         vocab_size: The first virtual id.
-        dtype: Of the model, to which tables are converted.
-        device: Where they are needed.
-        is_first_stage: Whether tokens are embedded here: other pipeline stages need no tables.
+        dtype: The model's data type, to which tables are converted.
+        device: The device of the tables.
+        is_first_stage: Whether tokens are embedded on this rank; other pipeline stages need no tables.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class PromptTables:
 
     @property
     def num_tables(self) -> int:
-        """How many different tables are on the device."""
+        """Number of different tables on the device."""
         return len({digest for digest, _ in self._tables.values()})
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Drop the tables of released slots, and fetch those of sequences that start."""
+        """Drop the tables of released slots, and load those of sequences that start."""
         if self._tables:
             for slot in batch.released_slots:
                 self._tables.pop(slot, None)
@@ -67,7 +67,7 @@ class PromptTables:
                 self._tables.pop(start.slot, None)
 
     def virtual_rows(self, batch: ScheduledBatch) -> VirtualRows | None:
-        """The virtual tokens of the batch, whose rows are laid out as `pack` does; None without any."""
+        """Return the virtual tokens of the batch, whose rows are in the order of `pack`; None without any."""
         found = list(self._find(batch)) if self._tables else []
         if not found:
             return None
@@ -75,7 +75,7 @@ class PromptTables:
         return VirtualRows(rows, torch.cat([embeddings for _, embeddings in found]))
 
     def _find(self, batch: ScheduledBatch) -> Iterator[tuple[np.ndarray, Tensor]]:
-        """For each chunk with virtual tokens their rows and embeddings."""
+        """Yield for each chunk with virtual tokens their rows and embeddings."""
         begin = 0
         for chunk in batch.context:
             if chunk.slot in self._tables:

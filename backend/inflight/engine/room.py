@@ -1,6 +1,6 @@
-"""The capacity and the limits of an engine on torch's tensors: lengths, blocks, pages for adapters.
+"""The capacity and limits of an engine on torch's tensors: lengths, blocks, adapter pages.
 
-Used while a model is loaded, whoever computes its layers.
+Used while a model is loaded, for every implementation of its layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _logger = logging.getLogger(__name__)
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device that the parameter `device` names; None: a GPU if there is one. ConfigError without it."""
+    """Return the device of the parameter `device`; None: a GPU if there is one.
+
+    Raises ConfigError if it is missing.
+    """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -52,7 +55,7 @@ def find_device(name: str | None) -> torch.device:
 def offer_outputs(
     config: EngineConfig, decoder: DecoderConfig, mapping: Mapping
 ) -> tuple[OfferedOutput, ...]:
-    """The additional outputs that requests may ask for; the same on all ranks, or ConfigError on all."""
+    """Return the additional outputs that requests may ask for; equal on all ranks, or a ConfigError on all."""
     last_stage = Mapping(mapping.tp_size, mapping.pp_size, mapping.sampler)
     first_layer = last_stage.layers(decoder.num_layers)[0]
     return offer(
@@ -65,7 +68,10 @@ def offer_outputs(
 
 
 def longest_sequence(config: EngineConfig, decoder: DecoderConfig) -> int:
-    """The configured length, or the longest that the positions allow. ConfigError for more than that."""
+    """Return the configured length, or the maximum that the positions allow.
+
+    Raises ConfigError for more than that.
+    """
     wanted, longest = config.max_sequence_length, decoder.max_positions
     if wanted is None or wanted <= longest:
         return wanted or longest
@@ -88,7 +94,8 @@ def count_adapter_pages(
     device: torch.device,
     agree: Callable[[int], int],
 ) -> int:
-    """How much room for adapters there is beside the weights; ConfigError if what was asked for is too little."""
+    """Return the number of adapter pages that fit beside the weights; raises ConfigError if a configured size is
+    too small."""
     if config.lora_cache_gpu_memory_fraction == 0:
         return 0
     if not module_sizes(held):
@@ -127,7 +134,7 @@ def count_blocks(
     reserved: int,
     agree: Callable[[int], int],
 ) -> int:
-    """How many blocks the cache gets; `reserved` bytes are left for what the device is asked for after it."""
+    """Return the number of blocks of the cache; `reserved` bytes are left for later allocations on the device."""
     on_gpu = device.type == "cuda"
     rounding = find_rounding(config.kv_cache_dtype)
     size = block_bytes(decoder, config.tokens_per_block, dtype, rounding)
@@ -154,7 +161,7 @@ def make_limits(
     device: torch.device,
     mapping: Mapping,
 ) -> EngineLimits:
-    """The limits that an engine on torch's tensors declares, but for what it offers by name."""
+    """Return the limits that an engine on torch's tensors declares, without the outputs it offers by name."""
     return EngineLimits(
         vocab_size=decoder.vocab_size,
         max_sequence_length=max_sequence_length,

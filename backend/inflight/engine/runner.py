@@ -1,9 +1,10 @@
-"""Runs a model's forward passes over packed batches: torch's layers, compiled ones, transformers' or TensorRT's.
+"""Runs a model's forward passes over packed batches, with layers of torch, compiled code, transformers or
+TensorRT.
 
-It owns the weights, the KV cache and the slots; `inflight.sampling` owns how tokens are chosen. Loop thread. On a
-GPU a forward pass waits for the device only where context outputs are wanted (or a top-p comes with a top-k that
-keeps the whole vocabulary), iterations are recorded once and replayed (`cuda/iteration_graphs.py`), and the next
-batch is forwarded while one is computed.
+It owns the weights, the KV cache and the slots; `inflight.sampling` owns the choice of tokens. Loop thread. On a
+GPU a forward pass waits for the device only for context outputs (or for a top-p with a top-k that keeps the whole
+vocabulary). Iterations are recorded once and replayed (`cuda/iteration_graphs.py`), and the next batch is
+forwarded while the current one is computed.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class RowOutputs:
     """The outputs of a forward pass of a batch.
 
     Attributes:
-        rows: [rows, vocab_size] float32 logits to choose tokens from; before the last stage, hidden states.
-        context: By slot, of chunks that want context outputs.
-        additional: By slot, of rows that want additional outputs.
+        rows: [rows, vocab_size] float32 logits to sample from; before the last stage, hidden states.
+        context: By slot, context outputs of chunks that want them.
+        additional: By slot, additional outputs of rows that want them.
     """
 
     rows: Tensor
@@ -51,28 +52,28 @@ class RowOutputs:
 
 
 class ModelRunner:
-    """Runs a model, or one rank's part of it, and keeps everything that its slots hold between iterations.
+    """Runs a model, or one rank's part of it, and owns all state of its slots between iterations.
 
-    Implements `inflight.core.ports.Runner` for every kind of decoder, each over its own kind of KV cache.
+    Implements `inflight.core.ports.Runner` for every kind of decoder, each with its own kind of KV cache.
 
     Args:
         decoder: Computes the layers.
         cache: Their KV cache.
-        limits: What requests and batches may ask for.
-        max_num_tokens: Most rows of a forward pass.
-        mapping: Which rank's part this is.
-        capture: Records iterations, if they are to be recorded; `decoder` is then all of a model and has fixed
-            shapes.
-        debug_tensors: Writes iterations down, none of which is replayed then.
+        limits: The limits for requests and batches.
+        max_num_tokens: Maximum number of rows of a forward pass.
+        mapping: This rank's position.
+        capture: Records iterations; None: they are not recorded. If set, `decoder` must be a whole model with
+            fixed shapes.
+        debug_tensors: Records debug tensors, in which case no iteration is replayed.
 
     Attributes:
-        limits: As given.
-        slots: What is remembered of each slot.
+        limits: The argument of the same name.
+        slots: The state of each slot.
         void_slots: Slots of failed batches.
-        decoder_config: What the checkpoint says of the model.
-        dtype: Of weights, activations and KV cache: float32, bfloat16 or float16.
-        kernels: What computes the layers: "native", "torch", "transformers" or "tensorrt".
-        recorded: Of which iterations there are recordings.
+        decoder_config: The checkpoint's configuration of the model.
+        dtype: Data type of weights, activations and KV cache: float32, bfloat16 or float16.
+        kernels: The implementation of the layers: "native", "torch", "transformers" or "tensorrt".
+        recorded: The kinds of batches that are recorded.
     """
 
     def __init__(
@@ -108,37 +109,37 @@ class ModelRunner:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence, by the checkpoint."""
+        """The checkpoint's end ids."""
         return self.decoder_config.eos_token_ids
 
     def run(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:
         """Apply the batch to slots and blocks, then run the packed forward pass; on a GPU, queue it.
 
         Args:
-            batch: What to run; it carries on in no void slot.
-            hidden: Behind the first pipeline stage, what the stage before returned.
+            batch: The batch; it must not continue in a void slot.
+            hidden: After the first pipeline stage, the previous stage's output.
 
         Returns:
-            At the last stage logits to choose tokens from, in the order of `ScheduledBatch.sampled_slots`: 1 +
+            At the last stage logits to sample from, in the order of `ScheduledBatch.sampled_slots`: 1 +
             num_draft_tokens rows for a chunk and one for a generation slot. Before the last stage hidden states
-            for the next one, [batch.num_tokens, hidden_size] in the model's dtype, and nothing by slot.
+            for the next one, [batch.num_tokens, hidden_size] in the model's dtype, without outputs by slot.
 
         Raises:
             ValueError: The batch breaks the contract: more than max_num_tokens rows, or a row without a block.
         """
         try:
             return self._run(batch, hidden)
-        except BaseException:  # whatever it is, nobody knows what has been written to the cache
+        except BaseException:  # the content of the cache is unknown now
             self.cache.forget(batch)
             raise
 
     @torch.inference_mode()
     def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Tensor:
-        """The logits, or hidden states, that `run` returns, for a rank that chooses no tokens.
+        """Return the logits or hidden states of `run`, for a rank that does not sample.
 
         Raises:
-            ValueError: As `ModelEngine.forward`.
-            StepFailed: Likewise.
+            ValueError: See `ModelEngine.forward`.
+            StepFailed: See `ModelEngine.forward`.
         """
         with self.void_slots.watch(batch), computing(batch.num_rows):
             self.void_slots.refuse(batch)
@@ -146,7 +147,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """Feed the chosen tokens to their slots next."""
+        """Feed the sampled tokens to their slots next."""
         self.slots.remember(batch, output)
 
     def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
@@ -154,10 +155,10 @@ class ModelRunner:
         self.void_slots.add(batch, since)
 
     def agree_on_recordings(self, agree: Callable[[int], int]) -> None:
-        """Launch one by one what some rank has no recording of: the ranks of a stage add up theirs row by row.
+        """Drop recordings that some rank does not have: the ranks of a stage sum up their results row by row.
 
-        A replayed batch has rows that fill it up, and generation rows in an order of its own. `agree` returns the
-        least of all ranks' numbers.
+        A replayed batch has padding rows, and generation rows in its own order. `agree` returns the minimum over
+        all ranks.
         """
         lacking = ""
         if not agree(len(self.recorded.generation_sizes)):
@@ -232,7 +233,7 @@ class ModelRunner:
         between: HiddenStates,
         are_wanted: bool,
     ) -> RowOutputs:
-        """The logits of rows that choose tokens, and what is wanted beside, of what the last layer returned."""
+        """Return logits of sampled rows, and other wanted outputs, from the last layer's output."""
         layers = LayerOutputs(hidden, self.decoder.normalize, between.found)
         context: dict[int, ContextDetails] = {}
         if any(chunk.wants_context for chunk in batch.context):
@@ -244,7 +245,7 @@ class ModelRunner:
         return RowOutputs(logits, context, additional)
 
     def _prepare_blocks(self, batch: ScheduledBatch, fresh_blocks: list[int]) -> None:
-        """Copy blocks, then clear new ones: a block that is copied may not be cleared or written before."""
+        """Copy blocks, then clear new ones: a source must not be cleared or written before it is copied."""
         device = self.cache.device
         if batch.block_copies:
             self.cache.copy(*upload(np.array(batch.block_copies), device).unbind(1))
@@ -258,7 +259,7 @@ def _record(
     started = time.monotonic()
     try:
         graphs = IterationGraphs(decoder, slots, cache, capture, max_num_tokens)
-    except RuntimeError as error:  # what a device raises
+    except RuntimeError as error:  # the type of a device's errors
         _logger.warning("iterations run without CUDA graphs, because they cannot be recorded: %s", error)
         return None
     kinds, took = graphs.kinds, time.monotonic() - started

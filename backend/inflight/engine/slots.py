@@ -1,13 +1,13 @@
-"""The state of each slot between iterations, and the slots that a failed batch has made void.
+"""The state of each slot between iterations, and the slots made void by a failed batch.
 
-Block tables and last tokens live on the device, where the forward pass reads them. Numbers of tokens follow from
-the batches and their outputs alone, so they are kept on the host, where positions and group sizes are computed
-without waiting for the device. Knows no model. Called by the loop thread.
+Block tables and last tokens are on the device, where the forward pass reads them. Numbers of tokens follow from
+the batches and their outputs alone, so they are on the host, where positions and group sizes are computed without
+waiting for the device. Knows no model. Used on the loop thread.
 
-A batch may have been made before an earlier one was known to have failed, and then carry on sequences of that one.
-If the earlier one failed before its forward pass, their block tables may still be those of the slots' previous
-owners, so that running such a batch would write into blocks that belong to others by now. `VoidSlots` refuses it
-before anything is touched.
+A batch may have been made before the failure of an earlier one was known, and continue sequences of that one. If
+the earlier one failed before its forward pass, the block tables may still be those of the slots' previous owners,
+and such a batch would write to blocks that belong to other sequences now. `VoidSlots` refuses it before it has any
+effect.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class SlotTable:
     """The state of every slot, on the device and on the host.
 
     Attributes:
-        block_tables: [slots + 1, max_blocks] int64 on the device; the null block after a slot's last.
-        last_tokens: [slots + 1] int64 on the device: what a generation row is fed.
+        block_tables: [slots + 1, max_blocks] int64 on the device; padded with the null block.
+        last_tokens: [slots + 1] int64 on the device: the inputs of generation rows.
         tokens_per_block: Tokens per KV block.
-        null_slot: The one beyond the others, without a block: of rows that only fill a batch up.
-        num_tokens: [slots] int64 on the host: tokens that are certain and whose keys and values are in the cache.
-        num_blocks: [slots] int64 on the host: blocks in the slot's table.
+        null_slot: An additional slot without blocks, for padding rows.
+        num_tokens: [slots] int64 on the host: number of certain tokens whose keys and values are in the cache.
+        num_blocks: [slots] int64 on the host: number of blocks in the slot's table.
         adapters: [slots + 1] int64 on the host: the first page of the slot's adapter; -1: none.
     """
 
@@ -53,9 +53,9 @@ class SlotTable:
         self._null_block = null_block
 
     def apply(self, batch: ScheduledBatch) -> list[int]:
-        """Take over a batch's slots and blocks; returns the blocks that hold nothing of use yet.
+        """Apply a batch's slots and blocks; return the blocks without usable content.
 
-        Released slots need no work: a slot is reset when it is taken again.
+        Released slots need no work, as a slot is reset when it is taken again.
         """
         if started := [start.slot for start in batch.starts]:
             self.num_tokens[started] = 0
@@ -71,15 +71,14 @@ class SlotTable:
         return self._append(batch)
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Count the batch's rows as in the cache, all but its drafts."""
+        """Count the batch's rows as in the cache, except its drafts."""
         for chunk in batch.context:
             self.num_tokens[chunk.slot] = chunk.start + len(chunk.token_ids) - chunk.num_draft_tokens
         self.num_tokens[list(batch.generation_slots)] += 1
 
     def positions(self, batch: ScheduledBatch) -> NDArray[np.int64]:
-        """The position in its sequence of the token that each row of the logits chooses, [rows], after
-        `advance`.
-        """
+        """Return the position in its sequence of the token that each row of the logits samples, [rows], after
+        `advance`."""
         drafts = [chunk.num_draft_tokens for chunk in batch.context if chunk.is_last]
         first = self.num_tokens[batch.sampled_slots()]
         if not any(drafts):
@@ -91,9 +90,9 @@ class SlotTable:
     def remember(
         self, batch: ScheduledBatch, output: ModelOutput, only: Collection[int] | None = None
     ) -> None:
-        """Take over what was chosen: accepted drafts are certain, the last new token is the next to be fed.
+        """Apply the sampled tokens: accepted drafts are certain, and the last new token is the next input.
 
-        Beam searches have no token yet: the moves of their next batch carry it. With `only`, of these slots.
+        Beam searches have no token yet: the moves of their next batch carry it. `only`: restrict to these slots.
         """
         slots: list[int] = []
         last: list[int] = []
@@ -110,18 +109,19 @@ class SlotTable:
             self.last_tokens.index_copy_(0, rows, tokens)
 
     def last_on_host(self, slots: list[int]) -> list[int]:
-        """The token ids that generation rows of these slots are fed; empty where only the device knows them."""
+        """Return the inputs of generation rows of these slots; empty if only the device knows them."""
         return self.last_tokens.numpy()[slots].tolist() if self.last_tokens.is_cpu else []
 
     def feed(self, batch: ScheduledBatch, tokens: Tensor) -> None:
-        """Feed `tokens` next, [sampled slots] int64 on the device, of a batch that samples on the device.
+        """Set the next inputs, `tokens` [sampled slots] int64 on the device, of a batch that samples on the
+        device.
 
         `remember` follows for slots that need the host, before they have another row.
         """
         self.last_tokens.index_copy_(0, self._upload(batch.sampled_slots()), tokens)
 
     def _move(self, batch: ScheduledBatch) -> None:
-        """Let beams go on from their parents. All parents are read first, so that beams can change places."""
+        """Let beams continue their parents. All parents are read first, as beams may swap."""
         if not batch.moves:
             return
         moves = [(move.slot, move.parent_slot, move.token_id) for move in batch.moves]
@@ -145,7 +145,7 @@ class SlotTable:
             slots += [slot] * len(appended)
             columns += range(first, first + len(appended))
             block_ids += appended
-            if slot in writing:  # else all of its blocks so far are shared with another sequence
+            if slot in writing:  # otherwise all of its blocks so far are shared with another sequence
                 fresh += appended[max(0, self._blocks_in_use(slot) - first) :]
         if slots:
             if max(columns) >= self.block_tables.shape[1]:
@@ -161,44 +161,45 @@ class SlotTable:
             self.block_tables[row, column] = block
 
     def _blocks_in_use(self, slot: int) -> int:
-        """How many of the slot's blocks hold tokens before this batch runs."""
+        """Return how many of the slot's blocks hold tokens before this batch runs."""
         return -(-int(self.num_tokens[slot]) // self.tokens_per_block)
 
     def _upload(self, values: Sequence | NDArray[np.int64]) -> Tensor:
-        # By way of numpy: torch reads nested lists several times slower.
+        # Through numpy, as torch reads nested lists several times slower.
         return upload(np.array(values, dtype=np.int64), self.block_tables.device)
 
 
 class VoidSlots:
-    """The slots of failed batches, of which nothing is known until a sequence starts in them again."""
+    """The slots of failed batches, whose state is unknown until a sequence starts in them again."""
 
     def __init__(self) -> None:
         self._slots: set[int] = set()
-        self._last: ScheduledBatch | None = None  # the batch that has begun last
+        self._last: ScheduledBatch | None = None  # the batch that began last
 
     @contextmanager
     def watch(self, batch: ScheduledBatch) -> Iterator[None]:
-        """Make all slots that the batch names void if the body raises.
+        """Make all slots named by the batch void if the body raises.
 
-        Those that the batch behind it has started anew, if that one has begun, are not.
+        Except slots that a following batch, if it has begun, has restarted.
         """
         try:
             yield
-        except BaseException:  # whatever it is, nobody knows how far these slots got
+        except BaseException:  # the state of these slots is unknown now
             self.add(batch, [self._last] if self._last is not None and self._last is not batch else [])
             raise
 
     def add(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch]) -> None:
-        """Make the slots of a failed batch void, but for those that batches begun `since` have started anew.
+        """Make the slots of a failed batch void, except those that the batches `since` have restarted.
 
-        A sequence may get a slot but no row, and end before its batch is back: by then the slot may be another's.
+        A sequence may get a slot but no row, and end before its batch is back: by then the slot may have another
+        owner.
         """
         self._slots |= _named(batch) - {start.slot for later in since for start in later.starts}
 
     def refuse(self, batch: ScheduledBatch) -> None:
-        """Raise ValueError if the batch carries on in a void slot, before anything is done for it.
+        """Raise ValueError if the batch continues in a void slot, before it has any effect.
 
-        A slot is no longer void once a sequence starts in it or a beam moves there from a slot that is not void.
+        A slot is no longer void once a sequence starts in it, or a beam moves there from a slot that is not void.
         """
         self._last = batch
         if not self._slots:
@@ -215,7 +216,7 @@ class VoidSlots:
 
 
 def _named(batch: ScheduledBatch) -> set[int]:
-    """The slots whose state a batch changes; a beam that moves has a row, and so is among them."""
+    """Return the slots whose state a batch changes; a moved beam has a row, and so is among them."""
     return {
         *(start.slot for start in batch.starts),
         *(slot for slot, _ in batch.new_blocks),

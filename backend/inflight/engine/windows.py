@@ -1,6 +1,6 @@
-"""The attention windows of layers: the checkpoint's sliding windows, and those of the configuration.
+"""Attention windows of layers: the checkpoint's sliding windows, and configured ones.
 
-A window changes what is read, not what is kept: KV blocks that no token will look at again stay their sequence's,
+A window changes what is read, not what is stored: KV blocks outside of the window still belong to their sequence,
 so no memory is saved.
 """
 
@@ -17,11 +17,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """A token at position p sees the positions above p - `recent`, itself included, and those below `sinks`.
+    """A window: a token at position p sees positions above p - `recent`, itself included, and those below `sinks`.
 
     Attributes:
-        recent: At least 1.
-        sinks: 0 for a plain sliding window.
+        recent: Number of recent tokens, at least 1.
+        sinks: Number of first tokens that are always seen; 0 for a plain sliding window.
     """
 
     recent: int
@@ -29,50 +29,56 @@ class AttentionWindow:
 
     @property
     def size(self) -> int:
-        """The most tokens that a token sees."""
+        """Maximum number of tokens that a token sees."""
         return self.recent + self.sinks
 
 
 def layer_windows(
-    of_checkpoint: Sequence[int | None], asked: Sequence[int], num_sinks: int, max_sequence_length: int
+    checkpoint_windows: Sequence[int | None],
+    configured: Sequence[int],
+    num_sinks: int,
+    max_sequence_length: int,
 ) -> tuple[AttentionWindow | None, ...]:
-    """Per layer its window; None: a token sees all before it, as does a window of the longest sequence.
+    """Return each layer's window; None: a token sees all tokens before it, as with a window of the longest
+    sequence.
 
-    A layer has the smaller of its two windows. The sinks are a part of the window, not beside it: of a window of
-    n tokens with s sinks a token sees the first s of its sequence and the last n - s. Tokens keep their positions,
-    and a context has the same window as what follows it. TensorRT-LLM's StreamingLLM counts positions inside the
-    window instead and lets a context see all of itself; then tokens would depend on where a request's context
-    ended, and so on whether it was ever paused.
+    A layer has the smaller of its two windows. Sinks are part of the window: in a window of n tokens with s sinks,
+    a token sees the first s of its sequence and the last n - s. Tokens keep their positions, and context and
+    generation have the same window. TensorRT-LLM's StreamingLLM instead counts positions inside the window and
+    lets a context see all of itself; then tokens would depend on where a request's context ended, and so on
+    whether it was ever paused.
 
     Args:
-        of_checkpoint: Per layer the checkpoint's own window, None for none.
-        asked: `max_attention_window_size`; layer i has entry i % n. Empty: none.
+        checkpoint_windows: By layer, the checkpoint's own window; None for none.
+        configured: `max_attention_window_size`; layer i uses entry i % n. Empty: none.
         num_sinks: `sink_token_length`.
         max_sequence_length: Longest sequence in tokens.
 
     Raises:
-        ConfigError: A window consists of sinks alone.
+        ConfigError: A window consists of sinks only.
     """
-    if len(asked) > len(of_checkpoint):
+    if len(configured) > len(checkpoint_windows):
         _logger.warning(
             "max_attention_window_size has %d entries, but the model has %d layers",
-            len(asked),
-            len(of_checkpoint),
+            len(configured),
+            len(checkpoint_windows),
         )
     return tuple(
-        _window(own, asked[layer % len(asked)] if asked else None, num_sinks, max_sequence_length)
-        for layer, own in enumerate(of_checkpoint)
+        _window(
+            own, configured[layer % len(configured)] if configured else None, num_sinks, max_sequence_length
+        )
+        for layer, own in enumerate(checkpoint_windows)
     )
 
 
 def _window(
-    own: int | None, asked: int | None, num_sinks: int, max_sequence_length: int
+    own: int | None, configured: int | None, num_sinks: int, max_sequence_length: int
 ) -> AttentionWindow | None:
-    size = min(window for window in (own, asked, max_sequence_length) if window is not None)
+    size = min(window for window in (own, configured, max_sequence_length) if window is not None)
     if size == max_sequence_length:
         return None
     if size <= num_sinks:
-        whose = "max_attention_window_size has" if size == asked else "the checkpoint has layers with"
+        whose = "max_attention_window_size has" if size == configured else "the checkpoint has layers with"
         raise ConfigError(
             f"sink_token_length is {num_sinks}, expected less than {size}: {whose} a window of {size}, "
             "which the sinks are a part of"

@@ -13,16 +13,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from inflight.core.report.executor_stats import (
-    DisServingRequestStats,
-    InflightBatchingStats,
-    IterationStats,
-    KvCacheStats,
-    RequestStats,
-    RequestStatsPerIteration,
-    SpecDecodingStats,
-    StaticBatchingStats,
-)
 from inflight.executor import kv_cache
 from inflight.executor.config import (
     CacheTransceiverConfig,
@@ -83,6 +73,16 @@ from inflight.executor.response import (
     serialize_result,
 )
 from inflight.executor.sampling import AdditionalModelOutput, OutputConfig, SamplingConfig
+from inflight.executor_stats import (
+    DisServingRequestStats,
+    InflightBatchingStats,
+    IterationStats,
+    KvCacheStats,
+    RequestStats,
+    RequestStatsPerIteration,
+    SpecDecodingStats,
+    StaticBatchingStats,
+)
 
 _WITH_ENGINE: dict[str, str] = {"Executor": "inflight.executor.executor"}
 """By name: the module that has it. These import an engine."""

@@ -1,15 +1,15 @@
-"""Guided decoding: what a guide allows to come next, by one of two libraries.
+"""Guided decoding: which tokens a guide allows next, computed by one of two grammar libraries.
 
-    vocabulary.py          the bytes of every token: all that a library has to know of a model
-    backend.py             what is asked of a library; `make_backend`
+    vocabulary.py          the bytes of every token: everything a library has to know about a model
+    backend.py             the interface of a library; `make_backend`
     llguidance_backend.py  the default
-    xgrammar_backend.py    for those who install it
+    xgrammar_backend.py    optional
     structural_tags.py     structural tags as a grammar that llguidance reads
-    compiler.py            the engine's side of the process that compiles guides, and what is known of them
+    compiler.py            the engine's side of the compiling process, and the known guides
     child.py               that process
-    grammars.py            what the rank that chooses tokens keeps of compiled guides
+    grammars.py            compiled guides on the rank that samples
 
-A guide comes from anybody, and some take for ever, or all memory. So a process beside the engine compiles it
-first, within bounds, and is killed where they are exceeded; only what it has proved goes into the engine. How
-masks change logits is the business of `inflight.sampling.guides`. Knows neither Triton nor the loop.
+A guide comes from a client, and some guides take for ever or all memory to compile. So a separate process compiles
+each guide first, within bounds, and is killed if it exceeds them; only guides proved there reach the engine.
+`inflight.sampling.guides` applies the masks to logits. This package knows neither Triton nor the loop.
 """

@@ -1,4 +1,4 @@
-"""The interface of a grammar library, and the libraries that there are."""
+"""The interface of a grammar library, and the errors for guides that it cannot follow."""
 
 from __future__ import annotations
 
@@ -10,44 +10,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide
-from inflight.errors import ConfigError, InvalidArgument
-from inflight.guided.vocabulary import GuideVocabulary
-
-BACKENDS = ("llguidance", "xgrammar")
+from inflight.errors import InvalidArgument, Name
 
 
 class DeadEnd(InvalidArgument):
-    """One text cannot be continued by its guide; other texts of the guide can."""
+    """The guide cannot continue this text, although it can continue other texts."""
 
 
 class Matcher(Protocol):
-    """How far one sequence has come in its guide. One thread at a time."""
+    """The state of one sequence in its guide. Used by one thread at a time."""
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Go on with tokens.
+        """Advance by tokens.
 
         Raises:
-            DeadEnd: The masks allow them, and the guide does not all the same; none of them was consumed.
-            InvalidArgument: The guide does not allow them, or cannot be followed any further.
+            DeadEnd: The masks allow these tokens, but the guide cannot continue after them; none was consumed.
+            InvalidArgument: The guide does not allow these tokens, or cannot be followed any further.
         """
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the latest tokens, which were consumed without an error."""
+        """Undo the latest tokens, which must have been consumed without an error."""
         ...
 
     def fork(self) -> Matcher:
-        """A matcher of its own that has come as far."""
+        """Return an independent matcher in the same state."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MaskJob:
-    """The mask of the next token, which is wanted.
+    """A request for the mask of one sequence's next token.
 
     Attributes:
-        matcher: Of the backend that is asked.
-        row: Where the mask goes.
+        matcher: A matcher of the backend that fills the mask.
+        row: The row of the mask.
     """
 
     matcher: Matcher
@@ -55,69 +52,49 @@ class MaskJob:
 
 
 class GuideBackend(Protocol):
-    """A library with a vocabulary. `fill` is for one thread at a time; the rest may be called by any."""
+    """A grammar library with a vocabulary. `fill` is for one thread at a time; other methods for any thread."""
 
     def compile(self, guide: Guide) -> bytes:
-        """Prove that a guide can be followed, and return what `load` needs to do so with little work.
+        """Check that a guide can be followed, and return the data that lets `load` do little work.
 
-        Takes as long as the guide wants, and as much memory: to be called in a process that can be killed.
+        Time and memory depend on the guide without bound, so this is to be called in a process that can be killed.
 
         Raises:
-            InvalidArgument: It cannot; the message names `guided_decoding_guide` and says why.
+            InvalidArgument: The guide cannot be followed; the message names `guided_decoding_guide` and the
+                reason.
         """
         ...
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
-        """A matcher at the beginning of a guide that `compile` has returned `compiled` for.
+        """Return a matcher at the beginning of a guide; `compiled` is the result of `compile`.
 
         Raises:
-            InvalidArgument: As `compile`.
+            InvalidArgument: See `compile`.
         """
         ...
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """Fill masks: several in parallel where there are processors, a single one on the caller's thread.
+        """Fill masks: several in parallel if there are processors for that, a single one on the caller's thread.
 
         Args:
-            jobs: Whose masks.
-            masks: [rows, `GuideVocabulary.num_words`], contiguous; bit i of word w is 1 if token 32 * w + i may
-                come next.
+            jobs: The masks to fill.
+            masks: [rows, `GuideVocabulary.num_words`] int32, contiguous; bit i of word w is 1 if token 32 * w + i
+                may come next.
 
         Returns:
-            By the index of a job, why its guide cannot be followed on.
+            By job index, the error of a guide that cannot be followed any further.
         """
         ...
 
 
-def make_backend(name: str, vocabulary: GuideVocabulary) -> GuideBackend:
-    """One of BACKENDS.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
-    try:
-        if name == "xgrammar":
-            from inflight.guided.xgrammar_backend import XGrammarBackend
-
-            return XGrammarBackend(vocabulary)
-        from inflight.guided.llguidance_backend import LLGuidanceBackend
-
-        return LLGuidanceBackend(vocabulary)
-    except ImportError as error:
-        remedy = ": pip install -e '.[guided-xgrammar]' in the checkout" if name == "xgrammar" else ""
-        raise ConfigError(
-            f"guided_decoding_backend is {name}, which is not installed{remedy} ({error})"
-        ) from None
-
-
 def refusal(reason: str) -> InvalidArgument:
-    """The error for a guide that cannot be followed; the first lines of a library's reason are enough."""
+    """Return the error for a guide that cannot be followed, with the beginning of the library's reason."""
     text = " ".join(reason.split())
-    return InvalidArgument(f"guided_decoding_guide cannot be used: {text[:_LONGEST_REASON]}")
+    return InvalidArgument(Name("guided_decoding_guide"), " cannot be used: ", text[:_LONGEST_REASON])
 
 
 def over_budget() -> InvalidArgument:
-    """The error for a guide that takes more work than one request may ask for."""
+    """Return the error for a guide that takes more work than one request may use."""
     return refusal(
         "its tokens take more work than one request may ask for. Send a simpler guide: one whose rules cannot "
         "match the same text in many ways, and with fewer expressions that may come at one place. Masks behind "

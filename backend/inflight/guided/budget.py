@@ -1,8 +1,8 @@
-"""How much work one sequence may ask for with its guide, whichever library follows it.
+"""A budget for the work that one sequence's guide may take, whichever library follows it.
 
-Every call of a matcher is measured in processor time of the thread that makes it, whatever else the machine does
-meanwhile. A sequence that has used up its budget ends with an error, and others keep their pace. Libraries may
-have bounds of their own for one call; they need none for many.
+Every call of a matcher is measured in processor time of its thread, which does not depend on other load. A
+sequence that exceeds its budget ends with an error, so that it cannot slow others down. Libraries may bound a
+single call; the budget bounds all of them together.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _A_TOKEN_S = 0.005
 _A_TOKEN_AND_WORD_S = 1e-7
 _TRIAL_TOKENS = 8
 _ALL = -1
-"""Every word of a mask that allows everything."""
+"""All bits of a word of a mask that allows everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Processor time that a sequence may take for its guide.
+    """The processor time that a sequence may use for its guide.
 
     Attributes:
-        token_s: Seconds that every token adds to what is left.
-        at_once_s: Seconds that are left at first; never more than that are kept.
+        token_s: Seconds added to the remaining budget by every token.
+        at_once_s: The initial budget in seconds, which is also the maximum that can accumulate.
     """
 
     token_s: float
@@ -43,17 +43,17 @@ class Budget:
 
     @classmethod
     def of_vocabulary(cls, vocabulary: GuideVocabulary) -> Budget:
-        """The budget with a vocabulary: masks of a large one take longer."""
+        """Return the budget for a vocabulary; masks take longer for a large one."""
         return cls(_A_TOKEN_S + len(vocabulary.tokens) * _A_TOKEN_AND_WORD_S)
 
 
 class BudgetedMatcher:
-    """A matcher of any library, and the budget of its sequence. Once that is used up every call fails.
+    """A matcher with a budget. Once the budget is exceeded, every call fails.
 
     Args:
-        matcher: The library's.
-        budget: What the sequence may take.
-        left_s: Seconds that are left of it.
+        matcher: The library's matcher.
+        budget: The sequence's budget.
+        left_s: Remaining seconds; None: the initial budget.
     """
 
     def __init__(self, matcher: Matcher, budget: Budget, left_s: float | None = None) -> None:
@@ -63,11 +63,11 @@ class BudgetedMatcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether the budget is used up."""
+        """Whether the budget is exceeded."""
         return self._left_s < 0
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Go on with tokens as `Matcher.consume`, which adds to the budget what they are worth."""
+        """Advance by tokens as `Matcher.consume` does, and add their share to the budget."""
         began_s = thread_time()
         try:
             self.matcher.consume(token_ids)
@@ -80,19 +80,19 @@ class BudgetedMatcher:
     def fill(
         self, backend: GuideBackend, row: int, drafts: Sequence[int], masks: NDArray[np.int32]
     ) -> InvalidArgument | None:
-        """Fill the mask of the next token and those behind draft tokens, as far as these may come.
+        """Fill the masks of the next token and after each draft token, as far as these are allowed.
 
-        A draft token behind which the text comes to a dead end may not come: nobody has chosen it yet.
+        A draft token after which the guide reaches a dead end is banned, as it has not been chosen yet.
 
         Args:
-            backend: The library.
-            row: Of the first mask; the others go below it, and those behind a token that may not come allow
+            backend: The grammar library.
+            row: Row of the first mask; the others follow below it. Masks after a banned draft token allow
                 everything.
             drafts: The draft tokens.
-            masks: As of `GuideBackend.fill`; the rows below the first allow everything.
+            masks: As in `GuideBackend.fill`; the rows below the first must allow everything.
 
         Returns:
-            Why the guide cannot be followed on, if it cannot. Masks are filled up to there.
+            The error of a guide that cannot be followed any further, else None. Masks are filled up to there.
         """
         error, place = self._fill_one(backend, row, masks), 0
         while error is None and place < len(drafts) and _has_bit(masks[row + place], drafts[place]):
@@ -115,9 +115,9 @@ class BudgetedMatcher:
     def _try_draft(
         self, backend: GuideBackend, token_id: int, row: int, masks: NDArray[np.int32]
     ) -> InvalidArgument | None:
-        """Go on with a token that may be taken back, which adds nothing to the budget, and fill the mask behind.
+        """Advance by a draft token, which adds nothing to the budget, and fill the mask after it.
 
-        At a dead end it is taken back at once, and the mask allows everything.
+        At a dead end the token is undone at once, and the mask allows everything.
         """
         began_s = thread_time()
         try:
@@ -139,20 +139,20 @@ class BudgetedMatcher:
         return over_budget() if self.is_over else errors.get(0)
 
     def fork(self) -> BudgetedMatcher:
-        """A matcher of its own that has come as far, with as much left, less what it took to make it."""
+        """Return an independent matcher in the same state, with the remaining budget less the time of the copy."""
         began_s = thread_time()
         forked = self.matcher.fork()
         return BudgetedMatcher(forked, self._budget, self._left_s - (thread_time() - began_s))
 
 
 def try_out(backend: GuideBackend, vocabulary: GuideVocabulary, guide: Guide, compiled: bytes) -> None:
-    """Follow a compiled guide for a few tokens at random, where that disturbs nobody.
+    """Follow a compiled guide for some random tokens, in a process where that slows nobody down.
 
     Raises:
-        InvalidArgument: That takes more than the budget: so it would in a request.
+        InvalidArgument: It takes more than the budget, as it would in a request.
     """
     matcher = BudgetedMatcher(backend.load(guide, compiled), Budget.of_vocabulary(vocabulary))
-    with suppress(DeadEnd):  # a request's text may come to none
+    with suppress(DeadEnd):  # a random text may reach a dead end
         _follow(backend, vocabulary, matcher)
 
 

@@ -1,8 +1,8 @@
 """`python -m inflight.guided.child BACKEND`: compiles guides for an engine, in a process that can be killed.
 
-Reads a vocabulary from its standard input, answers when it is ready, then one job after another. Ends with its
-input, or with the thread of the engine that has started it. What compiles may take a bounded amount of memory, and
-processors only where nobody else wants them.
+Reads a vocabulary from standard input and answers when it is ready; then reads one job after another. Ends at the
+end of its input, or with the thread of the engine that started it. Compilation gets a bounded amount of memory,
+and processor time only while nothing else needs it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 
 from inflight.core.request.guide import Guide
 from inflight.errors import InflightError
-from inflight.guided.backend import make_backend
 from inflight.guided.budget import try_out
+from inflight.guided.make_backend import make_backend
 from inflight.guided.vocabulary import GuideVocabulary
 
 MAX_MEMORY_BYTES = 4 << 30
@@ -28,50 +28,50 @@ _PR_SET_PDEATHSIG = 1
 _LENGTH_BYTES = 8
 
 
-class Job(msgspec.Struct, frozen=True):
+class CompileJob(msgspec.Struct, frozen=True):
     """Engine → child: a guide to compile."""
 
     guide: Guide
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """Child → engine: what `GuideBackend.compile` has returned, or the code and the message of its error.
+class CompileAnswer(msgspec.Struct, frozen=True):
+    """Child → engine: the result of `GuideBackend.compile`, or the kind and marked message of its error.
 
-    The first answer is for the vocabulary, and empty.
+    The first answer is for the vocabulary and is empty.
     """
 
     compiled: bytes = b""
-    error_code: str = ""
+    error_kind: str = ""
     error: str = ""
 
 
 def main(backend_name: str) -> None:
     """Compile until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the engine, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the engine, which ends this process
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library that prints must not do so among the answers
+    os.dup2(2, 1)  # keep the output of a library that prints out of the answers
     first = read_frame(jobs)
     if first is None:
         return
     vocabulary = msgspec.msgpack.decode(first, type=GuideVocabulary)
     backend = make_backend(backend_name, vocabulary)
-    write_frame(answers, Answer())
+    write_frame(answers, CompileAnswer())
     while (frame := read_frame(jobs)) is not None:
-        guide = msgspec.msgpack.decode(frame, type=Job).guide
+        guide = msgspec.msgpack.decode(frame, type=CompileJob).guide
         try:
-            answer = Answer(backend.compile(guide))
+            answer = CompileAnswer(backend.compile(guide))
             try_out(backend, vocabulary, guide, answer.compiled)
         except InflightError as error:
-            answer = Answer(error_code=error.code, error=str(error))
+            answer = CompileAnswer(error_kind=error.kind, error=error.marked)
         write_frame(answers, answer)
 
 
 def read_frame(file: IO[bytes]) -> bytes | None:
-    """The next message; None at the end."""
+    """Read the next message; None at the end of the file."""
     header = file.read(_LENGTH_BYTES)
     if len(header) < _LENGTH_BYTES:
         return None
@@ -80,7 +80,7 @@ def read_frame(file: IO[bytes]) -> bytes | None:
     return body if len(body) == length else None
 
 
-def write_frame(file: IO[bytes], message: GuideVocabulary | Job | Answer) -> None:
+def write_frame(file: IO[bytes], message: GuideVocabulary | CompileJob | CompileAnswer) -> None:
     """Send a message."""
     body = msgspec.msgpack.encode(message)
     file.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)

@@ -1,7 +1,7 @@
-"""Compiles guides beside the loop: `inflight.core.ports.GuideCompiler` over a process that can be killed.
+"""Compiles guides in the background: `inflight.core.ports.GuideCompiler` over a process that can be killed.
 
-Owns which guides wait, what became of those that are known, and the process. The loop thread calls `submit` and
-`events`, which never block; a thread of this object waits for the process.
+Owns the waiting guides, the results of known ones, and the process. The loop thread calls `submit` and `events`,
+which never block; a thread of this object waits for the process.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from dataclasses import dataclass
 import msgspec
 
 from inflight.core.request.guide import Guide, GuideEvent
-from inflight.errors import InflightError, InvalidArgument, StepFailed, error_from_code
-from inflight.guided.child import Answer, Job, read_frame, write_frame
+from inflight.errors import InflightError, InvalidArgument, Name, StepFailed, error_from_kind
+from inflight.guided.child import CompileAnswer, CompileJob, read_frame, write_frame
 from inflight.guided.grammars import Grammars
 from inflight.guided.vocabulary import GuideVocabulary
 
 _log = logging.getLogger(__name__)
 
 _START_S = 120.0
-"""How long the process may take to import its library and read the vocabulary."""
+"""How long the process may take to import its library and read the vocabulary, in seconds."""
 _SHARE_OF_TIME = 0.1
-"""How much of its time a guide gets before those behind it, if there are any, get their turns first."""
+"""Fraction of its time after which a guide is interrupted if others wait for their first try."""
 _MOST_FAILURES = 256
-_ANSWER = msgspec.msgpack.Decoder(Answer)
+_ANSWER = msgspec.msgpack.Decoder(CompileAnswer)
 
 
 @dataclass(frozen=True, slots=True)
 class GuideBounds:
-    """The bounds of a guide's size and compile time.
+    """The limits of a guide's size and compile time.
 
     Attributes:
-        max_bytes: Longest guide, in bytes of UTF-8.
-        timeout_s: Longest time to compile it, in seconds.
+        max_bytes: Maximum size of a guide, in bytes of UTF-8.
+        timeout_s: Maximum compile time, in seconds.
     """
 
     max_bytes: int = 65536
@@ -48,22 +48,22 @@ class GuideBounds:
 
 
 class ChildCompiler:
-    """Has guides compiled one after another, and the result put where tokens are chosen.
+    """Compiles guides one after another, and puts the results where tokens are sampled.
 
-    A guide that takes longer than a tenth of its time while others wait is stopped, and tried again, with all of
-    its time, when no guide waits for its first try. So a new guide waits for one slow guide at most, and for a
-    tenth of that time, and a start of the process, for each guide that is new too. One that was asked for by
-    requests that have all ended since is not compiled. The guides of requests that have not ended are kept.
+    A guide that takes longer than a tenth of its time limit while others wait is interrupted, and tried again with
+    all of its time once no guide waits for its first try. So a new guide waits for one slow guide at most, and for
+    a tenth of the limit and a process start per new guide ahead of it. A guide whose requests have all ended is
+    not compiled. Guides of unfinished requests are kept.
 
-    A guide that is known to be wrong is refused at once the next time. One that took too long is tried again: the
+    A guide known to be invalid is refused at once the next time. One that took too long is tried again, as the
     machine may have been busy.
 
     Args:
         grammars: Takes compiled guides.
-        backend_name: The library.
-        bounds: What a guide may take.
-        notify: Called when there are events; on this object's thread.
-        command: Starts the process.
+        backend_name: The grammar library.
+        bounds: The limits of each guide.
+        notify: Called when there are events, on this object's thread.
+        command: The command that starts the process.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class ChildCompiler:
         self._waiting: dict[Guide, list[int]] = {}  # ids of the requests that wait for a guide
         self._failures: OrderedDict[Guide, InflightError] = OrderedDict()
         self._events: list[GuideEvent] = []
-        self._guides: dict[int, Guide] = {}  # of the requests that have not ended
+        self._guides: dict[int, Guide] = {}  # of unfinished requests
         self._jobs: queue.SimpleQueue[Guide | None] = queue.SimpleQueue()
-        self._slow: deque[Guide] = deque()  # to be tried again; of the thread alone
+        self._slow: deque[Guide] = deque()  # to be tried again; used by the thread only
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="guide-compiler", daemon=True)
         self._thread.start()
@@ -96,11 +96,12 @@ class ChildCompiler:
             failure = self._failures.get(guide)
             if num_bytes > self._bounds.max_bytes:
                 failure = InvalidArgument(
-                    f"guided_decoding_guide has {num_bytes} bytes, expected at most {self._bounds.max_bytes} "
-                    "(guided_decoding_max_guide_bytes)"
+                    Name("guided_decoding_guide"),
+                    f" has {num_bytes} bytes, expected at most {self._bounds.max_bytes} "
+                    "(guided_decoding_max_guide_bytes)",
                 )
             if failure is not None:
-                self._events.append(GuideEvent(request_id, failure.code, str(failure)))
+                self._events.append(GuideEvent(request_id, failure.kind, failure.marked))
                 return
             self._guides[request_id] = guide
             self._grammars.pin(guide)
@@ -151,55 +152,55 @@ class ChildCompiler:
             error: InflightError | None = None
             try:
                 self._grammars.add(guide, self._compile(guide, is_slow))
-            except _LetOthersFirst:
+            except _Interrupted:
                 self._slow.append(guide)
                 continue
             except InflightError as failure:
                 error = failure
-            except Exception as failure:  # a library may raise anything; its guide alone fails
+            except Exception as failure:  # a library may raise anything; only its guide fails
                 _log.warning("a guide of type %s could not be compiled", guide.type.value, exc_info=True)
-                error = StepFailed(f"guided_decoding_guide could not be compiled: {failure!r}")
-            self._tell(guide, error)
+                error = StepFailed(Name("guided_decoding_guide"), f" could not be compiled: {failure!r}")
+            self._record_result(guide, error)
         self._end_child()
 
     def _is_unwanted(self, guide: Guide) -> bool:
-        """Whether all requests that have asked for a guide have ended; then it is dropped."""
+        """Whether all requests for a guide have ended; if so, the guide is dropped."""
         with self._lock:
             is_unwanted = not self._waiting[guide]
             if is_unwanted:
                 del self._waiting[guide]
             return is_unwanted
 
-    def _tell(self, guide: Guide, error: InflightError | None) -> None:
-        code, message = ("", "") if error is None else (error.code, str(error))
+    def _record_result(self, guide: Guide, error: InflightError | None) -> None:
+        kind, message = ("", "") if error is None else (error.kind, error.marked)
         with self._lock:
-            told = [GuideEvent(each, code, message) for each in self._waiting.pop(guide)]
-            self._events += told
+            events = [GuideEvent(each, kind, message) for each in self._waiting.pop(guide)]
+            self._events += events
             if isinstance(error, InvalidArgument) and not isinstance(error, _OutOfBounds):
                 self._failures[guide] = error
                 while len(self._failures) > _MOST_FAILURES:
                     self._failures.popitem(last=False)
-        if told:
+        if events:
             self._notify()
 
     def _compile(self, guide: Guide, is_slow: bool) -> bytes:
-        """The child process's answer to a guide; the process is killed if it takes too long."""
+        """Have the child process compile a guide; the process is killed if it takes too long."""
         child = self._started()
-        may_go_on = (lambda: True) if is_slow else self._jobs.empty
+        may_continue = (lambda: True) if is_slow else self._jobs.empty
         try:
-            answer = child.ask(Job(guide), self._bounds.timeout_s, may_go_on)
-        except _LetOthersFirst:
+            answer = child.ask(CompileJob(guide), self._bounds.timeout_s, may_continue)
+        except _Interrupted:
             self._end_child()
             raise
         except (TimeoutError, OSError) as error:
             self._end_child()
             raise _out_of_bounds(guide, child, error, self._bounds) from None
-        if answer.error_code:
-            raise error_from_code(answer.error_code, answer.error)
+        if answer.error_kind:
+            raise error_from_kind(answer.error_kind, answer.error)
         return answer.compiled
 
     def _started(self) -> _Child:
-        """The process, which is started again if it has ended."""
+        """Return the process, started again if it has ended."""
         if self._child is not None:
             if not self._child.has_ended:
                 return self._child
@@ -230,8 +231,8 @@ class ChildCompiler:
             child.close()
 
 
-class _LetOthersFirst(Exception):
-    """A guide has had its share of time, and others wait; the process has been killed."""
+class _Interrupted(Exception):
+    """A guide was interrupted because others wait; the process has been killed."""
 
 
 class _OutOfBounds(InvalidArgument):
@@ -239,22 +240,24 @@ class _OutOfBounds(InvalidArgument):
 
 
 def _out_of_bounds(guide: Guide, child: _Child, error: Exception, bounds: GuideBounds) -> InflightError:
-    what = f"guided_decoding_guide of type {guide.type.value} with {len(guide.text)} characters"
+    what = f" of type {guide.type.value} with {len(guide.text)} characters"
     if isinstance(error, TimeoutError):
         milliseconds = round(bounds.timeout_s * 1000)
         return _OutOfBounds(
+            Name("guided_decoding_guide"),
             f"{what} takes longer to compile than {milliseconds} ms (guided_decoding_compile_timeout_ms): "
-            "send a simpler one"
+            "send a simpler one",
         )
     _log.warning("the process that compiles guides ended with %s", child.status)
     return _OutOfBounds(
+        Name("guided_decoding_guide"),
         f"{what} was not compiled: the process that did so ended with {child.status}. It may have taken more "
-        "memory than there may be: send a simpler one"
+        "memory than there may be: send a simpler one",
     )
 
 
 class _Child:
-    """The process, from its start to its end, and the pipes to it."""
+    """The child process from start to end, and the pipes to it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -267,19 +270,21 @@ class _Child:
 
     @property
     def status(self) -> int | None:
-        """How it ended, as `Popen.returncode`."""
+        """The exit status, as `Popen.returncode`."""
         return self._process.wait()
 
-    def ask(self, message: GuideVocabulary | Job, timeout_s: float, may_go_on: Callable[[], bool]) -> Answer:
+    def ask(
+        self, message: GuideVocabulary | CompileJob, timeout_s: float, may_continue: Callable[[], bool]
+    ) -> CompileAnswer:
         """Send a message and wait for the answer.
 
         Args:
             message: The vocabulary first, then jobs.
             timeout_s: How long to wait, in seconds.
-            may_go_on: Called after a tenth of that, on another thread: whether to wait for the rest.
+            may_continue: Called on another thread after a tenth of the timeout: whether to wait for the rest.
 
         Raises:
-            _LetOthersFirst: It may not; the process has been killed.
+            _LetOthersFirst: It may not go on; the process has been killed.
             TimeoutError: It took too long; the process has been killed.
             OSError: The process has ended.
         """
@@ -291,8 +296,8 @@ class _Child:
             first_s = timeout_s * _SHARE_OF_TIME
             if has_answered.wait(first_s):
                 return
-            if not may_go_on():
-                reasons.append(_LetOthersFirst())
+            if not may_continue():
+                reasons.append(_Interrupted())
             elif has_answered.wait(timeout_s - first_s):
                 return
             else:
@@ -309,19 +314,19 @@ class _Child:
             has_answered.set()
             watcher.join()
         if reasons:
-            self._process.wait()  # it may have answered in its last moment
+            self._process.wait()  # it may have answered at the last moment
         if body is None:
             raise reasons[0] if reasons else OSError("the process has ended")
         return _ANSWER.decode(body)
 
     def kill(self) -> None:
-        """End it, whatever it does. Idempotent; any thread."""
+        """Kill the process. Idempotent; any thread."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """Close the pipes, once it has ended and nobody asks any more."""
+        """Close the pipes, after the process has ended and no call of `ask` is running."""
         for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # what it did not read
+            with contextlib.suppress(OSError):  # unread input
                 if pipe is not None:
                     pipe.close()

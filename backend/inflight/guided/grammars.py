@@ -1,6 +1,6 @@
-"""The guides on the rank that samples: for each guide a matcher at its beginning, to be forked.
+"""The guides on the rank that samples: for each guide a matcher at its beginning, to be forked per sequence.
 
-All masks are filled here, each sequence's within its budget, whichever library follows the guides.
+All masks are filled here, each within its sequence's budget, whichever library follows the guides.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from inflight.guided.vocabulary import GuideVocabulary
 
 _MOST_KEPT = 256
 _FEW_MASKS = 8
-"""Filling so many takes no longer than to wake other threads for it, tens of microseconds each."""
+"""Filling this many masks takes no longer than waking other threads for it, tens of microseconds each."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskRows:
-    """The masks of one sequence in one step: of the next token, and of those behind each draft token.
+    """The masks of one sequence in one step: of the next token and after each draft token.
 
     Attributes:
-        matcher: As it was, afterwards.
-        row: Of the first mask; the others go below it.
-        drafts: The draft tokens; the masks behind one that may not come allow everything, as they did before.
+        matcher: The sequence's matcher, whose state is unchanged afterwards.
+        row: Row of the first mask; the others follow below it.
+        drafts: The draft tokens. Masks after a draft token that is not allowed are left unchanged, allowing
+            everything.
     """
 
     matcher: BudgetedMatcher
@@ -43,10 +44,10 @@ class MaskRows:
 
 
 class Grammars:
-    """Matchers of guides, by a backend. Pinned guides are kept, and the latest used of the others.
+    """A cache of matchers by guide. Pinned guides are kept, and the most recently used of the others.
 
     Attributes:
-        vocabulary: Of the masks.
+        vocabulary: The vocabulary of the masks.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Grammars:
     ) -> None:
         self.vocabulary = vocabulary
         self._backend = backend
-        self._most_kept = most_kept
-        self._kept: OrderedDict[Guide, Matcher] = OrderedDict()
+        self._max_guides = most_kept
+        self._stored: OrderedDict[Guide, Matcher] = OrderedDict()
         self._pins: Counter[Guide] = Counter()
         self._lock = threading.Lock()
         self._budget = Budget.of_vocabulary(vocabulary)
@@ -63,20 +64,20 @@ class Grammars:
         self._is_to_measure = False
 
     def add(self, guide: Guide, compiled: bytes) -> None:
-        """Keep what another process has compiled; any thread. Raises InvalidArgument as `GuideBackend.load`."""
+        """Store a guide compiled by another process; any thread. Raises InvalidArgument as `GuideBackend.load`."""
         matcher = self._backend.load(guide, compiled)
         with self._lock:
-            self._kept[guide] = matcher
-            self._kept.move_to_end(guide)
+            self._stored[guide] = matcher
+            self._stored.move_to_end(guide)
             self._drop_oldest()
 
     def pin(self, guide: Guide) -> None:
-        """Keep a guide, now or when it is added, until each of its pins is taken out. Any thread."""
+        """Keep a guide, from now or from when it is added, until every pin is removed. Any thread."""
         with self._lock:
             self._pins[guide] += 1
 
     def unpin(self, guide: Guide) -> None:
-        """Take out a pin. Any thread."""
+        """Remove a pin. Any thread."""
         with self._lock:
             self._pins[guide] -= 1
             if not self._pins[guide]:
@@ -84,61 +85,61 @@ class Grammars:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Forget the guides used longest ago, except pinned ones, down to what is kept."""
-        excess = len(self._kept) - self._most_kept
+        """Drop the least recently used guides, except pinned ones, down to the limit."""
+        excess = len(self._stored) - self._max_guides
         if excess > 0:
-            loose = (guide for guide in self._kept if guide not in self._pins)
-            for guide in list(islice(loose, excess)):
-                del self._kept[guide]
+            unpinned = (guide for guide in self._stored if guide not in self._pins)
+            for guide in list(islice(unpinned, excess)):
+                del self._stored[guide]
 
     def __contains__(self, guide: Guide) -> bool:
-        """Whether a guide is kept, and so can be followed at once; then it counts as used. Any thread."""
+        """Whether a guide is stored and can be followed at once; counts as a use. Any thread."""
         with self._lock:
-            if guide in self._kept:
-                self._kept.move_to_end(guide)
-            return guide in self._kept
+            if guide in self._stored:
+                self._stored.move_to_end(guide)
+            return guide in self._stored
 
     def matcher(self, guide: Guide) -> BudgetedMatcher:
-        """A new matcher at the beginning of a guide.
+        """Return a new matcher at the beginning of a guide.
 
-        One that is not kept, because another rank had it compiled, is compiled here: it has been proved to be
-        possible in bounded time. Raises InvalidArgument as `add`.
+        A guide that is not stored, because another rank compiled it, is compiled here; it is known to compile in
+        bounded time. Raises InvalidArgument as `add`.
         """
         with self._lock:
-            kept = self._kept.get(guide)
-        if kept is None:
+            stored = self._stored.get(guide)
+        if stored is None:
             compiled = self._backend.compile(guide)
             self.add(guide, compiled)
             return BudgetedMatcher(self._backend.load(guide, compiled), self._budget)
-        return BudgetedMatcher(kept.fork(), self._budget)
+        return BudgetedMatcher(stored.fork(), self._budget)
 
-    def fill(self, asked: Sequence[MaskRows], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """Fill the masks of several sequences; `masks` is as of `GuideBackend.fill`.
+    def fill(self, mask_rows: Sequence[MaskRows], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
+        """Fill the masks of several sequences; `masks` is as in `GuideBackend.fill`.
 
-        What each of many masks takes that are filled together cannot be told. If all of them take long, the next
-        are filled and measured one by one, as few masks and those behind draft tokens always are.
+        When many masks are filled together, the time of each one is unknown. If together they take long, the next
+        ones are filled and measured one by one; few masks, and those of sequences with draft tokens, always are.
 
         Returns:
-            By index, why a sequence's guide cannot be followed on, or that its budget is used up.
+            By index, the error of a guide that cannot be followed any further or has exceeded its budget.
         """
         errors: dict[int, InvalidArgument] = {}
-        together = [index for index, each in enumerate(asked) if not each.drafts]
-        measured: Iterable[int] = range(len(asked))
+        together = [index for index, each in enumerate(mask_rows) if not each.drafts]
+        measured: Iterable[int] = range(len(mask_rows))
         if len(together) > _FEW_MASKS and not self._is_to_measure:
             began_s = monotonic()
-            jobs = [MaskJob(asked[index].matcher.matcher, asked[index].row) for index in together]
+            jobs = [MaskJob(mask_rows[index].matcher.matcher, mask_rows[index].row) for index in together]
             failed = self._backend.fill(jobs, masks)
             expected_s = self._budget.token_s * (1 + len(together) / self._num_threads / _FEW_MASKS)
             self._is_to_measure = monotonic() - began_s > expected_s
             errors |= {together[index]: error for index, error in failed.items()}
-            measured = (index for index, each in enumerate(asked) if each.drafts)
+            measured = (index for index, each in enumerate(mask_rows) if each.drafts)
         else:
             self._is_to_measure = False
         for index in measured:
-            one = asked[index]
-            if error := one.matcher.fill(self._backend, one.row, one.drafts, masks):
+            rows = mask_rows[index]
+            if error := rows.matcher.fill(self._backend, rows.row, rows.drafts, masks):
                 errors[index] = error
-        for index, each in enumerate(asked):
+        for index, each in enumerate(mask_rows):
             if each.matcher.is_over:
                 errors.setdefault(index, over_budget())
         return errors

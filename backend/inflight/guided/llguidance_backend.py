@@ -1,6 +1,6 @@
 """Guides by llguidance: derivatives of regular expressions and an Earley parser.
 
-Both are lazy: little is compiled ahead. What one call may take is bounded by counts of the library's work.
+Both are lazy: little is compiled in advance. The work of one call is bounded by the library's counters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import DeadEnd, MaskJob, Matcher, over_budget, refusal
 from inflight.guided.schemas import followed_schema
@@ -27,23 +27,23 @@ from inflight.guided.vocabulary import GuideVocabulary
 _ANY_JSON = '{"type": ["object", "array"]}'
 
 _MOST_LEXER_FUEL = 100_000
-"""Parts of regular expressions that one call may derive, about 7 ms; more is an error of the library."""
+"""Maximum number of derivatives of regular expressions per call, about 7 ms; more is an error of the library."""
 
 
 def _most_items(vocab_size: int) -> int:
-    """Open rules, of all bytes that tokens may go on with, that one mask may need; more is an error, too."""
+    """Return the maximum number of Earley items per mask, over all next bytes; more is an error too."""
     return 10_000 + vocab_size // 4
 
 
 _OVER_BUDGET = re.compile("too many items|too many expressions|current row has [0-9]+ items", re.IGNORECASE)
-"""How the library says that a bound on its work was exceeded."""
+"""The library's messages for an exceeded bound."""
 
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _NO_OPTIONS = "%llguidance {}"
 
 
 class _Tokenizer:
-    """A vocabulary as `llguidance.TokenizerWrapper` asks for it."""
+    """A vocabulary in the form that `llguidance.TokenizerWrapper` expects."""
 
     bos_token_id = None
 
@@ -53,17 +53,17 @@ class _Tokenizer:
         self.eos_token_id = vocabulary.end_id
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """No ids of a text: the library wants them of what a guide forces, and none of these guides forces any."""
+        """Return no ids: the library would tokenize text that a guide forces, and these guides force none."""
         return []
 
 
 class LLMatcher:
-    """A matcher of llguidance. One in error stays so, and says it.
+    """A matcher of llguidance. After an error it stays in error.
 
     Args:
-        matcher: The library's.
+        matcher: The library's matcher.
         tokens: The bytes of every token.
-        watch: Watches arrays whose items differ, if the guide has such.
+        watch: Watches arrays with `uniqueItems`, if the guide has any.
     """
 
     def __init__(
@@ -118,26 +118,26 @@ class LLGuidanceBackend:
         self._executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
 
     def compile(self, guide: Guide) -> bytes:
-        """Write the guide as llguidance's own kind of grammar, and prove it by its first mask."""
+        """Translate the guide to llguidance's grammar, and check it by computing its first mask."""
         grammar = _unforced(self._grammar(guide))
         try:
             self._prove(grammar)
         except InvalidArgument:
-            if guide.type is GuideType.STRUCTURAL_TAG:
+            if guide.type is GuideKind.STRUCTURAL_TAG:
                 self._blame(guide)
             raise
         return grammar.encode()
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
         """Make a matcher of the grammar; the GIL is released meanwhile."""
-        # An escape may spell the keyword too.
+        # The keyword may also be spelled with an escape.
         is_named = "uniqueItems" in guide.text or "\\u" in guide.text
-        is_watched = guide.type is GuideType.JSON_SCHEMA and is_named
+        is_watched = guide.type is GuideKind.JSON_SCHEMA and is_named
         watch = ItemWatch(Places(guide.text)) if is_watched else None
         return LLMatcher(self._matcher(compiled.decode()), self._vocabulary.tokens, watch)
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """Fill the masks without the GIL, then ban in them what would make items equal."""
+        """Fill the masks without the GIL, then ban tokens that would complete an equal item."""
         matchers = [job.matcher for job in jobs]
         own = [each for each in matchers if isinstance(each, LLMatcher)]
         assert len(own) == len(jobs), "matchers of another backend"
@@ -157,7 +157,7 @@ class LLGuidanceBackend:
         return errors
 
     def _ban(self, beginnings: Sequence[bytes], mask: NDArray[np.int32]) -> InvalidArgument | None:
-        """Ban all tokens that begin so; returns what is wrong if no other is left."""
+        """Ban all tokens with these beginnings; return an error if no other token is left."""
         words = mask.view(np.uint32)
         for beginning in beginnings:
             place = bisect_left(self._sorted, (beginning, 0))
@@ -173,14 +173,13 @@ class LLGuidanceBackend:
         _check(matcher)
 
     def _blame(self, guide: Guide) -> None:
-        """Raise the error of the structure that is at fault, if one alone is."""
+        """Raise the error of the structure at fault, if there is exactly one."""
         for one in read_tags(guide.text).structures:
             schema = followed_schema(one.schema, one.path)
             try:
                 self._prove(_unforced(llguidance.LLMatcher.grammar_from_json_schema(schema)))
             except InvalidArgument as error:
-                reason = str(error).partition(": ")[2]
-                raise refusal(f"at {one.path}: {reason}") from None
+                raise refusal(f"at {one.path}: {error.args[-1]}") from None
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
@@ -191,14 +190,14 @@ class LLGuidanceBackend:
 
     def _grammar(self, guide: Guide) -> str:
         try:
-            if guide.type is GuideType.JSON:
+            if guide.type is GuideKind.JSON:
                 return llguidance.LLMatcher.grammar_from_json_schema(followed_schema(_ANY_JSON))
-            if guide.type is GuideType.JSON_SCHEMA:
+            if guide.type is GuideKind.JSON_SCHEMA:
                 schema = followed_schema(guide.text, is_watched=True)
                 return llguidance.LLMatcher.grammar_from_json_schema(schema)
-            if guide.type is GuideType.REGEX:
+            if guide.type is GuideKind.REGEX:
                 return llguidance.LLMatcher.grammar_from_regex(guide.text)
-            if guide.type is GuideType.EBNF_GRAMMAR:
+            if guide.type is GuideKind.EBNF_GRAMMAR:
                 return llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(guide.text))
             return llguidance.LLMatcher.grammar_from_lark(as_lark(guide.text, self._vocabulary))
         except InvalidArgument:
@@ -208,10 +207,10 @@ class LLGuidanceBackend:
 
 
 def _unforced(grammar: str) -> str:
-    """The same grammar without tokens that the library chooses itself.
+    """Return the grammar without forced tokens, which the library would choose itself.
 
-    Where only one text may come it would let only its own tokens of it through, and would look for all of it at
-    every step: a second for 60,000 characters.
+    Where only one text is possible, the library would allow only its own tokenization, and would compute all of
+    the text at every step: a second for 60,000 characters.
     """
     if not grammar.lstrip().startswith("{"):
         return _OPTIONS + grammar.removeprefix(_NO_OPTIONS)
@@ -226,11 +225,13 @@ def _check(matcher: llguidance.LLMatcher) -> None:
 
 
 def _failure(matcher: llguidance.LLMatcher, otherwise: str = "") -> InvalidArgument:
-    """The error of a guide that cannot be followed any further: the library's words, or `otherwise` if it has
-    none.
-    """
-    said = matcher.get_error()
-    return over_budget() if _OVER_BUDGET.search(said) else refusal(_explained(said) if said else otherwise)
+    """Return the error of a guide that cannot be followed on: the library's message, or else `otherwise`."""
+    message = matcher.get_error()
+    return (
+        over_budget()
+        if _OVER_BUDGET.search(message)
+        else refusal(_explained(message) if message else otherwise)
+    )
 
 
 def _equal_items() -> DeadEnd:
@@ -242,7 +243,7 @@ def _equal_items() -> DeadEnd:
 
 
 def _explained(reason: str) -> str:
-    """An explanation of the library's reason, followed by the library's own words."""
+    """Return an explanation of the library's reason, followed by the library's own message."""
     for sign, meaning in _MEANINGS.items():
         if sign in reason:
             return f"{meaning} (llguidance: {reason})"
@@ -266,4 +267,4 @@ _MEANINGS = {
     "Unable to determine if regex is empty": "its pattern, format and length together are too complex",
     "stack level": "it is nested too deeply, or its parts refer to each other",
 }
-"""By a part of the library's reason, what it means for who has sent the guide."""
+"""By a part of the library's message, its meaning for the client."""

@@ -1,15 +1,15 @@
-"""Structural tags: free text in which certain beginnings have to be followed by a schema and an end.
+"""Structural tags: free text in which certain beginnings must be followed by a schema and an end.
 
     {"structures": [{"begin": "<function=f>", "schema": {…}, "end": "</function>"}], "triggers": ["<function="]}
 
 This is TensorRT-LLM's guide of type structural_tag. Wherever a trigger is generated, one of the structures that
-begin with it has to follow. In place of triggers, this server also takes
+begin with it must follow. Instead of triggers, this server also takes
 
     "sequence": {"after": "</think>", "begin": "[", "separator": ", ", "end": "]", "only_one": false}
 
-Then the text is nothing but structures, one or more with a separator between them, behind a begin and before an
-end. With `after`, they come behind the first place where this text stands. All keys may be left out: then these
-are empty, and there may be many structures. Plain functions; any thread.
+Then the text consists only of structures, one or more with a separator between them, after a begin and before an
+end. With `after`, they come after the first occurrence of that text. All keys are optional: texts default to
+empty, and any number of structures may follow. Plain functions; any thread.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from typing import Any, cast
 
 import llguidance
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 from inflight.guided.schemas import followed_schema
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.json_values import is_object
 
 _SHAPE = '{"structures": [{"begin": "…", "schema": {…}, "end": "…"}], "triggers": ["…"]}'
 
 SPACE_BEHIND = "[ \\n]{0,2}"
-"""The white space that may stand behind a sequence's `after`, as a regular expression."""
+"""White space allowed after a sequence's `after`, as a regular expression."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """One of the things that may follow a trigger.
+    """A structure that may follow a trigger.
 
     Attributes:
         begin: Its first text, which begins with a trigger.
         schema: The JSON schema of what follows, as text.
-        end: The text behind that.
-        name: What errors call it: the key `name` of a structure, which may be left out.
+        end: The text after the schema's value.
+        name: Its name in errors: the optional key `name` of a structure.
     """
 
     begin: str
@@ -54,14 +55,14 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class TagSequence:
-    """How structures follow each other where there is nothing else.
+    """How structures follow each other in a text with nothing else.
 
     Attributes:
-        after: The text that ends what may come before them; "" if nothing may.
-        begin: Text in front of the first.
-        separator: Text between two of them.
-        end: Text behind the last.
-        only_one: Whether there is just one.
+        after: The text that ends the free text before the structures; "" if there is no free text.
+        begin: Text before the first structure.
+        separator: Text between two structures.
+        end: Text after the last structure.
+        only_one: Whether there is exactly one structure.
     """
 
     after: str = ""
@@ -73,7 +74,7 @@ class TagSequence:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """A guide of this type: with triggers, or as a sequence."""
+    """A structural_tag guide: with triggers, or as a sequence."""
 
     structures: tuple[Structure, ...]
     triggers: tuple[str, ...]
@@ -84,7 +85,7 @@ def read_tags(text: str) -> Tags:
     """Read a guide.
 
     Raises:
-        InvalidArgument: It is of another shape; or a structure begins with no trigger, or a trigger begins none.
+        InvalidArgument: It has another shape, or a structure has no trigger, or a trigger has no structure.
     """
     try:
         parsed: Any = json.loads(text)
@@ -101,19 +102,24 @@ def read_tags(text: str) -> Tags:
         triggers = tuple(_text(one) for one in parsed["triggers"]) if sequence is None else ()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InvalidArgument(
-            f"guided_decoding_guide of type structural_tag must be like {_SHAPE}, got {text[:80]!r} ({error!r})"
+            Name("guided_decoding_guide"),
+            f" of type structural_tag must be like {_SHAPE}, got {text[:80]!r} ({error!r})",
         ) from None
     if not structures or not all(triggers):
-        raise InvalidArgument("guided_decoding_guide must have at least one structure, and no empty trigger")
+        raise InvalidArgument(
+            Name("guided_decoding_guide"), " must have at least one structure, and no empty trigger"
+        )
     if sequence is None:
         _check_triggers(structures, triggers)
     elif "triggers" in parsed:
-        raise InvalidArgument("guided_decoding_guide has both triggers and sequence, expected one of them")
+        raise InvalidArgument(
+            Name("guided_decoding_guide"), " has both triggers and sequence, expected one of them"
+        )
     return Tags(structures, triggers, sequence)
 
 
 def _sequence(given: Any) -> TagSequence:
-    """A sequence as the guide has it. Raises TypeError for what is none, also for an unknown key."""
+    """Read a sequence. Raises TypeError if it has another shape or an unknown key."""
     sequence = TagSequence(**given)
     for text in (sequence.after, sequence.begin, sequence.separator, sequence.end):
         _text(text)
@@ -126,17 +132,18 @@ def _check_triggers(structures: tuple[Structure, ...], triggers: tuple[str, ...]
     for structure in structures:
         if not structure.begin.startswith(triggers or ("\0",)):
             raise InvalidArgument(
-                f"guided_decoding_guide has a structure that begins with none of its triggers: {structure.begin!r}"
+                Name("guided_decoding_guide"),
+                f" has a structure that begins with none of its triggers: {structure.begin!r}",
             )
     for trigger in triggers:
         if not any(structure.begin.startswith(trigger) for structure in structures):
             raise InvalidArgument(
-                f"guided_decoding_guide has a trigger that begins no structure: {trigger!r}"
+                Name("guided_decoding_guide"), f" has a trigger that begins no structure: {trigger!r}"
             )
 
 
 def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
-    """The guide as llguidance's grammar. A trigger that is a special token of the model is that token."""
+    """Return the guide as llguidance's grammar. A trigger that spells a special token stands for that token."""
     read = read_tags(text)
     structures = tuple(replace(one, schema=followed_schema(one.schema, one.path)) for one in read.structures)
     triggers = read.triggers
@@ -146,7 +153,9 @@ def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
     if any(trigger in special for trigger in triggers) and not all(
         trigger in special for trigger in triggers
     ):
-        raise InvalidArgument("guided_decoding_guide must have triggers that are all special tokens, or none")
+        raise InvalidArgument(
+            Name("guided_decoding_guide"), " must have triggers that are all special tokens, or none"
+        )
     tags = [
         llguidance.StructTag(
             trigger=next(trigger for trigger in triggers if one.begin.startswith(trigger)),
@@ -178,7 +187,7 @@ def _sequence_as_lark(structures: tuple[Structure, ...], sequence: TagSequence) 
 
 
 def _quoted(text: str) -> str:
-    """A text as lark has it; nothing for an empty one."""
+    """Return a text as a lark literal; nothing for an empty one."""
     return json.dumps(text) if text else ""
 
 
@@ -189,6 +198,6 @@ def _text(value: Any) -> str:
 
 
 def _schema(value: Any) -> Any:
-    if not isinstance(value, dict | bool):
-        raise TypeError(f"{value!r} is no JSON schema")
-    return value
+    if isinstance(value, bool) or is_object(value):
+        return value
+    raise TypeError(f"{value!r} is no JSON schema")

@@ -8,10 +8,9 @@ from inflight.models.decoder_config import DecoderConfig
 from inflight.models.decoder_weights import DecoderWeights, Layer, LayerWeights, Linear, Norm, PlainWeights
 from inflight.models.families import FAMILIES
 from inflight.models.loader import load_weights
-from inflight.models.registry import DTYPES, ModelDescription, read_model_description
+from inflight.models.registry import ModelDescription, read_model_description
 
 __all__ = [
-    "DTYPES",
     "FAMILIES",
     "DecoderConfig",
     "DecoderWeights",

@@ -15,10 +15,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
 from inflight.hub import instead_of_gguf
-from inflight.models.config_file import ConfigFile
-from inflight.models.levels import Kind, Levels
+from inflight.models.levels import Levels, MatrixKind
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -53,7 +53,7 @@ class LevelsOfFile:
         release: When nobody needs what was read any more.
     """
 
-    kind: Kind
+    kind: MatrixKind
     read: Callable[[], Levels]
     release: Callable[[], None]
 

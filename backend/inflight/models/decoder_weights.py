@@ -86,7 +86,7 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class Layer(Generic[LinearT]):
-    """One decoder layer. Its projections are `Linear`, or what a `Finisher` has made of them.
+    """One decoder layer. Its projections are `Linear`, or what a `Sink` has made of them.
 
     Attributes:
         attention_norm: Before attention; None if there is none.
@@ -129,7 +129,7 @@ LayerT = TypeVar("LayerT")
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights(Generic[LayerT, LinearT]):
-    """The whole model, or a part of it: LayerWeights and a Linear, or what a `Finisher` has made of them.
+    """The whole model, or a part of it: LayerWeights and a Linear, or what a `Sink` has made of them.
 
     Attributes:
         embedding: [vocab_size, hidden_size]; None behind the first pipeline stage.

@@ -29,7 +29,7 @@ def float4_pairs(packed: Tensor) -> Tensor:
     return found.view(packed.shape).view(torch.bfloat16)
 
 
-class Kind(Enum):
+class MatrixKind(Enum):
     """The format of a quantized matrix, in words for a log."""
 
     INT4 = "4 bits"
@@ -154,17 +154,17 @@ class GroupedMatrix:
         return self.values.shape[0], self.values.shape[1]
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MatrixKind:
         """The format of its values and scales."""
         is_by_row = self.zeros is None and self.scales.shape[1] == 1
         if self.bits == 4:
-            return Kind.FLOAT4 if self.is_float4 else Kind.INT4
+            return MatrixKind.FLOAT4 if self.is_float4 else MatrixKind.INT4
         if self.values.is_floating_point():
-            return Kind.FLOAT8_BY_ROW if is_by_row else Kind.FLOAT8
-        return Kind.INT8_BY_ROW if is_by_row else Kind.INT8
+            return MatrixKind.FLOAT8_BY_ROW if is_by_row else MatrixKind.FLOAT8
+        return MatrixKind.INT8_BY_ROW if is_by_row else MatrixKind.INT8
 
     @property
-    def form(self) -> tuple[Kind, int, bool, tuple[int, int]]:
+    def form(self) -> tuple[MatrixKind, int, bool, tuple[int, int]]:
         """The properties in which matrices that are kept as one stack agree."""
         return self.kind, self.group_size, self.order is None, self.shape
 

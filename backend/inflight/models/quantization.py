@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from inflight.models.config_file import ConfigFile, refuse_unread
+from inflight.checkpoint_config import ConfigFile
+from inflight.models.unread_keys import refuse_unread
 
 _KEY = "quantization_config"
 _MODELOPT_FILE = "hf_quant_config.json"

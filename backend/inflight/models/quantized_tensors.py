@@ -18,7 +18,7 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
 from inflight.models.dequantize import FLOAT8, awq_levels, gptq_levels, packed_levels, scaled_levels
-from inflight.models.levels import Kind, Levels
+from inflight.models.levels import Levels, MatrixKind
 from inflight.models.quantization import Quantization
 
 _logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class _Parts:
         """The same, or None."""
         return self.read(kind) if kind in self.infos else None
 
-    def add(self, shape: tuple[int, int], kind: Kind, make: Callable[[], Levels]) -> None:
+    def add(self, shape: tuple[int, int], kind: MatrixKind, make: Callable[[], Levels]) -> None:
         """Have `….weight`, of this shape and kind, as `make` makes it of what the parts are."""
         file = next(iter(self.infos.values())).file
         num_bytes = sum(math.prod(info.shape) * _BYTES[info.dtype] for info in self.infos.values())
@@ -145,7 +145,7 @@ def _unpack_awq(checkpoint: Checkpoint, quantization: Quantization) -> None:
             stored = parts.read("qweight"), parts.read("qzeros"), parts.read("scales")
             return replace(awq_levels(*stored), groups=of_inputs)
 
-        parts.add((8 * words, inputs), Kind.INT4, make)
+        parts.add((8 * words, inputs), MatrixKind.INT4, make)
 
 
 def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
@@ -172,7 +172,7 @@ def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
             of_inputs = parts.read_if_there("g_idx") if of_inputs is None else of_inputs
             return gptq_levels(*stored, of_inputs, bits, quantization.zero_offset)
 
-        parts.add((outputs, inputs), Kind.INT4 if bits == 4 else Kind.INT8, make)
+        parts.add((outputs, inputs), MatrixKind.INT4 if bits == 4 else MatrixKind.INT8, make)
 
 
 def _short_last_group(inputs: int, groups: int, size: int | None) -> Tensor | None:
@@ -215,7 +215,9 @@ def _unpack_packed(parts: _Parts) -> None:
 
     is_by_row = groups == 1 and "weight_zero_point" not in parts.infos
     parts.add(
-        (outputs, inputs), Kind.INT4 if bits == 4 else Kind.INT8_BY_ROW if is_by_row else Kind.INT8, make
+        (outputs, inputs),
+        MatrixKind.INT4 if bits == 4 else MatrixKind.INT8_BY_ROW if is_by_row else MatrixKind.INT8,
+        make,
     )
 
 
@@ -243,8 +245,8 @@ def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> N
 
     is_by_row = not is_block and shape in ((), (1,), (1, 1), (outputs,), (outputs, 1))
     if parts.infos["weight"].dtype == FLOAT8:
-        of_levels = Kind.FLOAT8_BY_ROW if is_by_row else Kind.FLOAT8
+        of_levels = MatrixKind.FLOAT8_BY_ROW if is_by_row else MatrixKind.FLOAT8
     else:
         has_zeros = "weight_zero_point" in parts.infos
-        of_levels = Kind.INT8_BY_ROW if is_by_row and not has_zeros else Kind.INT8
+        of_levels = MatrixKind.INT8_BY_ROW if is_by_row and not has_zeros else MatrixKind.INT8
     parts.add((outputs, inputs), of_levels, make)

@@ -6,17 +6,14 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from inflight.checkpoint_config import ConfigFile, eos_token_ids, read_config_file, stated_dtype
 from inflight.errors import ConfigError
-from inflight.file_names import native
-from inflight.hub import instead_of_gguf
-from inflight.models.config_file import ConfigFile, refuse_unread
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families import FAMILIES, Family, WeightNames
 from inflight.models.quantization import Quantization, read_quantization
+from inflight.models.unread_keys import refuse_unread
 
 _logger = logging.getLogger(__name__)
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +56,13 @@ def read_model_description(folder: Path | str) -> ModelDescription:
     config = read_config_file(folder)
     family = _family(config)
     quantization = read_quantization(config, family.quantizations)
-    decoder = replace(family.read_config(config), eos_token_ids=_eos_token_ids(config), dtype=_dtype(config))
+    decoder = replace(
+        family.read_config(config), eos_token_ids=eos_token_ids(config), dtype=stated_dtype(config)
+    )
     refuse_unread(config, family.neutral)
     _check(config, decoder)
     _note_own_code(config, family)
     return ModelDescription(config.path.parent, decoder, family.names, quantization)
-
-
-def read_config_file(folder: Path | str) -> ConfigFile:
-    """config.json of a checkpoint folder; ConfigError if there is none."""
-    folder = Path(native(folder))
-    if not folder.is_dir():
-        hint = instead_of_gguf(folder)
-        raise ConfigError(f"{folder} is not a folder, expected a Hugging Face checkpoint folder{hint}")
-    path = folder / "config.json"
-    if not path.exists() and (hint := instead_of_gguf(folder)):
-        raise ConfigError(f"{path} does not exist{hint}")
-    return ConfigFile.load(path)
 
 
 def _family(config: ConfigFile) -> Family:
@@ -104,13 +91,6 @@ def _family(config: ConfigFile) -> Family:
     raise UnknownFamily(config.error("architectures", expected), ", ".join(architectures))
 
 
-def _eos_token_ids(config: ConfigFile) -> tuple[int, ...]:
-    of_config = config.token_ids("eos_token_id")
-    path = config.path.with_name("generation_config.json")
-    of_generation = ConfigFile.load(path).token_ids("eos_token_id") if path.exists() else None
-    return (of_config if of_generation is None else of_generation) or ()
-
-
 def _note_own_code(config: ConfigFile, family: Family) -> None:
     """Say so if a checkpoint brings code of its own, which transformers would not run unasked either."""
     own = config.values.get("auto_map")
@@ -122,16 +102,6 @@ def _note_own_code(config: ConfigFile, family: Family) -> None:
             ", ".join(sorted(classes)),
             family.architecture,
         )
-
-
-def _dtype(config: ConfigFile) -> str | None:
-    old, new = config.text_or_none("torch_dtype"), config.text_or_none("dtype")
-    key, name = ("torch_dtype", old) if new is None else ("dtype", new)
-    if name == "auto":  # that of the weights
-        return None
-    if name is not None and name not in DTYPES:
-        raise config.error(key, f"one of {', '.join(DTYPES)}, or auto")
-    return name
 
 
 def _check(config: ConfigFile, decoder: DecoderConfig) -> None:

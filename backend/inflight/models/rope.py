@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from inflight.models.config_file import ConfigFile, refuse_unread
+from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import (
     DynamicScaling,
     LinearScaling,
@@ -22,6 +22,7 @@ from inflight.models.decoder_config import (
     RopeScaling,
     YarnScaling,
 )
+from inflight.models.unread_keys import refuse_unread
 
 _DEFAULT_THETA = 10000.0
 _SUPPORTED = "one of default, linear, dynamic, llama3, yarn, longrope"

@@ -14,11 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from inflight.checkpoint_config import DTYPES
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
-from inflight.models.families.family import ExpertStacks
-from inflight.models.levels import Kind, Levels, float4_pairs
-from inflight.models.registry import DTYPES, ModelDescription
+from inflight.models.families.family import ExpertNames, ExpertStacks
+from inflight.models.levels import Levels, MatrixKind, float4_pairs
+from inflight.models.registry import ModelDescription
 
 _BLOCK = 32  # values that share a scale
 _SCALE_BIAS = 127  # of its exponent, which is all that a scale has
@@ -53,12 +54,15 @@ def unstack_experts(checkpoint: Checkpoint, model: ModelDescription) -> None:
     Raises:
         ConfigError: A stacked tensor is missing, or has another shape or type.
     """
-    experts, stacks = model.decoder.experts, model.names.stacks
-    if experts is None or stacks is None or not any(f".{stacks.up}" in name for name in checkpoint.tensors):
+    experts, names = model.decoder.experts, model.names.experts
+    stacks = None if names is None else names.stacks
+    if experts is None or names is None or stacks is None:
+        return
+    if not any(f".{stacks.up}" in name for name in checkpoint.tensors):
         return
     if stacks.router:
-        _rename_routers(checkpoint, model, stacks.router)
-    for prefix, stack in _stacks(model, stacks):
+        _rename_routers(checkpoint, model, stacks.router, names.router)
+    for prefix, stack in _stacks(model, names, stacks):
         if f"{stack.name}_blocks" in checkpoint.tensors or f"{stack.name}_scales" in checkpoint.tensors:
             matrices = _PackedMatrices(checkpoint, stack, experts.count)
         else:
@@ -87,16 +91,18 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(values, scales.int()[..., None] - _SCALE_BIAS, out=values).flatten(-2)
 
 
-def _rename_routers(checkpoint: Checkpoint, model: ModelDescription, stored: str) -> None:
+def _rename_routers(checkpoint: Checkpoint, model: ModelDescription, stored: str, name: str) -> None:
     for layer in range(model.decoder.num_layers):
         prefix = model.names.base + model.names.layers.format(layer)
         if f"{prefix}{stored}.weight" in checkpoint.tensors:
-            checkpoint.rename(f"{prefix}{stored}.weight", f"{prefix}{model.names.router}.weight")
+            checkpoint.rename(f"{prefix}{stored}.weight", f"{prefix}{name}.weight")
 
 
-def _stacks(model: ModelDescription, stacks: ExpertStacks) -> Iterator[tuple[str, _Stack]]:
+def _stacks(
+    model: ModelDescription, names: ExpertNames, stacks: ExpertStacks
+) -> Iterator[tuple[str, _Stack]]:
     """Every stack, and the prefix of its layer's experts, in which `{}` stands for the index of one."""
-    decoder, names = model.decoder, model.names
+    decoder = model.decoder
     assert decoder.experts is not None, "stacks are of experts"
     hidden, inner = decoder.hidden_size, decoder.experts.intermediate_size
     halves = (
@@ -104,13 +110,13 @@ def _stacks(model: ModelDescription, stacks: ExpertStacks) -> Iterator[tuple[str
     )
     for layer in range(decoder.num_layers):
         if decoder.has_experts(layer):
-            prefix = names.base + names.layers.format(layer)
+            prefix = model.names.base + model.names.layers.format(layer)
             up = _Stack(
-                prefix + stacks.up, 2 * inner, hidden, (*zip(names.expert_up, halves),), stacks.transposed
+                prefix + stacks.up, 2 * inner, hidden, (*zip(names.each.up, halves),), stacks.transposed
             )
-            all_rows = ((names.expert_down, slice(hidden)),)
+            all_rows = ((names.each.down, slice(hidden)),)
             down = _Stack(prefix + stacks.down, hidden, inner, all_rows, stacks.transposed)
-            yield from ((prefix + names.expert, up), (prefix + names.expert, down))
+            yield from ((prefix + names.prefix, up), (prefix + names.prefix, down))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,7 @@ class _PackedMatrices:
         num_bytes = shape[0] * shape[1] // _BLOCK * (_BLOCK // 2 + 1)
         info = TensorInfo(self._blocks.info.file, shape, "bfloat16", num_bytes)
         own = index, rows
-        levels = LevelsOfFile(Kind.FLOAT4, partial(self._levels, *own), partial(self._release, *own))
+        levels = LevelsOfFile(MatrixKind.FLOAT4, partial(self._levels, *own), partial(self._release, *own))
         self._checkpoint.add(name, info, partial(self._read, *own), levels)
 
     def _read(self, index: int, rows: slice) -> Tensor:

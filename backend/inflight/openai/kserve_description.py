@@ -6,20 +6,18 @@ refuses what exceeds its own. Plain functions, any thread.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from inflight.checkpoint_config import CheckpointFacts
 from inflight.config import PARAMETERS, Parameters, Role, read_parameters
 from inflight.core.request.request import EngineDescription, ModelLimits
 from inflight.core.schedule.batch import EngineLimits
-from inflight.errors import ConfigError
 from inflight.text.tokenizer import Tokenizer
 
 _UNKNOWN = 1 << 30
-_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 _KNOWN_HERE = {spec.key for spec in PARAMETERS if Role.ENGINE in spec.roles}
 
 
@@ -37,14 +35,14 @@ def describe(tokenizer_dir: str) -> Callable[[Mapping[str, Any], int | None], En
     raises ConfigError for a parameter that is known here and has a value that is not.
 
     Raises ConfigError if the folder has no tokenizer. Its config.json and generation_config.json are read too, if
-    they are there.
+    they are there, and ConfigError says what is wrong with them.
     """
     folder = Path(tokenizer_dir).expanduser()
     tokenizer = Tokenizer.from_dir(folder)
-    config, generation = (_read_json(folder / name) for name in ("config.json", "generation_config.json"))
-    vocab_size = _positive(config.get("vocab_size")) or tokenizer.vocab_size
-    positions = next(filter(None, (_positive(config.get(key)) for key in _POSITIONS)), _UNKNOWN)
-    end_ids = _end_ids(generation) or _end_ids(config)
+    facts = CheckpointFacts.read(folder)
+    vocab_size = facts.vocab_size or tokenizer.vocab_size
+    positions = facts.longest_sequence or _UNKNOWN
+    end_ids = facts.eos_token_ids
 
     def of_model(model: Mapping[str, Any], num_blocks: int | None) -> EngineDescription:
         given = model.get("parameters", {})
@@ -77,23 +75,3 @@ def _limits(parameters: Parameters, vocab_size: int, positions: int, num_blocks:
         logits_post_processors=_AnyName(),
     )
     return replace(of_engine.model_limits(parameters.scheduler), max_adapter_rank=_UNKNOWN)
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    return value if isinstance(value, dict) else {}
-
-
-def _positive(value: object) -> int | None:
-    return value if type(value) is int and value > 0 else None
-
-
-def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    value = config.get("eos_token_id")
-    ids = value if isinstance(value, list) else [value]
-    return tuple(each for each in ids if type(each) is int and each >= 0)

@@ -1,1 +1,1 @@
-"""Several ranks in step: who they are, how they meet, start, hear of each other and end."""
+"""Several ranks in step: their topology, start, connections, heartbeat and end."""

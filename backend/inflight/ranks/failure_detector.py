@@ -1,8 +1,8 @@
-"""Finds out which peers are lost, by what was heard of them and when. Pure: it is told the time.
+"""Detects lost peers from the times of their messages. Pure: the time is an argument.
 
-Silence counts from a peer's first message on: until then it may still be busy starting. Whether silence is the
-peer's or this process's own, which was stopped or had no time to listen, only the caller can know: `forgive`. The
-heartbeat's thread calls it.
+Silence counts from a peer's first message on, as before that it may still be starting. Only the caller can know
+whether the silence is the peer's or due to this process, which was suspended or had no time to listen: see
+`forgive`. The heartbeat's thread calls it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 NEVER = 2**63 - 1
-"""An iteration that is never finished: whoever failed in it is not in step with the others any more."""
+"""An iteration that never finishes: a rank that failed in it is no longer in step with the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A rank that will not take part any more, and how that is known ("it has been silent for 5.0 s")."""
+    """A rank that no longer takes part, and the evidence ("it has been silent for 5.0 s")."""
 
     rank: int
     how: str
@@ -30,15 +30,15 @@ class _Failure:
 
 
 class FailureDetector:
-    """The signs of life that one process has from its peers, and which peers it therefore counts as lost.
+    """The signs of life of a process's peers, and the peers considered lost.
 
     Args:
-        peers: Their ranks.
-        timeout_s: Silence after which a peer is lost, and time for the others to get past an iteration in which a
-            rank failed.
+        peers: Ranks of the peers.
+        timeout_s: Seconds of silence after which a peer is lost, and time for the others to get past an iteration
+            in which a rank failed.
 
     Attributes:
-        patience_s: Silence after which a peer is lost, where that is not `timeout_s`.
+        patience_s: Seconds of silence after which a peer is lost, if that differs from `timeout_s`.
     """
 
     def __init__(self, peers: Collection[int], timeout_s: float) -> None:
@@ -48,37 +48,37 @@ class FailureDetector:
         self._failures: list[_Failure] = []
 
     def heard(self, rank: int, now_s: float, progress: int | None = None) -> None:
-        """Note that a message of `rank` came.
+        """Record a message of `rank`.
 
         Args:
             rank: The sender.
-            now_s: When.
-            progress: The number of the first iteration that the sender has not finished, if the message says it.
+            now_s: When it arrived.
+            progress: The first iteration that the sender has not finished, if the message has it.
         """
         self._heard_s[rank] = now_s
         if progress is not None:
             self._progress[rank] = progress
 
     def left(self, rank: int) -> None:
-        """Note that `rank` has said goodbye: nothing more is expected of it."""
+        """Record the goodbye of `rank`: it is no longer watched."""
         self._heard_s.pop(rank, None)
         self._progress.pop(rank, None)
 
     def failed(self, rank: int, iteration: int, now_s: float) -> None:
-        """Note that a forward pass of a peer or of this process raised; NEVER: it is lost, whatever others do."""
+        """Record that a forward pass of a peer or of this process raised; NEVER: the rank is lost in any case."""
         self._failures.append(_Failure(rank, iteration, now_s))
 
     def forgive(self, now_s: float) -> None:
-        """Note that nobody was listening until now: every peer gets a full timeout again."""
+        """Restart every timeout, because this process was not listening until now."""
         self._heard_s = dict.fromkeys(self._heard_s, now_s)
         self._failures = [_Failure(one.rank, one.iteration, now_s) for one in self._failures]
 
     def loss(self, now_s: float, own_progress: int) -> Loss | None:
-        """The first rank found lost, if any.
+        """Return the first rank found lost, if any.
 
         Args:
-            now_s: The time by the same clock as everywhere here.
-            own_progress: The number of the first iteration that this process has not finished.
+            now_s: The current time, by the clock of the other calls.
+            own_progress: The first iteration that this process has not finished.
         """
         for rank, heard_s in self._heard_s.items():
             if now_s - heard_s > self.patience_s:

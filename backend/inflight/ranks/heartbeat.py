@@ -1,12 +1,12 @@
-"""Sockets between rank 0 and every other rank: who is alive, and who wakes whom, without a call to MPI.
+"""Sockets between rank 0 and every other rank: signs of life, and wake-ups without a call to MPI.
 
-A `Heartbeat` owns the connections that `rendezvous.meet` made, and one thread, which reads them all, sends a
-heartbeat on each five times in a timeout, and finds out who is lost: a connection that ends without a goodbye, a
-silence, or a forward pass that failed on one rank alone, so that the others wait for it in a collective for ever.
-That thread is never inside MPI, so what it calls (`on_loss`) still runs while the loop's thread hangs there.
+A `Heartbeat` owns the connections made by `rendezvous.meet`, and one thread, which reads all of them, sends a
+heartbeat on each five times per timeout, and detects lost ranks: by a connection that ends without a goodbye, by
+silence, or by a forward pass that failed on one rank alone, so that the others would wait for it in a collective
+for ever. The thread is never inside MPI, so its callback `on_loss` runs even while the loop thread hangs there.
 
-Messages are nine bytes: a kind and a number. A send never blocks: what a peer's socket does not take waits for the
-next heartbeat. Knows neither requests nor MPI.
+Messages are nine bytes: a kind and a number. A send never blocks: bytes that a peer's socket does not take are
+sent with the next heartbeat. Knows neither requests nor MPI.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ class _Kind(IntEnum):
     BEAT = 1  # number: the first iteration that the sender has not finished
     WAKE = 2  # rank 0 → others: enter the next broadcast
     FAILED = 3  # number: the iteration in which the sender's forward pass raised, or NEVER
-    GOODBYE = 4  # the connection's end is in order
+    GOODBYE = 4  # the connection is about to end normally
 
 
 class Heartbeat:
-    """This rank's end of the connections between rank 0 and the others.
+    """This rank's side of the connections between rank 0 and the others.
 
     Args:
-        peers: From `meet`; this object closes their connections.
-        num_ranks: All ranks, for messages.
-        timeout_s: Silence after which a rank is lost. Found out at most a fifth of it later.
-        on_loss: Called once, on the heartbeat's thread, if a rank is lost. After it returns the connections are
-            closed without a goodbye, from which the other ranks learn of the loss.
-        loading_timeout_s: Instead of `timeout_s` until `has_loaded` is called: what is imported, or a driver that
-            starts, may keep a rank's other threads from running. None: `timeout_s` from the beginning.
-        clock: Seconds, monotonic.
+        peers: The result of `meet`; this object closes their connections.
+        num_ranks: Number of ranks, for messages.
+        timeout_s: Seconds of silence after which a rank is lost. Detected at most a fifth of it later.
+        on_loss: Called once, on the heartbeat's thread, if a rank is lost. When it returns, the connections are
+            closed without a goodbye, which tells the other ranks of the loss.
+        loading_timeout_s: Used instead of `timeout_s` until `has_loaded` is called, as imports or the start of a
+            driver may keep a rank's threads from running. None: `timeout_s` from the beginning.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
-        iteration: The number of the first iteration that this rank has not finished. The loop sets it, and the
-            other ranks are told.
+        iteration: The first iteration that this rank has not finished. The loop sets it, and the other ranks are
+            told.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Heartbeat:
         if loading_timeout_s is not None:
             self._failure_detector.patience_s = loading_timeout_s
         self._changed = threading.Condition()
-        self._wakes = 0  # this, the next three: under the condition's lock
+        self._wakes = 0  # this and the next three: under the condition's lock
         self._own_failures: list[int] = []
         self._left: set[int] = set()
         self._lost: Unavailable | None = None
@@ -93,7 +93,8 @@ class Heartbeat:
     def check(self) -> None:
         """Raise Unavailable if a rank is known to be lost."""
         if self._lost is not None:
-            raise Unavailable(str(self._lost))  # one per thread: tracebacks grow on them
+            # A new object each time, as tracebacks accumulate on an exception.
+            raise Unavailable(str(self._lost))
 
     def wake(self) -> None:
         """Rank 0: let every other rank's `wait` return once. Raises Unavailable if a rank is lost or has left."""
@@ -103,7 +104,7 @@ class Heartbeat:
             connection.send(_Kind.WAKE)
 
     def wait(self) -> None:
-        """Not rank 0: return once for each `wake`, using no CPU until then. Raises as `wake` does."""
+        """Other ranks: return once for each `wake`, using no CPU until then. Raises like `wake`."""
         with self._changed:
             self._changed.wait_for(lambda: self._wakes or self._lost or self._left)
             if not self._wakes or self._lost:
@@ -117,13 +118,13 @@ class Heartbeat:
             raise Unavailable(f"rank {ranks} of {self._num_ranks} has left")
 
     def has_loaded(self) -> None:
-        """Note that all ranks have loaded the model: silence counts after the usual time."""
+        """Note that all ranks have loaded the model: from now on `timeout_s` applies."""
         self._has_loaded = True
 
     def report_failure(self, iteration: int) -> None:
-        """This rank's forward pass raised: tell rank 0, which finds out whether that happened to it alone.
+        """Report a failed forward pass to rank 0, which finds out whether it failed on this rank only.
 
-        NEVER for an iteration: it is known to be alone with it, and lost.
+        The iteration NEVER means that it did, and that this rank is lost.
         """
         if 0 in self._connections:
             self._connections[0].send(_Kind.FAILED, iteration)
@@ -132,7 +133,7 @@ class Heartbeat:
             self._own_failures.append(iteration)
 
     def close(self) -> None:
-        """Say goodbye, unless a rank is lost, and end the thread and the connections. Idempotent."""
+        """Send a goodbye, unless a rank is lost, and end the thread and the connections. Idempotent."""
         with self._changed:
             self._closing = True
         with contextlib.suppress(OSError):  # the thread has ended
@@ -149,7 +150,7 @@ class Heartbeat:
                 for connection in self._connections.values():
                     selector.register(connection.socket, selectors.EVENT_READ, connection)
                 self._beat_until_the_end(selector)
-        except Exception as error:  # whatever a bug raises, without a heartbeat this rank is as good as lost
+        except Exception as error:  # without a heartbeat this rank is lost, whatever the error
             _log.exception("the heartbeat failed")
             self._lose(
                 Unavailable(f"the heartbeat between the ranks failed: {type(error).__name__}: {error}")
@@ -167,7 +168,7 @@ class Heartbeat:
                 beat_s = now_s + self._period_s
             events = selector.select(max(0.0, beat_s - now_s))
             now_s = self._clock()
-            if now_s - turn_s > 2 * self._period_s:  # this process was stopped, or did not get to run
+            if now_s - turn_s > 2 * self._period_s:  # this process was suspended, or did not get to run
                 self._failure_detector.forgive(now_s)
             if self._has_loaded and self._failure_detector.patience_s != self._timeout_s:
                 self._failure_detector.patience_s = self._timeout_s
@@ -184,7 +185,7 @@ class Heartbeat:
             connection.send(_Kind.BEAT, self.iteration)
 
     def _read(self, selector: selectors.BaseSelector, connection: _Connection, now_s: float) -> Loss | None:
-        """Act upon the messages that have come; returns how the peer is lost, if its connection has ended."""
+        """Handle received messages; return the peer's loss if its connection has ended."""
         messages, end = connection.receive()
         rank = connection.peer.rank
         for kind, number in messages:
@@ -231,7 +232,7 @@ class Heartbeat:
         _log.error("%s", error)
         try:
             self._on_loss(error)
-        except Exception:  # whatever a bug in it raises, the connections have to be closed
+        except Exception:  # the connections must be closed, whatever the callback raises
             _log.exception("what follows upon the loss of a rank failed")
 
 
@@ -247,22 +248,22 @@ class _Connection:
         self._lock = threading.Lock()
 
     def send(self, kind: _Kind, number: int = 0) -> None:
-        """Send as much as the socket takes, and the rest with the next message.
+        """Send as much as the socket takes; the rest goes with the next message.
 
-        That the connection broke is for the reader to find.
+        The reader notices a broken connection.
         """
-        with self._lock, contextlib.suppress(OSError):  # also the one that says that it would block
-            if kind != _Kind.BEAT or not self._unsent:  # one is enough for a peer that takes none
+        with self._lock, contextlib.suppress(OSError):  # including the error that sending would block
+            if kind != _Kind.BEAT or not self._unsent:  # one is enough for a peer that reads none
                 self._unsent += _MESSAGE.pack(kind, number)
             del self._unsent[: self.socket.send(self._unsent)]
 
     def receive(self) -> tuple[list[tuple[int, int]], str | None]:
-        """The messages that have come since, as (kind, number), and how the connection ended, if it did."""
+        """Return the messages received, as (kind, number), and how the connection ended, if it did."""
         try:
             part = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return [], None
-        except ConnectionResetError:  # it ended with something unread
+        except ConnectionResetError:  # the peer ended with unread messages
             return [], _ENDED
         except OSError as error:
             return [], f"its connection broke ({error.strerror})"
@@ -275,6 +276,6 @@ class _Connection:
     def close(self, says_goodbye: bool) -> None:
         if says_goodbye:
             self.send(_Kind.GOODBYE)
-            self.receive()  # what is unread would reset the connection, perhaps ahead of the goodbye
+            self.receive()  # unread bytes would reset the connection, perhaps before the goodbye arrives
         with self._lock:
             self.socket.close()

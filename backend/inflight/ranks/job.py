@@ -1,4 +1,4 @@
-"""Messages between processes: the job of an engine's ranks, and rank 0's answer. Pure."""
+"""Messages between processes: the job of an engine's ranks, and rank 0's report. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Job(msgspec.Struct, frozen=True):
     """The model to serve. Paths are absolute, and the same on all hosts.
 
     Attributes:
-        parameters: From config.pbtxt.
+        parameters: The parameters in config.pbtxt.
         version_dir: The Triton model's version folder.
-        endpoint_path: Socket of the engine, on rank 0's host.
+        endpoint_path: The engine's socket, on rank 0's host.
     """
 
     parameters: Parameters
@@ -29,7 +29,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, parameters: Parameters, version_dir: str, endpoint_path: str) -> Job:
-        """The job with paths that mean the same in every process."""
+        """Return the job, with paths that are valid in every process."""
         engine = replace(
             parameters.engine,
             gpt_model_path=_absolute(parameters.engine.gpt_model_path),
@@ -44,7 +44,7 @@ class Job(msgspec.Struct, frozen=True):
         return cls(parameters, readable(version_dir), readable(str(Path(endpoint_path).absolute())))
 
     def digest(self) -> str:
-        """A text that is the same for equal jobs, and another for others."""
+        """A digest that is equal exactly for equal jobs."""
         return blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
 
 
@@ -53,13 +53,13 @@ def _absolute(path: str | None) -> str | None:
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """The orders of an orchestrator to rank 0, on one line.
+    """An orchestrator's orders to rank 0, on one line.
 
     Attributes:
-        job: For all ranks.
-        server: The tritonserver that it is for, `ProcessId` as text.
-        awaits_successor: Whether another process will take the engine over.
-        processes: For supervisors that come later.
+        job: The job of all ranks.
+        server: The tritonserver that the engine works for, `ProcessId` as text.
+        awaits_successor: Whether another process will take over the engine.
+        processes: The engine's processes, for later supervisors.
     """
 
     job: Job
@@ -69,7 +69,7 @@ class Orders(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Rank 0's answer, on one line: that the engine serves, or why it does not."""
+    """Rank 0's report, on one line: the engine serves, or the error."""
 
     error: str = ""
 
@@ -82,12 +82,12 @@ class Briefing(msgspec.Struct, frozen=True):
 
 
 def encode_line(message: Orders | Report) -> bytes:
-    """The message as JSON on one line, with the line's end."""
+    """Return the message as a line of JSON."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def decode_orders(line: bytes) -> Orders:
-    """The orders on a line; ConfigError if there are none."""
+    """Parse orders; raises ConfigError if the line has none."""
     try:
         return msgspec.json.decode(line, type=Orders)
     except msgspec.MsgspecError as error:
@@ -95,7 +95,7 @@ def decode_orders(line: bytes) -> Orders:
 
 
 def decode_report(line: bytes) -> Report | None:
-    """The report on a line; None if the line is something else."""
+    """Parse a report; None if the line is something else."""
     try:
         return msgspec.json.decode(line, type=Report)
     except msgspec.MsgspecError:

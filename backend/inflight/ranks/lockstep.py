@@ -1,9 +1,8 @@
-"""The ranks in step: one broadcast an iteration says what enters it, and a wake byte goes ahead of the first.
+"""Keeps ranks in step: one broadcast per iteration carries its input, and a wake-up precedes the first.
 
-Implements `inflight.core.ports.Ranks` over a world's broadcast and the heartbeat. Owns the encoding of what is
-shared; adapters and prompt tables are no part of the message, but follow it as they are. MPI's blocking calls
-spin; therefore a rank with nothing to do waits at the heartbeat's socket instead, and is in the broadcast only
-while the others are about to be. Loop thread.
+Implements `inflight.core.ports.Ranks` with a world's broadcast and the heartbeat. Owns the encoding of the shared
+inputs; adapters and prompt tables follow the message as raw buffers. MPI's blocking calls spin, so an idle rank
+waits at the heartbeat's socket instead, and enters the broadcast only when the others are about to. Loop thread.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ _END = b""
 
 
 class Lockstep:
-    """One rank's part. Its methods follow `inflight.core.ports.Ranks`.
+    """One rank's side; see `inflight.core.ports.Ranks`.
 
-    Tells the heartbeat how far this rank's loop has come.
+    Reports this rank's progress to the heartbeat.
     """
 
     def __init__(self, world: MpiWorld, heartbeat: Heartbeat) -> None:
@@ -39,11 +38,11 @@ class Lockstep:
         return self._world.rank == 0
 
     def advance(self) -> None:
-        """Note that the loop begins an iteration, which may not be shared: all before it have ended."""
+        """Note that the loop begins an iteration, which may not be shared: all earlier ones have ended."""
         self._heartbeat.iteration = self._next_iteration
 
     def share(self, inputs: IterationInput, are_asleep: bool) -> None:
-        """Wake the others if need be, and tell them `inputs`."""
+        """Wake the other ranks if necessary, and broadcast `inputs`."""
         self._begin(inputs.iteration)
         message, buffers = self._encoder.encode(inputs)
         self._tell(message, are_asleep)
@@ -51,11 +50,11 @@ class Lockstep:
             self._world.broadcast_buffer(buffer)
 
     def end(self, are_asleep: bool) -> None:
-        """Wake the others if need be, and tell them that nothing follows."""
+        """Wake the other ranks if necessary, and tell them that nothing follows."""
         self._tell(_END, are_asleep)
 
     def follow(self, is_asleep: bool) -> IterationInput | None:
-        """Rank 0's next input, or None at the end; with `is_asleep`, wait first until it wakes this rank."""
+        """Return rank 0's next input, or None at the end; if `is_asleep`, first wait until it wakes this rank."""
         self.advance()
         self._heartbeat.check()
         if is_asleep:

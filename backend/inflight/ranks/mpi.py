@@ -1,8 +1,8 @@
-"""MPI: the world of ranks that `mpirun` or `srun` started, and what they send each other.
+"""MPI: the world of ranks that `mpirun` or `srun` started, and their messages.
 
-Nothing else imports mpi4py. Arrays are numpy's: what a device keeps elsewhere, its engine copies or wraps. MPI's
-blocking calls spin, so nobody waits here for work to come: a rank calls when the others are on the same iteration.
-One thread at a time: the one that loads the model, then the loop's.
+Nothing else imports mpi4py. Arrays are numpy's; an engine copies or wraps those of other devices. MPI's blocking
+calls spin, so they are not for waiting for work: a rank calls them when the others are in the same iteration. One
+thread at a time: the one that loads the model, then the loop thread.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from inflight.errors import ConfigError
 from inflight.ranks.launch import SHARED_MEMORY
 from inflight.ranks.topology import Mapping
 
-mpi4py.rc.initialize = False  # `MpiWorld` does, when its time has come
-mpi4py.rc.finalize = False  # it may hang once a rank is lost
+mpi4py.rc.initialize = False  # `MpiWorld` initializes MPI when needed
+mpi4py.rc.finalize = False  # finalizing may hang once a rank is lost
 
 from mpi4py import MPI  # noqa: E402 - after what it reads when it is imported
 
-# Of a broadcast; what most iterations have to say fits, and longer messages take a second one.
+# Part of a broadcast; enough for most iterations. Longer messages take a second broadcast.
 _FIRST_PART_BYTES = 1024
 _LENGTH_BYTES = 8
 _HIDDEN, _OUTCOME = 1, 2  # tags
@@ -35,18 +35,18 @@ class MpiWorld:
     """All ranks that were started together. Every rank makes the same calls in the same order.
 
     Attributes:
-        rank: This one, 0 .. size - 1.
-        size: How many there are.
+        rank: This rank, 0 .. size - 1.
+        size: Number of ranks.
     """
 
     @staticmethod
     def check_not_left() -> None:
-        """Raise ConfigError if this process was in the world before: MPI takes nobody twice."""
+        """Raise ConfigError if this process has left the world before, as MPI can be joined only once."""
         if MPI.Is_finalized():
             raise ConfigError("this process has left MPI, which takes nobody twice: start the ranks again")
 
     def __init__(self) -> None:
-        """Join: returns when every rank has."""
+        """Join the world; returns when every rank has joined."""
         if not MPI.Is_initialized():
             _forget_a_folder_of_another_host()
             MPI.Init_thread(MPI.THREAD_SERIALIZED)
@@ -55,7 +55,7 @@ class MpiWorld:
         self.size = self._comm.Get_size()
 
     def mapping(self, tp_size: int, pp_size: int, moe_ep_size: int = 1) -> Mapping:
-        """This rank's place in the model; ConfigError if there are not as many ranks as needed."""
+        """Return this rank's part of the model; raises ConfigError if the number of ranks is wrong."""
         if self.size != tp_size * pp_size:
             needed = tp_size * pp_size
             raise ConfigError(
@@ -65,7 +65,7 @@ class MpiWorld:
         return Mapping(tp_size, pp_size, self.rank, moe_ep_size)
 
     def broadcast(self, message: bytes = b"") -> bytes:
-        """Rank 0's `message`, on every rank."""
+        """Return rank 0's `message` on every rank."""
         first = bytearray(_FIRST_PART_BYTES)
         room = _FIRST_PART_BYTES - _LENGTH_BYTES
         if self.rank == 0:
@@ -80,47 +80,50 @@ class MpiWorld:
         return bytes(first[_LENGTH_BYTES:]) + bytes(rest)
 
     def broadcast_buffer(self, buffer: memoryview) -> None:
-        """Give every rank's buffer, of the same length, what rank 0's holds."""
+        """Copy the content of rank 0's buffer to every rank's buffer, all of the same length."""
         for begin in range(0, len(buffer), _PART_BYTES):
             self._comm.Bcast(_buffer(buffer[begin : begin + _PART_BYTES]))
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        """Every rank's message, by rank. Slower than `broadcast`: for the start."""
+        """Return every rank's message, by rank. Slower than `broadcast`; used at the start."""
         return self._comm.allgather(message)
 
     def leave(self) -> None:
-        """The orderly end: every rank calls it, and none returns before all have."""
+        """Leave the world: every rank calls it, and none returns before all have called it."""
         MPI.Finalize()
 
 
 class MpiStage:
-    """The ranks that share this rank's pipeline stage, and with it every one of its layers.
+    """The ranks of this rank's pipeline stage, which share all of its layers.
 
     Attributes:
-        size: How many there are.
+        size: Number of ranks.
     """
 
     def __init__(self, mapping: Mapping) -> None:
-        """Every rank of the world has to make one, at the same time."""
+        """Must be called by every rank of the world at the same time."""
         self._comm = MPI.COMM_WORLD.Split(color=mapping.pp_rank, key=mapping.tp_rank)
         self._barrier_comm = self._comm.Dup()
         self.size = self._comm.Get_size()
 
     def all_reduce(self, values: NDArray[np.float32]) -> None:
-        """Put the sum over the stage's ranks in the place of every rank's `values`, a contiguous array."""
+        """Replace every rank's `values`, a contiguous array, by their sum over the stage's ranks."""
         self._comm.Allreduce(MPI.IN_PLACE, values, op=MPI.SUM)
 
     def all_gather(self, mine: NDArray[np.uint8], all_ranks: NDArray[np.uint8]) -> None:
-        """Write every rank's bytes, [size, len(mine)], into `all_ranks`, by rank."""
+        """Write every rank's bytes into `all_ranks`, [size, len(mine)], by rank."""
         self._comm.Allgather(mine, all_ranks)
 
     def barrier(self) -> None:
-        """Wait, spinning, until every rank of the stage has called this as often; other calls do not count."""
+        """Wait, spinning, until every rank of the stage has called this as often; independent of other calls."""
         self._barrier_comm.Barrier()
 
 
 class MpiStageLink:
-    """Connects the same tensor-parallel rank of neighbouring pipeline stages. What is sent arrives in order."""
+    """Connects ranks of the same tensor-parallel index in neighboring pipeline stages.
+
+    Messages arrive in order.
+    """
 
     def __init__(self, mapping: Mapping) -> None:
         self._comm = MPI.COMM_WORLD
@@ -129,55 +132,55 @@ class MpiStageLink:
         self._sending: list[tuple[MPI.Request, NDArray[np.uint8]]] = []
 
     def send(self, message: NDArray[np.uint8] | None) -> None:
-        """Send bytes to the next stage, or that there are none. Does not wait until they are received.
+        """Send bytes to the next stage, or None if the batch failed. Does not wait until they are received.
 
         `message` must not change afterwards.
         """
-        self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
-        kept = np.empty(0, np.uint8) if message is None else message
-        self._sending.append((self._comm.Isend([kept, MPI.BYTE], dest=self._next, tag=_HIDDEN), kept))
+        self._sending = [(request, buffer) for request, buffer in self._sending if not request.Test()]
+        buffer = np.empty(0, np.uint8) if message is None else message
+        self._sending.append((self._comm.Isend([buffer, MPI.BYTE], dest=self._next, tag=_HIDDEN), buffer))
 
     def receive(self, message: NDArray[np.uint8]) -> bool:
-        """Fill `message` with what the stage before has sent; False if that had none."""
+        """Fill `message` with bytes of the previous stage; return False if it sent None."""
         status = MPI.Status()
         self._comm.Recv([message, MPI.BYTE], source=self._previous, tag=_HIDDEN, status=status)
         return status.Get_count(MPI.BYTE) > 0
 
 
 class MpiOutcomes:
-    """Messages from one rank, the teller, to all others, in order."""
+    """Messages from one rank, the sender, to all others, in order."""
 
-    def __init__(self, teller: int) -> None:
+    def __init__(self, sender: int) -> None:
         self._comm = MPI.COMM_WORLD
-        self._teller = teller
-        self._hearers = [rank for rank in range(self._comm.Get_size()) if rank != teller]
+        self._sender = sender
+        self._receivers = [rank for rank in range(self._comm.Get_size()) if rank != sender]
         self._sending: deque[list[MPI.Request]] = deque()
 
     def tell(self, outcome: bytes) -> None:
-        """Send a message to all others. The teller alone calls it; does not wait for anybody to hear it."""
+        """Send a message to all other ranks. Only the sender calls it; does not wait until it is received."""
         whole = memoryview(outcome)
         parts = [whole[begin : begin + _PART_BYTES] for begin in range(0, len(outcome) + 1, _PART_BYTES)]
         self._sending.append(  # a request keeps its buffer alive
             [
                 self._comm.Isend(_buffer(part), dest=rank, tag=_OUTCOME)
-                for rank in self._hearers
+                for rank in self._receivers
                 for part in parts
             ]
         )
 
     def settle(self) -> None:
-        """Wait until all have the oldest message that is not settled; the teller calls it once for each `tell`.
+        """Wait until the oldest unsettled message is sent to all; the sender calls it once for each `tell`.
 
-        What is left unsent waits for this process to call MPI again.
+        Unsent bytes otherwise wait until this process calls MPI again.
         """
         MPI.Request.Waitall(self._sending.popleft())
 
     def hear(self) -> bytes:
-        """Wait for the teller's next message. All others call it, once for each `tell`."""
+        """Receive the sender's next message. All other ranks call it, once for each `tell`."""
         outcome = bytearray()
         while True:
             status = MPI.Status()
-            message = self._comm.Mprobe(source=self._teller, tag=_OUTCOME, status=status)
+            message = self._comm.Mprobe(source=self._sender, tag=_OUTCOME, status=status)
             part = bytearray(status.Get_count(MPI.BYTE))
             message.Recv([part, MPI.BYTE])
             outcome += part
@@ -186,10 +189,10 @@ class MpiOutcomes:
 
 
 def _buffer(part: memoryview) -> Any:
-    return [part, MPI.BYTE]  # mpi4py's types know no memoryview
+    return [part, MPI.BYTE]  # mpi4py's types do not include memoryview
 
 
 def _forget_a_folder_of_another_host() -> None:
-    """mpirun hands its environment on to every host, and ranks that share no memory would use TCP."""
+    """Drop a shared-memory folder that mpirun has passed on from another host, as ranks would fall back to TCP."""
     if not os.path.isdir(os.environ.get(SHARED_MEMORY, "/")):
         del os.environ[SHARED_MEMORY]

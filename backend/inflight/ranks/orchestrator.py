@@ -1,14 +1,14 @@
-"""An engine whose ranks this process starts with mpirun, supervises, and starts again when they are lost.
+"""An engine whose ranks this process starts with mpirun, supervises, and restarts when one is lost.
 
-Owns their processes and one thread, which hears of them and, after a loss, makes the model unready, ends what is
-left, starts the ranks again and has the model loaded again. The process that Triton loads then takes the engine
-over; this one is done. Where models cannot be unloaded by request the engine comes back in place, and the model is
-ready all the while. Requests go over the endpoint, like those of any front end, which answers them when it ends.
-Of what the ranks do it knows the line alone that rank 0 writes when it serves, or why it does not. Knows neither
-requests nor Triton: what it needs of Triton's model stands in Protocols.
+Owns the ranks' processes and one thread, which watches them. After a loss the thread makes the model unready, ends
+the remaining ranks, restarts them and has the model loaded again. The process that Triton loads then takes over
+the engine, and this one is done. If models cannot be unloaded by request, the engine comes back in place, and the
+model stays ready all the while. Requests go over the endpoint, as those of any front end; the endpoint answers
+them when the engine ends. Of the ranks' output this module reads only rank 0's report. Knows neither requests nor
+Triton, only Protocols for what it needs of Triton's model.
 
-An engine is started before the model is loaded, and not by its next process: a `load_model` that fails has crashed
-tritonserver 2.51 in about half of all tries.
+An engine is started before the model is loaded, and not by the model's next process, because a failing
+`load_model` crashed tritonserver 2.51 in about half of all attempts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from inflight.core.report.metrics import MetricsSnapshot
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.endpoint.client import SocketEngineClient, retire_predecessor
 from inflight.endpoint.frames import EngineProcesses, Statistics
 from inflight.endpoint.supervision import EngineWatch, awaits_successor, is_served
@@ -40,25 +40,25 @@ from inflight.ranks.launch import SHARED_MEMORY, WORKER_MODULE, find_mpirun, mpi
 _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# An engine that has lived so long is started again as if it were the first time.
+# An engine that has lived this long is restarted without delay, like the first time.
 _PROVEN_S = 60.0
 _ENDING_S = 10.0
-# Of the ranks' processes: how long they are waited for after SIGTERM, and after SIGKILL.
+# How long to wait for the ranks' processes after SIGTERM, and after SIGKILL.
 _GRACE_S, _KILLED_S = 2.0, 5.0
 _SHARED_MEMORY = "/dev/shm"
 _SESSION = "PRTE_MCA_prte_tmpdir_base"
-# What an mpirun or srun around the server has told it of its own ranks.
+# Variables that an mpirun or srun around the server has set for its own ranks.
 _FOREIGN = ("PMIX_", "PMI_", "OMPI_", "PRTE_")
 _OWN = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelControl:
-    """Control of a model by itself through Triton; both raise what Triton raises.
+    """Control of a model by itself through Triton; both functions raise Triton's errors.
 
     Attributes:
-        unload: Makes it unready, and returns at once; its process lives on while it has requests or streams.
-        load: Starts its next process; returns when that is ready.
+        unload: Makes the model unready and returns at once; its process lives on while it has requests or streams.
+        load: Starts the model's next process; returns when that is ready.
     """
 
     unload: Callable[[], None]
@@ -66,41 +66,41 @@ class ModelControl:
 
 
 class RanksGuard(Protocol):
-    """Ends the ranks with the server, should this process be killed."""
+    """Ends the ranks when the server ends, or if this process is killed."""
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
-        """End these ranks: the process that started them, and their folder in shared memory."""
+        """Watch these ranks: the process that started them, and their folder in shared memory."""
         ...
 
     def dismiss(self) -> None:
-        """Do nothing any more: another process takes this one's place."""
+        """Stop watching, as another process takes over."""
         ...
 
 
 class Publisher(Protocol):
-    """Makes metrics of what rank 0 observes."""
+    """Publishes metrics of rank 0's observations."""
 
     def put(
-        self, stats: IterationStats, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
+        self, stats: IterationCounts, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
     ) -> None:
-        """Publish the latest values; `wall_clock_s` is when they were."""
+        """Publish the latest values; `wall_clock_s` is their time."""
         ...
 
     def start_over(self) -> None:
-        """Expect counters from 0 on again."""
+        """Expect counters to start from 0 again."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The surroundings of an orchestrator beside its job.
+    """The environment of an orchestrator, besides its job.
 
     Attributes:
         server: The tritonserver.
-        control: None where models cannot be unloaded by request.
-        guard: Told of all ranks that are started.
-        publisher: Told what rank 0 observes.
-        unload_timeout_s: How long requests of other models' clients may go on when the model is unloaded.
+        control: None if models cannot be unloaded by request.
+        guard: Watches all ranks that are started.
+        publisher: Gets rank 0's observations.
+        unload_timeout_s: How long requests may continue when the model is unloaded, in seconds.
     """
 
     server: ProcessId
@@ -111,13 +111,13 @@ class Surroundings:
 
 
 class Orchestrator:
-    """An engine, from construction, which takes as long as the model takes to load, to `close`.
+    """An engine, from construction (which takes as long as loading the model) to `close`.
 
     Attributes:
-        client: To the engine, whichever ranks it has.
+        client: A client of the engine, whichever ranks it has.
 
     Raises:
-        ConfigError: The engine cannot be started, with what a rank says of it.
+        ConfigError: The engine cannot be started; the message has the rank's error.
     """
 
     def __init__(self, job: Job, around: Surroundings) -> None:
@@ -137,12 +137,12 @@ class Orchestrator:
         self._thread.start()
 
     def close(self) -> bool:
-        """End the engine in order, unless another process has it. Idempotent.
+        """End the engine normally, unless another process has taken it over. Idempotent.
 
-        While it is being started again for the model's next process, this waits until that has it.
+        While the engine is being restarted for the model's next process, this waits until that has taken it over.
 
         Returns:
-            True: nothing hangs in this process.
+            Whether nothing hangs in this process; always True.
         """
         with self._lock:
             if not self._awaits_successor:
@@ -158,17 +158,17 @@ class Orchestrator:
     # ---------------------------------------------------------------- start
 
     def _take_over(self) -> tuple[RanksProcess, EngineWatch] | None:
-        """The engine that the model's last process has started for this one; any other of its is ended."""
+        """Return the engine that the model's previous process has started for this one; end any other."""
         path, server = self._job.endpoint_path, str(self._around.server)
         if awaits_successor(path, server, self._job.digest(), self._timeout_s):
             with contextlib.suppress(Unavailable):  # it has just been lost
                 watch = EngineWatch(path, self._timeout_s)
                 ranks = RanksProcess(watch.processes)
-                # The next one is longer, whichever process it is made in.
+                # The next delay is longer, whichever process it is in.
                 self._pause_s = watch.processes.pause_s
                 self._tell_guard(ranks)
                 return ranks, watch
-        # Triton lets an unloaded model live on while a client holds a stream that used it.
+        # Triton keeps an unloaded model alive while a client holds a stream that used it.
         retire_predecessor(path, self._around.unload_timeout_s, server)
         return None
 
@@ -182,7 +182,7 @@ class Orchestrator:
                 ranks.stop()
             ranks.serve(self._job, self._around.server, awaits_successor)
             return ranks, EngineWatch(self._job.endpoint_path, self._timeout_s)
-        except BaseException:  # whatever it is, the ranks must not run on
+        except BaseException:  # the ranks must not run on, whatever the error
             ranks.end()
             raise
         finally:
@@ -211,20 +211,20 @@ class Orchestrator:
                 return
         self._ranks.end(self._around.unload_timeout_s + _ENDING_S)
 
-    def _publish(self, told: Statistics) -> None:
-        self._around.publisher.put(told.stats, told.metrics, told.wall_clock_s, told.memory)
+    def _publish(self, latest: Statistics) -> None:
+        self._around.publisher.put(latest.stats, latest.metrics, latest.wall_clock_s, latest.memory)
 
     def _give_up_model(self) -> None:
-        """Make the model unready, where that is possible."""
+        """Make the model unready, if possible."""
         if self._around.control is not None:
             try:
                 self._around.control.unload()
-            except Exception:  # whatever Triton raises: the engine has to come back all the same
+            except Exception:  # the engine has to come back, whatever Triton raises
                 _log.exception("the model cannot be made unready; the engine comes back in place")
                 self._awaits_successor = False
 
     def _start_again(self) -> bool:
-        """Start ranks until they serve; False if this object is closed, or somebody else has started an engine."""
+        """Start ranks until they serve; return False if this object is closed or another engine has started."""
         if time.monotonic() - self._started_s > _PROVEN_S:
             self._pause_s = 0.0
         while True:
@@ -245,38 +245,38 @@ class Orchestrator:
             return True
 
     def _hand_over(self) -> None:
-        """Have the model's next process take the engine over; if it cannot be started, end the engine."""
+        """Have the model's next process take over the engine; if that cannot be started, end the engine."""
         assert self._around.control is not None, "nobody is awaited elsewhere"
         try:
             self._around.control.load()
-        except Exception:  # whatever Triton raises: an engine that nobody takes over has to end
+        except Exception:  # an engine that no process takes over has to end
             _log.exception("the model could not be loaded again, and stays unloaded")
             self._watch.retire(0.0)
             self._ranks.end(_ENDING_S)
-        if self._watch.has_left():  # the next process wanted another one
+        if self._watch.has_left():  # the next process wanted another engine
             self._ranks.end(_ENDING_S)
         self._around.guard.dismiss()
         self._watch.close()
 
 
 class RanksProcess:
-    """Ranks that run, or that have ended and not been cleaned up after.
+    """Ranks that run, or that have ended and not been cleaned up.
 
     Attributes:
-        processes: For whoever comes to end them.
+        processes: The processes, for supervisors that may have to end them.
     """
 
     def __init__(self, processes: EngineProcesses, child: subprocess.Popen[bytes] | None = None) -> None:
-        """Take charge of ranks that run, started by this process (`child`) or by another."""
+        """Take charge of running ranks, started by this process (`child`) or by another."""
         self.processes = processes
         self._child = child
         self._launcher = ProcessId.parse(processes.launcher)
 
     @classmethod
     def start(cls, num_ranks: int, mpirun_arguments: str | None, pause_s: float = 0.0) -> RanksProcess:
-        """Start ranks, which then wait for `serve`. ConfigError if there is no mpirun.
+        """Start ranks, which then wait for `serve`. Raises ConfigError if there is no mpirun.
 
-        `pause_s`: how long the start was put off, for `processes`.
+        `pause_s`: how long the start was delayed, for `processes`.
         """
         command = _command(num_ranks, mpirun_arguments or "")
         shared_memory = os.environ.get(SHARED_MEMORY, _SHARED_MEMORY)
@@ -288,7 +288,7 @@ class RanksProcess:
                 stdout=subprocess.PIPE,
                 cwd="/",
                 env={**_environment(os.environ), SHARED_MEMORY: folder, _SESSION: folder},
-                start_new_session=True,  # a signal to the server's group is not for the ranks
+                start_new_session=True,  # a signal to the server's group must not reach the ranks
             )
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -298,13 +298,13 @@ class RanksProcess:
         return cls(EngineProcesses(str(launcher), folder, pause_s), child)
 
     def serve(self, job: Job, server: ProcessId, awaits_successor: bool) -> None:
-        """Tell rank 0 what to serve and wait until it does, as long as the ranks live.
+        """Send rank 0 the job and wait until it serves, as long as the ranks live.
 
-        Raises ConfigError with rank 0's reason, or if the ranks end.
+        Raises ConfigError with rank 0's error, or if the ranks end.
         """
         child = self._child
         assert child is not None and child.stdin is not None and child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # the report, or its absence, says why
+        with contextlib.suppress(BrokenPipeError):  # the report, or its absence, tells why
             child.stdin.write(encode_line(Orders(job, str(server), awaits_successor, self.processes)))
             child.stdin.close()
         with child.stdout:
@@ -320,11 +320,11 @@ class RanksProcess:
             raise ConfigError(report.error)
 
     def stop(self) -> None:
-        """Tell the ranks to end soon, whatever they do."""
+        """Send SIGTERM to the ranks' launcher."""
         self._launcher.signal(signal.SIGTERM)
 
     def end(self, grace_s: float = 0.0) -> None:
-        """Wait for the ranks' end for `grace_s` seconds, then end them, and remove what they leave. Idempotent."""
+        """Wait `grace_s` seconds for the ranks' end, then kill them and remove their leftovers. Idempotent."""
         if not self._wait(grace_s):
             self.stop()
         if not self._wait(_GRACE_S):
@@ -334,7 +334,7 @@ class RanksProcess:
         shutil.rmtree(self.processes.folder, ignore_errors=True)
 
     def _wait(self, timeout_s: float) -> bool:
-        """Whether the ranks have ended, by now or within `timeout_s` seconds."""
+        """Whether the ranks have ended, now or within `timeout_s` seconds."""
         if self._child is None:
             return self._launcher.wait(timeout_s)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -349,7 +349,7 @@ def _command(num_ranks: int, mpirun_arguments: str) -> list[str]:
 
 
 def _environment(around: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without what an mpirun or srun around it has said of its own ranks."""
+    """Return this process's environment without the variables of an mpirun or srun around it."""
     return {
         name: value
         for name, value in around.items()

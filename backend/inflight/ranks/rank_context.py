@@ -1,15 +1,15 @@
-"""One rank's place among the ranks: it joins them, hears the job, and loads the model in step with them.
+"""One rank among the others: joins them, gets the job, and loads the model in step with them.
 
-On the thread that loads the model; the loop uses `RankContext.ranks` later. What follows when a rank is lost,
-whoever makes the context decides (`on_loss`, on the heartbeat's thread). A rank that never comes is waited for
-inside of MPI, where nothing can be raised: whoever still waits after two minutes ends, with a stack trace, and so
-ends the others.
+Runs on the thread that loads the model; the loop uses `RankContext.ranks` later. The creator of the context
+decides what follows the loss of a rank (`on_loss`, on the heartbeat's thread). A rank that never arrives is waited
+for inside MPI, where nothing can be raised: a process that still waits after two minutes ends with a stack trace,
+and the others with it.
 """
 
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,8 @@ from inflight.ranks.failure_detector import NEVER
 from inflight.ranks.heartbeat import Heartbeat
 from inflight.ranks.job import Briefing, Job
 from inflight.ranks.lockstep import Lockstep
-from inflight.ranks.rendezvous import meet
-from inflight.ranks.topology import Host, gather_hosts
+from inflight.ranks.rendezvous import gather_hosts, meet
+from inflight.ranks.topology import Host
 
 if TYPE_CHECKING:
     from inflight.ranks.mpi import MpiWorld
@@ -33,11 +33,11 @@ _STDERR = 2
 
 
 def join() -> MpiWorld:
-    """Join MPI: the first call on every rank; `lead`, `refuse` or `attend` has to follow.
+    """Join MPI. It is the first call on every rank; `lead`, `refuse` or `attend` must follow.
 
-    Raises ConfigError if this process has done so before, and left.
+    Raises ConfigError if this process has joined and left before.
     """
-    from inflight.ranks.mpi import MpiWorld  # loads MPI, which one rank alone does without
+    from inflight.ranks.mpi import MpiWorld  # loads MPI, which a single rank does not need
 
     MpiWorld.check_not_left()
     faulthandler.dump_traceback_later(_TOGETHER_S, exit=True, file=_STDERR)
@@ -45,20 +45,20 @@ def join() -> MpiWorld:
 
 
 def lead(world: MpiWorld, job: Job, on_loss: Callable[[Unavailable], None]) -> RankContext:
-    """On rank 0: tell the others the job. Raises ConfigError, as on all ranks; the world has been left then."""
+    """On rank 0: send the job to the others. Raises ConfigError on all ranks alike, after leaving the world."""
     world.broadcast(msgspec.json.encode(Briefing(job)))
     return _take_place(world, job, on_loss)
 
 
 def refuse(world: MpiWorld, why: str) -> None:
-    """On rank 0, where there is nothing to do: the others end."""
+    """On rank 0, if there is no job: make the others end."""
     world.broadcast(msgspec.json.encode(Briefing(refusal=why)))
     world.leave()
     faulthandler.cancel_dump_traceback_later()
 
 
 def attend(world: MpiWorld, on_loss: Callable[[Unavailable], None]) -> tuple[Job, RankContext]:
-    """On the other ranks: hear the job. Raises ConfigError, as on all ranks; the world has been left then."""
+    """On the other ranks: get the job. Raises ConfigError on all ranks alike, after leaving the world."""
     briefing = msgspec.json.decode(world.broadcast(), type=Briefing)
     if briefing.job is None:
         world.leave()
@@ -78,21 +78,21 @@ def _take_place(world: MpiWorld, job: Job, on_loss: Callable[[Unavailable], None
 
 
 class RankContext:
-    """This rank among the others, with a heartbeat from construction to `leave`. Made on all at the same time.
+    """This rank among the others, with a heartbeat until `leave`. Created on all ranks at the same time.
 
     Attributes:
-        world: All ranks.
+        world: The world of all ranks.
         mapping: This rank's part of the model.
-        hosts: By rank.
-        leader_addresses: Where rank 0 is reached, for each connection of this rank.
-        agreement: For whatever is loaded next.
-        ranks: For the loop.
+        hosts: The hosts, by rank.
+        leader_addresses: Addresses of rank 0, one for each connection of this rank.
+        agreement: For further loading steps.
+        ranks: The ranks, for the loop.
     """
 
     def __init__(
         self, world: MpiWorld, parameters: Parameters, on_loss: Callable[[Unavailable], None]
     ) -> None:
-        """Raises ConfigError on all ranks if there are not as many as needed or they do not reach each other."""
+        """Raises ConfigError on all ranks if their number is wrong or they cannot connect."""
         self.world = world
         self.mapping = world.mapping(
             parameters.tensor_parallel_size,
@@ -111,19 +111,19 @@ class RankContext:
         self._has_left = False
 
     def has_loaded(self) -> None:
-        """All ranks have loaded the model: one that is silent for `rank_timeout_ms` is lost from now on."""
+        """Note that all ranks have loaded the model: from now on `rank_timeout_ms` of silence means a loss."""
         self._heartbeat.has_loaded()
 
     def report_failure(self, iteration: int) -> None:
-        """This rank's forward pass raised."""
+        """Report that this rank's forward pass raised."""
         self._heartbeat.report_failure(iteration)
 
     def report_dead_loop(self) -> None:
-        """This rank takes part no more, and the others would wait for it: it is lost."""
+        """Report this rank as lost, as its loop is dead and the others would wait for it."""
         self._heartbeat.report_failure(NEVER)
 
     def leave(self) -> None:
-        """The orderly end, on every rank at the same time: nothing of MPI may be called afterwards. Idempotent."""
+        """Leave normally, on every rank at the same time; no MPI call may follow. Idempotent."""
         if self._has_left:
             return
         self._has_left = True
@@ -132,30 +132,30 @@ class RankContext:
 
 
 class _Word(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A rank's message to the others at the end of a step: a number, or why it failed."""
+    """A rank's message to the others at the end of a step: a number, or its error."""
 
     number: int = 0
     error: str = ""
 
 
 class Agreement:
-    """Loading together: either every rank has done a step, or every rank raises the same ConfigError.
+    """Steps of loading: either every rank completes a step, or every rank raises the same ConfigError.
 
-    A rank that fails on its own would leave the others waiting in MPI for ever. So each step ends in one exchange,
-    in which also a rank takes part whose step failed early. Every rank makes the same calls in the same order, as
-    far as it gets.
+    A rank that failed alone would leave the others waiting in MPI for ever. So each step ends in one exchange, in
+    which a rank whose step failed early takes part too. Every rank makes the same calls in the same order, as far
+    as it gets.
     """
 
     def __init__(self, world: MpiWorld) -> None:
         self._world = world
-        self._known: ConfigError | None = None  # to every rank
+        self._known: ConfigError | None = None  # known to every rank
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Context of a step of all ranks: if it fails on some of them, it raises ConfigError on all."""
+    def step(self) -> Generator[None, None, None]:
+        """Run a step on all ranks: if it fails on any of them, ConfigError is raised on all."""
         try:
             yield
-        except Exception as error:  # whatever a rank meets, the others have to hear of it
+        except Exception as error:  # the others have to be told of any error
             if error is self._known:
                 raise
             text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
@@ -164,7 +164,7 @@ class Agreement:
             self._exchange(_Word())
 
     def least(self, number: int) -> int:
-        """Inside of a step: the least of all ranks' numbers; raises ConfigError if a rank's step has failed."""
+        """Inside of a step: return the minimum of all ranks' numbers; raises ConfigError if a step has failed."""
         return min(word.number for word in self._exchange(_Word(number)))
 
     def _exchange(self, word: _Word) -> list[_Word]:
@@ -177,7 +177,7 @@ class Agreement:
 
 
 def _summarize(errors: Sequence[str]) -> str:
-    """One text of all ranks' errors, by rank, "" where there is none: what all say is said once."""
+    """Return a text with all ranks' errors, by rank ("" for none); a common error is stated once."""
     failed = {rank: text for rank, text in enumerate(errors) if text}
     if len(failed) == len(errors) and len(set(errors)) == 1:
         return errors[0]

@@ -4,22 +4,23 @@
     forward    compute, send →  receive, compute, choose tokens, tell everybody
     decode     hear             what was told
 
-Tokens are chosen by one rank, the last stage's first, right after its forward pass, so that the stages before are
-busy with the next batches meanwhile. What it makes of a batch, its outcome, is what every rank makes of it, be it
-an error. `forward` never raises for a batch: what became of it is said by `decode`, on all ranks at the same place
-in the order of batches, so that all ranks remember the same at every forward pass.
+Tokens are sampled by one rank, the first of the last stage, right after its forward pass, so that earlier stages
+work on the next batches meanwhile. Its result for a batch, the outcome, is the result on every rank, even if it is
+an error. `forward` never raises for a batch: `decode` returns or raises the outcome, on all ranks at the same
+point in the order of batches, so that all ranks have the same state at every forward pass.
 
-A pass that fails on every rank of a stage, before any of them waits for another, fails the batch: the next stages
-are told, and the last makes it the outcome. One that fails on this rank alone leaves others waiting, or ahead.
-That cannot be mended here: `on_failure` tells whoever ends the ranks. Until then this rank waits too, as the next
-collective that it took part in would be another one to the others. Knows no device. Loop thread.
+A pass that fails on every rank of a stage before any of them waits for another fails the batch: the next stages
+are told, and the last one makes the error the outcome. A pass that fails on this rank alone leaves others waiting,
+or ahead. That cannot be repaired here: `on_failure` reports it so that the ranks are ended. Until then this rank
+waits too, because the next collective that it joined would be a different one for the others. Knows no device.
+Loop thread.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -32,7 +33,7 @@ from inflight.errors import (
     InflightError,
     StepFailed,
     Unavailable,
-    error_from_code,
+    error_from_kind,
     error_from_plain,
     error_to_plain,
     without_places,
@@ -48,43 +49,47 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class StageEngine(Runner, Protocol):
-    """The part of the rank that chooses tokens, which has the sampler."""
+    """The model part of the rank that samples; it has the sampler."""
 
     def choose(self, batch: ScheduledBatch, logits: Any, /) -> ModelOutput:
-        """Choose the tokens and remember them, as `Engine.decode` does; called right after `forward`.
+        """Sample the tokens and remember them, as `Engine.decode` does; called right after `forward`.
 
-        If it raises, all ranks `forget` the batch later, at the same place in the order of batches.
+        If it raises, all ranks `forget` the batch later, at the same point in the order of batches.
         """
         ...
 
 
 class StageLink(Protocol):
-    """To the same tensor-parallel rank of the stages beside; what is sent arrives in order."""
+    """Connects ranks of the same tensor-parallel index in neighboring stages. Messages arrive in order."""
 
     def send(self, hidden: Any | None) -> None:
-        """To the next stage; None: the batch has failed. Does not wait for it to be received."""
+        """Send hidden states to the next stage; None: the batch has failed.
+
+        Does not wait until they are received.
+        """
         ...
 
     def receive(self, num_rows: int) -> Any | None:
-        """From the stage before, hidden states of so many rows; None if the batch has failed there."""
+        """Receive hidden states of `num_rows` rows from the previous stage; None if the batch has failed there."""
         ...
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The outcome of an iteration: the output, or an error's code and message."""
+    """The outcome of an iteration: the output, or an error's kind and marked message."""
 
     iteration: int
     output: ModelOutput | None = None
-    error_code: str = ""
+    error_kind: str = ""
     error_message: str = ""
 
     @classmethod
     def from_error(cls, iteration: int, error: Exception) -> Outcome:
-        """The outcome of a batch that failed; an error of another library gets its type into the message."""
+        """Return the outcome of a failed batch; the message has the type of an error from another library."""
         if isinstance(error, InflightError):
-            return cls(iteration, None, error.code, str(error))
+            return cls(iteration, None, error.kind, error.marked)
         what = f"the iteration that carried this request failed: {type(error).__name__}: {error}"
-        return cls(iteration, None, StepFailed.code, without_places(what))
+        failed = StepFailed(without_places(what))
+        return cls(iteration, None, failed.kind, failed.marked)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=error_to_plain)
@@ -96,8 +101,8 @@ class _Flight:
     """A batch between `forward` and `decode`.
 
     Attributes:
-        error: Why it failed on this rank, if it did.
-        outcome: What became of it, where that is known already: on the rank that chooses tokens.
+        error: The batch's error on this rank, if any.
+        outcome: The outcome, if already known: on the rank that samples.
     """
 
     batch: ScheduledBatch
@@ -109,17 +114,18 @@ class RankEngine:
     """One rank's part of a model, in step with the others.
 
     Args:
-        engine: The part, on the rank that chooses tokens a `StageEngine`; closed with this object.
-        mapping: Which rank this is.
-        link: To the stages beside; not used where there is one.
-        outcomes: From the rank that chooses tokens to the others.
-        stage: The ranks that share this stage's layers: all of them raise in a forward pass, or this one alone.
-        on_failure: Told the iteration in which this rank's forward pass raised, which the others finish unless
-            they wait for this rank; and NEVER, when it is not in step with them any more. Must not raise.
+        engine: The model part; on the rank that samples a `StageEngine`. Closed with this object.
+        mapping: This rank's position.
+        link: Connects the neighboring stages; not used with a single stage.
+        outcomes: Messages from the rank that samples to the others.
+        stage: The ranks of this stage, used to find out whether a forward pass failed on all of them or on this
+            one alone.
+        on_failure: Called with the iteration in which this rank's forward pass raised; the others finish it unless
+            they wait for this rank. Called with NEVER when this rank is no longer in step. Must not raise.
 
     Attributes:
-        limits: The same on all ranks. A rank is fed what was chosen when all have heard of it, so that iterations
-            do not overlap.
+        limits: The same on all ranks. Iterations do not overlap, as a rank gets the sampled tokens only when all
+            ranks have received them.
     """
 
     def __init__(
@@ -143,7 +149,7 @@ class RankEngine:
         self._cause_of_death = ""
 
     def forward(self, batch: ScheduledBatch) -> _Flight:
-        """Run this rank's part of the forward pass, and at the sampler choose the tokens; `decode` takes the rest.
+        """Run this rank's part of the forward pass; the sampling rank also samples. Returns `decode`'s argument.
 
         Raises:
             Unavailable: This rank is not in step with the others, now or since earlier.
@@ -159,10 +165,10 @@ class RankEngine:
         return flight
 
     def decode(self, batch: ScheduledBatch, logits: _Flight) -> ModelOutput:
-        """The output of the oldest batch in flight; `logits` is what `forward` returned.
+        """Return the output of the oldest batch in flight; `logits` is the result of `forward`.
 
         Raises:
-            RequestError: It failed; the same on all ranks.
+            RequestError: The batch failed; the same error on all ranks.
             Unavailable: This rank is not in step with the others, now or since earlier.
         """
         with self._in_step(batch):
@@ -171,18 +177,18 @@ class RankEngine:
             outcome = self._await(flight)
             if outcome.output is not None:
                 assert flight.error is None, "a stage fails as a whole"
-                if not self._mapping.is_sampler:  # its engine chose the tokens, and remembers them
+                if not self._mapping.is_sampler:  # its engine sampled the tokens, and remembers them
                     self._engine.remember(batch, outcome.output)
                 return outcome.output
             self._engine.forget(batch, [later.batch for later in self._in_flight])
-        raise error_from_code(outcome.error_code, outcome.error_message)
+        raise error_from_kind(outcome.error_kind, outcome.error_message)
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
         self._engine.close()
 
     def _compute(self, flight: _Flight) -> Any | None:
-        """The hidden states or logits that follow from the stage before; None if the batch has failed."""
+        """Return hidden states or logits, computed from the previous stage's; None if the batch has failed."""
         batch, hidden = flight.batch, None
         if not self._mapping.is_first_stage:
             hidden = self._link.receive(batch.num_tokens)
@@ -194,7 +200,7 @@ class RankEngine:
                 return None
         try:
             return self._engine.forward(batch, hidden)
-        except Exception as error:  # whatever a device raises: the others have to be told
+        except Exception as error:  # the other ranks have to be told of any error
             _log.exception("rank %d failed in iteration %d", self._mapping.rank, batch.iteration)
             self._on_failure(batch.iteration)
             self._stage.barrier()
@@ -202,7 +208,7 @@ class RankEngine:
             return None
 
     def _tell(self, flight: _Flight, logits: Any | None) -> None:
-        """Decide what became of the batch, and tell the other ranks."""
+        """Determine the batch's outcome, and send it to the other ranks."""
         assert self._sampling_engine is not None, "the rank that chooses tokens has a sampler"
         iteration = flight.batch.iteration
         try:
@@ -229,13 +235,13 @@ class RankEngine:
         return outcome
 
     @contextmanager
-    def _in_step(self, batch: ScheduledBatch) -> Iterator[None]:
-        """Retire this rank if a step fails on it, as it failed on no other and the ranks are out of step."""
+    def _in_step(self, batch: ScheduledBatch) -> Generator[None, None, None]:
+        """Retire this rank if a step fails on it alone, as the ranks are then out of step."""
         if self._cause_of_death:
             raise Unavailable(self._cause_of_death)
         try:
             yield
-        except Exception as error:  # whatever it is, this rank is ahead of the others, or behind
+        except Exception as error:  # this rank is now ahead of the others, or behind
             rank = self._mapping.rank
             self._cause_of_death = f"rank {rank} failed alone in iteration {batch.iteration}: {error!r}"
             _log.exception("rank %d is not in step with the others any more", rank)

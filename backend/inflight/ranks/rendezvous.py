@@ -1,7 +1,7 @@
-"""TCP connections between rank 0 and every other rank, made once, at the start of an engine.
+"""The hosts of all ranks, and TCP connections between rank 0 and every other, made once, when an engine starts.
 
-Rank 0 listens while they are made, and never again. It broadcasts its addresses and a secret, and each end of a
-connection proves to the other that it knows the secret, which itself never crosses a socket:
+Rank 0 listens only while they are made. It broadcasts its addresses and a secret, and each side of a connection
+proves to the other that it knows the secret, without sending it:
 
     rank 0 → rank r   a challenge
     rank r → rank 0   a challenge, r, and the code (HMAC-SHA256) of both challenges and r
@@ -9,8 +9,7 @@ connection proves to the other that it knows the secret, which itself never cros
     rank r → rank 0   one byte: r has accepted the connection
 
 So a stranger's connection is closed or left waiting, and a rank that finds a stranger at an address tries the next
-one. What follows on a connection is neither encrypted nor signed. Addresses are IPv4. On the thread that loads the
-model.
+one. Later messages are neither encrypted nor signed. Addresses are IPv4. Runs on the thread that loads the model.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ import msgspec
 import psutil
 
 from inflight.errors import ConfigError
-from inflight.ranks.topology import Host
+from inflight.ranks.topology import Host, this_host
 
 if TYPE_CHECKING:
     from inflight.ranks.mpi import MpiWorld
 
 _LOOPBACK = "127.0.0.1"
 _RENDEZVOUS_S = 60.0
-_TRY_S = (1.0, 3.0, 9.0)  # per address; rank 0 listens by then, so the first attempt is the rule
+_TRY_S = (1.0, 3.0, 9.0)  # per address; rank 0 is listening by then, so the first attempt usually succeeds
 _SECRET_BYTES = 32
 _CHALLENGE_BYTES = 32
 _CODE_BYTES = 32
@@ -46,13 +45,14 @@ _ACCEPTED = b"\x01"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other end of a connection.
+    """The other side of a connection.
 
     Attributes:
         rank: Its rank.
-        host: Where it runs.
-        connection: Connected, blocking, TCP_NODELAY.
-        leader_address: Rank 0's on this connection, numeric, the same at both ends unless something translates.
+        host: Its host.
+        connection: A connected, blocking socket with TCP_NODELAY.
+        leader_address: Rank 0's address on this connection, numeric; equal on both sides unless it is translated
+            on the way.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Peer:
 
 
 class _Invitation(msgspec.Struct, frozen=True):
-    """The addresses rank 0 listens on, and the secret a rank needs to join; broadcast by rank 0."""
+    """The addresses that rank 0 listens on, and the secret needed to join; broadcast by rank 0."""
 
     addresses: tuple[str, ...]
     port: int
@@ -70,19 +70,25 @@ class _Invitation(msgspec.Struct, frozen=True):
 
 
 class _Stranger(Exception):
-    """Whoever is at the other end does not know the secret."""
+    """The other side does not know the secret."""
+
+
+def gather_hosts(world: MpiWorld) -> list[Host]:
+    """The hosts of all ranks, by rank. Every rank calls it at the same time."""
+    gathered = world.all_gather(msgspec.msgpack.encode(this_host()))
+    return [msgspec.msgpack.decode(host, type=Host) for host in gathered]
 
 
 def meet(world: MpiWorld, hosts: Sequence[Host], timeout_s: float = _RENDEZVOUS_S) -> tuple[Peer, ...]:
     """Connect rank 0 with every other rank. Every rank calls it at the same time.
 
     Args:
-        world: All ranks.
-        hosts: By rank.
-        timeout_s: How long rank 0 waits for the others.
+        world: The world of all ranks.
+        hosts: The hosts, by rank.
+        timeout_s: How long rank 0 waits for the others, in seconds.
 
     Returns:
-        On rank 0 all others, by rank; on the others rank 0 alone.
+        On rank 0 all others, by rank; on the others only rank 0.
 
     Raises:
         ConfigError: A rank could not be reached.
@@ -103,7 +109,7 @@ def _accept_ranks(world: MpiWorld, hosts: Sequence[Host], timeout_s: float) -> l
         addresses = () if is_local else (*own_addresses(), hosts[0].name)
         world.broadcast(msgspec.msgpack.encode(_Invitation(addresses, listening.getsockname()[1], secret)))
         missing = set(range(1, world.size))
-        peers = []
+        peers: list[Peer] = []
         for candidate in _authenticated(listening, secret, missing, timeout_s):
             missing.discard(candidate.rank)
             peers.append(
@@ -128,21 +134,21 @@ def own_addresses() -> list[str]:
 
 
 class _Candidate:
-    """A connection to rank 0 that may turn out to be a rank's."""
+    """A connection to rank 0 that may turn out to be another rank's."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.rank = 0  # until it has shown another
+        self.rank = 0  # until it has proved another
         self._secret = secret
         self._challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         self._received = bytearray()
-        connection.send(self._challenge)  # the buffer of a fresh connection takes it
+        connection.send(self._challenge)  # fits into the buffer of a new connection
 
     def read(self, wanted: set[int]) -> bool:
-        """Read what has come; returns whether this is a `wanted` rank that has accepted the connection.
+        """Read what has arrived; return whether this is a `wanted` rank that has accepted the connection.
 
-        Raises OSError or _Stranger if it never will be.
+        Raises OSError or _Stranger if it will never be one.
         """
         missing = _REPLY_BYTES + len(_ACCEPTED) - len(self._received)
         part = self.connection.recv(missing)
@@ -153,7 +159,7 @@ class _Candidate:
             self._reply(wanted)
         if len(self._received) < _REPLY_BYTES + len(_ACCEPTED):
             return False
-        if self.rank not in wanted:  # it came twice
+        if self.rank not in wanted:  # it connected twice
             raise _Stranger
         return True
 
@@ -172,7 +178,7 @@ class _Candidate:
 def _authenticated(
     listening: socket.socket, secret: bytes, wanted: set[int], timeout_s: float
 ) -> Iterator[_Candidate]:
-    """Yield ranks as they connect, until the caller has emptied `wanted` or it takes too long."""
+    """Yield ranks as they connect, until the caller has emptied `wanted` or the time is up."""
     deadline = time.monotonic() + timeout_s
     listening.setblocking(False)
     with selectors.DefaultSelector() as selector:
@@ -193,7 +199,7 @@ def _authenticated(
 
 
 def _reject(selector: selectors.BaseSelector, candidate: _Candidate | None) -> None:
-    if candidate is not None:  # else it went before it was accepted
+    if candidate is not None:  # else it ended before it was accepted
         selector.unregister(candidate.connection)
         candidate.connection.close()
 
@@ -204,7 +210,7 @@ def _reject(selector: selectors.BaseSelector, candidate: _Candidate | None) -> N
 def _connect_to_leader(rank: int, hosts: Sequence[Host], invitation: _Invitation) -> Peer:
     is_near = hosts[rank].shares_network_with(hosts[0])
     addresses = (_LOOPBACK,) if is_near else invitation.addresses
-    reasons = {}
+    reasons: dict[str, str] = {}
     for try_s in _TRY_S:
         for address in addresses:
             try:
@@ -234,7 +240,7 @@ def _try_address(
         if not hmac.compare_digest(_receive_exactly(connection, _CODE_BYTES), expected):
             raise _Stranger
         connection.sendall(_ACCEPTED)
-    except BaseException:  # whatever it is, nobody else would close the connection
+    except BaseException:  # otherwise the connection would never be closed
         connection.close()
         raise
     return connection, numeric
@@ -260,7 +266,7 @@ def _peer(rank: int, hosts: Sequence[Host], connection: socket.socket, leader_ad
 
 
 def _code_of_rank(secret: bytes, leaders: bytes, ranks: bytes, rank: int) -> bytes:
-    # The roles are in the codes, so that nobody can answer a challenge with somebody else's answer to it.
+    # The codes contain the roles, so that an answer to one challenge cannot be used for another.
     return hmac.digest(secret, b"rank" + leaders + ranks + rank.to_bytes(_RANK_BYTES, "big"), "sha256")
 
 

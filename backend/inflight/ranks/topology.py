@@ -1,7 +1,7 @@
-"""The topology of ranks: each one's part of the model, its machine, and its share of that machine.
+"""The topology of ranks: each rank's part of the model, its machine, and its share of that machine.
 
-`Mapping` is TensorRT-LLM's of tensor and pipeline parallelism; `Host` is where a rank runs; `Placement` divides a
-machine's cores, memory and GPUs among its ranks. Keeps nothing; any thread.
+`Mapping` is TensorRT-LLM's, of tensor and pipeline parallelism; `Host` is where a rank runs; `Placement` divides a
+machine's cores, memory and GPUs among its ranks. Stateless; any thread.
 """
 
 from __future__ import annotations
@@ -11,26 +11,20 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
 
 from inflight.errors import ConfigError
-
-if TYPE_CHECKING:
-    from inflight.ranks.mpi import MpiWorld
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """One rank of a world. Ranks of a pipeline stage are neighbours, so that a stage may have a node to itself.
+    """One rank of a world. Ranks of a pipeline stage are consecutive, so that a stage may have a node to itself.
 
     Attributes:
-        tp_size: Ranks that share every layer.
-        pp_size: Pipeline stages, each with some of the layers.
+        tp_size: Number of ranks that share every layer.
+        pp_size: Number of pipeline stages, each with some of the layers.
         rank: 0 .. world_size - 1.
-        moe_ep_size: Groups of the `tp_size` ranks, each of which has some of a layer's experts; the ranks of a
-            group have slices of these.
+        moe_ep_size: Number of groups of the `tp_size` ranks. Each group has some of a layer's experts, and the
+            ranks of a group have slices of these.
     """
 
     tp_size: int = 1
@@ -39,7 +33,7 @@ class Mapping:
     moe_ep_size: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ConfigError unless such a rank exists."""
+        """Raise ConfigError unless the sizes and the rank are valid."""
         for name, size in (("tensor_parallel_size", self.tp_size), ("pipeline_parallel_size", self.pp_size)):
             if size < 1:
                 raise ConfigError(f"{name} is {size}, expected at least 1")
@@ -61,12 +55,12 @@ class Mapping:
 
     @property
     def tp_rank(self) -> int:
-        """The tensor-parallel rank: which part of its layers this rank has."""
+        """The tensor-parallel rank: the index of this rank's slice of its layers."""
         return self.rank % self.tp_size
 
     @property
     def pp_rank(self) -> int:
-        """The pipeline stage that this rank is in."""
+        """The index of this rank's pipeline stage."""
         return self.rank // self.tp_size
 
     @property
@@ -81,19 +75,18 @@ class Mapping:
 
     @property
     def sampler(self) -> int:
-        """The rank that chooses tokens, for all: the last stage's first."""
+        """The rank that samples for all: the first of the last stage."""
         return self.world_size - self.tp_size
 
     @property
     def is_sampler(self) -> bool:
-        """Whether the rank chooses the tokens."""
+        """Whether this rank samples the tokens."""
         return self.rank == self.sampler
 
     def layers(self, num_layers: int) -> tuple[int, int]:
-        """This stage's first layer and the one behind its last; the first stages have one more where they do not
-        divide.
+        """Return this stage's layers as (first, end). The first stages have one more if they do not divide.
 
-        Raises ConfigError if a stage would have none.
+        Raises ConfigError if a stage would have no layer.
         """
         if num_layers < self.pp_size:
             raise ConfigError(
@@ -105,9 +98,9 @@ class Mapping:
 
 
 def tensor_parallel_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int) -> list[int]:
-    """Numbers of ranks that can share every layer: each has whole heads, and an equal slice of the MLP.
+    """Return the numbers of ranks that can share every layer: each has whole heads, and an equal slice of the MLP.
 
-    Where there are fewer key heads than ranks, several ranks hold the same one.
+    If there are fewer key heads than ranks, several ranks hold the same key head.
     """
     return [
         size
@@ -124,10 +117,10 @@ class Host:
 
     Attributes:
         name: The machine's host name.
-        boot_id: The running kernel's, which no two machines share.
+        boot_id: The id of the running kernel, unique to the machine.
         network: The inode of its network namespace; processes with the same one share all interfaces.
-        pid: The rank's process.
-        cores: The cores that it may run on.
+        pid: The rank's process id.
+        cores: The cores on which it may run.
     """
 
     name: str
@@ -137,7 +130,7 @@ class Host:
     cores: tuple[int, ...]
 
     def shares_machine_with(self, other: Host) -> bool:
-        """Whether both have the same cores, memory and GPUs. Containers with host names of their own do not."""
+        """Whether both have the same cores, memory and GPUs. False for containers with different host names."""
         return (self.name, self.boot_id) == (other.name, other.boot_id)
 
     def shares_network_with(self, other: Host) -> bool:
@@ -146,7 +139,7 @@ class Host:
 
 
 def this_host() -> Host:
-    """The host of this process."""
+    """Return the host of this process."""
     return Host(
         socket.gethostname(),
         Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -156,20 +149,14 @@ def this_host() -> Host:
     )
 
 
-def gather_hosts(world: MpiWorld) -> list[Host]:
-    """The hosts of all ranks, by rank. Every rank calls it at the same time."""
-    gathered = world.all_gather(msgspec.msgpack.encode(this_host()))
-    return [msgspec.msgpack.decode(host, type=Host) for host in gathered]
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The share of its machine that one rank may use.
 
     Attributes:
-        local_rank: Its number among the ranks of its machine, from 0, in the order of the ranks.
-        ranks_on_host: How many ranks its machine has. They share the free memory on the CPU equally.
-        num_threads: Threads for the forward pass on the CPU.
+        local_rank: Its index among the ranks of its machine, from 0, in the order of the ranks.
+        ranks_on_host: Number of ranks on its machine. They share its free memory equally.
+        num_threads: Number of threads for the forward pass on the CPU.
     """
 
     local_rank: int
@@ -178,14 +165,14 @@ class Placement:
 
     @classmethod
     def of(cls, rank: int, hosts: Sequence[Host], engine_threads: int | None = None) -> Placement:
-        """The place of `rank`.
+        """Return the placement of `rank`.
 
         Args:
             rank: 0 .. len(hosts) - 1.
-            hosts: By rank.
-            engine_threads: Threads for each rank; None: this rank's share of the cores that it may run on. A core
-                that several ranks may run on is divided among them; launchers differ in whether they bind ranks
-                to cores of their own.
+            hosts: The hosts, by rank.
+            engine_threads: Number of threads per rank; None: this rank's share of the cores that it may run on. A
+                core that several ranks may run on is divided among them; launchers differ in whether they bind
+                ranks to cores.
         """
         mine = hosts[rank]
         near = [other for other, host in enumerate(hosts) if host.shares_machine_with(mine)]
@@ -196,14 +183,14 @@ class Placement:
         return cls(near.index(rank), len(near), engine_threads)
 
     def device(self, num_gpus: int, gpu_device_ids: Sequence[int] = ()) -> str:
-        """This rank's torch device: its own entry of `gpu_device_ids`, without them the GPU of its local rank.
+        """Return this rank's torch device: its entry of `gpu_device_ids`, or else the GPU of its local rank.
 
         Args:
-            num_gpus: What `torch.cuda.device_count` says here; 0: "cpu".
-            gpu_device_ids: One for each rank of the machine, the same on all machines.
+            num_gpus: The value of `torch.cuda.device_count`; 0: "cpu".
+            gpu_device_ids: One GPU per rank of the machine, the same on all machines.
 
         Raises:
-            ConfigError: Not every rank gets a GPU of its own.
+            ConfigError: Some rank would get no GPU of its own.
         """
         if not num_gpus and not gpu_device_ids:
             return "cpu"

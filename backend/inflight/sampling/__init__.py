@@ -1,7 +1,7 @@
-"""Logits → tokens. Owns sampling and its random numbers; knows neither blocks nor the forward pass.
+"""Sampling: logits to tokens. Owns the random numbers; knows neither blocks nor the forward pass.
 
-`pipeline.py` says what happens in which order; `reference.py` says the same slowly and obviously, and is what the
-fast code is tested against. Called by the engine, on the loop thread.
+`pipeline.py` states the order of the steps. `reference.py` is a slow and obvious version, against which the fast
+code is tested. Called by the engine, on the loop thread.
 """
 
 from inflight.sampling.logits_post_processors import LogitsPostProcessors

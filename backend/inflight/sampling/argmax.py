@@ -1,4 +1,4 @@
-"""The indices of the highest values of long rows, found without sorting; of equal values the first is higher."""
+"""Indices of the highest values of long rows, found without sorting; ties go to the lower index."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ _LOWER_HALF = 2**32 - 1
 
 
 def first_highest(values: Tensor) -> Tensor:
-    """Index [rows] of the highest value in each row of `values` [rows, width]; of a row with nan, a nan's."""
-    if values.device.type == "cpu":  # there numpy's is several times as fast as torch's
+    """Return the index [rows] of each row's highest value in `values` [rows, width]; NaN counts as highest."""
+    if values.device.type == "cpu":  # numpy's is several times as fast as torch's
         return as_tensor(as_array(values).argmax(axis=-1))
     return values.argmax(dim=-1)
 
 
 def top_indices(values: Tensor, count: int) -> Tensor:
-    """Indices [rows, count] of the highest values in descending order, equal ones in ascending order of index.
+    """Return the indices [rows, count] of the highest values, in descending order; ties by ascending index.
 
-    The row is cut into blocks. Of `count` blocks with the highest maxima (of equal ones, the first), every maximum
-    beats every value of every other block, so the `count` highest values are in them.
+    The row is cut into blocks. Take the `count` blocks with the highest maxima (ties: the first). Each of their
+    maxima is at least as high as every value of every other block, so the `count` highest values are in these
+    blocks.
 
     Args:
         values: [rows, width] float32.
@@ -43,7 +44,10 @@ def top_indices(values: Tensor, count: int) -> Tensor:
 
 
 def reduce_blocks(values: Tensor, size: int, reduction: Callable[..., Tensor]) -> Tensor:
-    """`reduction` over blocks of `size` consecutive values: [rows, ceil(width / size)], the last one shorter."""
+    """Apply `reduction` to blocks of `size` consecutive values: [rows, ceil(width / size)].
+
+    The last may be shorter.
+    """
     whole = values.shape[-1] // size
     reduced = reduction(values[:, : whole * size].unflatten(-1, (whole, size)), dim=-1)
     if whole * size == values.shape[-1]:
@@ -52,7 +56,7 @@ def reduce_blocks(values: Tensor, size: int, reduction: Callable[..., Tensor]) -
 
 
 def _block_size(width: int, count: int) -> int:
-    """A power of 2 near where maxima and candidates are equally many; blocks below 32 are slow to reduce."""
+    """Return a power of 2 near the balance of maxima and candidates; blocks below 32 are slow to reduce."""
     balanced = 1 << (int((width / count) ** 0.5)).bit_length()
     size = max(32, balanced)
     return size if 2 * size * count <= width else 0
@@ -64,11 +68,11 @@ def _highest(values: Tensor, count: int) -> Tensor:
 
 
 def _sort_keys(values: Tensor) -> Tensor:
-    """Distinct int64 keys in the order of the float32 values, equal values in descending order of index.
+    """Return distinct int64 keys in the order of the float32 values, equal values in descending order of index.
 
-    The upper half is the float's bits, turned so that they compare like the float; the lower half counts down.
+    The upper half is the float's bits, changed to compare like the float; the lower half is a decreasing index.
     """
-    bits = (values + 0.0).view(torch.int32)  # adding 0 makes -0.0 the 0.0 it is equal to
+    bits = (values + 0.0).view(torch.int32)  # adding 0 turns -0.0 into 0.0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     indices = torch.arange(values.shape[-1], device=values.device)
     return bits.long().mul_(2**32).add_(_LOWER_HALF - indices)

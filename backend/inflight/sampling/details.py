@@ -1,7 +1,7 @@
-"""The values returned beside chosen tokens, for rows that ask; and the candidates of beam searches.
+"""Log probabilities and logits of chosen tokens, for rows that ask for them, and the candidates of beam searches.
 
-Log probabilities and logits are of the model's logits as they came. `with_drawn_log_probs` alone is about what
-became of them: the distributions that tokens were drawn from.
+They are computed from the model's unchanged logits, except in `with_drawn_log_probs`, which uses the distributions
+that tokens were sampled from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.guide import GUIDE_END
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.response import TopLogProbs
 from inflight.core.schedule.batch import BeamGroup, TokenDetails
 from inflight.sampling.argmax import top_indices
@@ -26,17 +26,17 @@ from inflight.sampling.top_k_top_p import distribution
 from inflight.sampling.transfer import as_array, to_list, upload
 
 
-def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputConfig]) -> list[TokenDetails]:
-    """The details that each row's request wants about its token.
+def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputOptions]) -> list[TokenDetails]:
+    """Return the details that each row's request asks for about its token.
 
     Args:
         logits: [rows, vocab_size] float32.
         token_ids: [rows] int64 on the same device: the chosen tokens.
-        outputs: [rows] what is wanted.
+        outputs: [rows] the requested details.
     """
     log_probs: list[tuple[float, ...]] = [()] * len(outputs)
     top: list[tuple[TopLogProbs, ...]] = [()] * len(outputs)
-    wanted = _which(output.return_log_probs or output.num_top_log_probs > 0 for output in outputs)
+    wanted = _true_indices(output.return_log_probs or output.num_top_log_probs > 0 for output in outputs)
     if len(wanted):
         counts = [outputs[row].num_top_log_probs for row in map(int, wanted)]
         chosen, likely = find_log_probs(
@@ -52,14 +52,14 @@ def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputCon
 def with_drawn_log_probs(
     details: Sequence[TokenDetails], rows: Rows, chosen: NDArray[np.int64]
 ) -> list[TokenDetails]:
-    """Add to details with log probabilities those in the distributions that the tokens were drawn from.
+    """Add log probabilities in the distributions that tokens were sampled from to details with log probabilities.
 
     Args:
         details: One per row.
-        rows: Processed.
+        rows: The processed rows.
         chosen: [rows] the chosen tokens.
     """
-    wanted = _which(bool(each.log_probs) for each in details)
+    wanted = _true_indices(bool(each.log_probs) for each in details)
     result = list(details)
     if len(wanted):
         shares = distribution(rows.select(wanted)).gather(-1, rows.upload(chosen[wanted])[:, None])
@@ -69,7 +69,7 @@ def with_drawn_log_probs(
 
 
 def join_details(first: TokenDetails, then: TokenDetails) -> TokenDetails:
-    """The details of consecutive tokens of one sequence, in one."""
+    """Join the details of consecutive tokens of one sequence."""
     return TokenDetails(
         first.log_probs + then.log_probs,
         first.top_log_probs + then.top_log_probs,
@@ -81,15 +81,15 @@ def join_details(first: TokenDetails, then: TokenDetails) -> TokenDetails:
 def find_log_probs(
     logits: Tensor, token_ids: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, list[tuple[TopLogProbs, ...]]]:
-    """Log probabilities, float32, of tokens and of the likeliest tokens.
+    """Return float32 log probabilities of the given tokens and of the most likely ones.
 
     Args:
         logits: [rows, vocab_size] float32.
         token_ids: [rows, n] int64 on the same device.
-        counts: [rows] how many of the likeliest tokens; of equally likely ones the lower ids come first.
+        counts: [rows] numbers of most likely tokens to return; ties by ascending id.
 
     Returns:
-        [rows, n], and for each row its likeliest tokens, () where their count is 0.
+        Log probabilities [rows, n], and for each row its most likely tokens, () where their count is 0.
     """
     num_tokens, most = token_ids.shape[-1], max(counts)
     if most:
@@ -103,9 +103,9 @@ def find_log_probs(
 
 
 def copy_logits(logits: Tensor, wanted: Sequence[bool]) -> list[tuple[bytes, ...]]:
-    """The bytes of each row's logits; () where they are not wanted."""
+    """Return the bytes of each row's logits; () where they are not wanted."""
     copies: list[tuple[bytes, ...]] = [()] * len(wanted)
-    indices = _which(wanted)
+    indices = _true_indices(wanted)
     if len(indices):
         for row, values in zip(indices, as_array(select_rows(logits, indices).cpu())):
             copies[row] = (values.tobytes(),)
@@ -119,19 +119,19 @@ def beam_candidates(
     raw_logits: Tensor | None,
     ends: NDArray[np.bool_],
 ) -> BeamCandidates:
-    """The candidates of a beam search, with what its request wants to know of them.
+    """Return the candidates of a beam search, with the details that its request asks for.
 
     Args:
         group: The search's rows.
-        request: Whose search it is.
+        request: The search's request.
         logits: [rows, vocab_size] float32, processed.
-        raw_logits: [rows, vocab_size] float32, as the model made them; None if nothing is wanted of them.
-        ends: [rows] whether a row's guide can only end, and the request has no end id: its only candidate, for
-            certain, is GUIDE_END. Its logits are changed.
+        raw_logits: [rows, vocab_size] float32, the model's unchanged logits; None if no details are wanted.
+        ends: [rows] whether a row's guide allows only the end and the request has no end id. GUIDE_END is then its
+            only candidate, with probability 1. Its logits are changed.
     """
     if ends.any():
         logits[upload(np.flatnonzero(ends), logits.device), 0] = (
-            0.0  # stands for the end; the others are -inf
+            0.0  # stands for the end; all others are -inf
         )
     rows, token_ids, scores = _best_continuations(group, request, logits)
     of, tokens = to_list(rows), to_list(token_ids)
@@ -140,7 +140,7 @@ def beam_candidates(
     if raw_logits is None:
         return BeamCandidates(*found)
     output, count = request.output, len(group.slots)
-    # Of each row all the candidates' tokens, and then of each candidate its own.
+    # First the candidates' tokens for every row, then each candidate's own row.
     of_rows, top = find_log_probs(raw_logits, token_ids.expand(count, -1), [output.num_top_log_probs] * count)
     log_probs = tuple(to_list(of_rows.gather(0, rows[None])[0])) if output.return_log_probs else ()
     raw = copy_logits(raw_logits, [output.return_generation_logits] * count)
@@ -148,15 +148,15 @@ def beam_candidates(
 
 
 def _best_continuations(group: BeamGroup, request: Request, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rank what a search may go on with: rows, token ids (int64) and scores (float32), [n] each, best first.
+    """Rank the continuations of a search: rows, token ids (int64) and scores (float32), [n] each, best first.
 
-    Scores are added up in float32, as transformers does.
+    Scores are added up in float32, as in transformers.
     """
     sampling, vocab_size = request.sampling, logits.shape[-1]
     if sampling.temperature not in (0.0, 1.0):
-        # Quotients of differences cannot overflow to +inf, as those of logits can.
+        # Unlike logits, differences from the maximum cannot overflow to +inf when divided.
         logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
-    # Where every token is banned, all are as impossible as the others.
+    # If every token is banned, all are equally impossible.
     totals = logits.log_softmax(dim=-1).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     totals += torch.tensor(group.scores, dtype=torch.float32, device=logits.device)[:, None]
     ranked = totals
@@ -167,5 +167,5 @@ def _best_continuations(group: BeamGroup, request: Request, logits: Tensor) -> t
     return best // vocab_size, best % vocab_size, totals.view(-1)[best]
 
 
-def _which(wanted: Iterable[bool]) -> NDArray[np.int64]:
+def _true_indices(wanted: Iterable[bool]) -> NDArray[np.int64]:
     return np.flatnonzero(np.fromiter(wanted, dtype=bool))

@@ -1,8 +1,8 @@
-"""The acceptance of draft tokens, and the token that follows them.
+"""Acceptance of draft tokens, and the token after them.
 
-Without the draft's own logits each row has chosen its token as in a run without drafts, with the same random
-number; drafts are accepted while they are that token, so the output is that of such a run. With them it is
-rejection sampling: the output's distribution is the target's, whatever the draft's.
+Without draft logits, each row samples its token as in a run without drafts, with the same random number, and
+drafts are accepted as long as they equal these tokens. So the output equals that of such a run. With draft logits
+it is rejection sampling: the output has the target's distribution, whatever the draft's.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from inflight.sampling.top_k_top_p import distribution, inverse_cdf, random_numb
 from inflight.sampling.transfer import as_array
 
 NO_TOKEN = -1
-"""What a row has chosen that has every token banned."""
+"""The token of a row whose tokens are all banned."""
 
 
 def drafts_of(chunk: ContextChunk) -> tuple[int, ...]:
-    """The draft tokens that a chunk ends with."""
+    """Return the draft tokens at the end of a chunk."""
     return chunk.token_ids[len(chunk.token_ids) - chunk.num_draft_tokens :]
 
 
 def weighed_draft(request: Request, chunk: ContextChunk, first_position: int) -> ExternalDraft | None:
-    """The request's own draft, if the chunk verifies it and it came with logits."""
+    """Return the request's own draft, if the chunk verifies it and it has logits."""
     draft, tokens = request.draft, drafts_of(chunk)
     if draft is None or draft.logits is None or chunk.is_generation:
         return None
@@ -40,9 +40,9 @@ def weighed_draft(request: Request, chunk: ContextChunk, first_position: int) ->
 
 
 def accept_equal(drafts: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """New tokens: the drafts that are the chosen tokens, and the first chosen one that is not, or the last.
+    """Return the accepted drafts, those equal to the chosen tokens up to the first difference, and the next token.
 
-    The last of them may be NO_TOKEN.
+    The last one may be NO_TOKEN.
 
     Args:
         drafts: [d].
@@ -55,13 +55,13 @@ def accept_equal(drafts: Sequence[int], chosen: Sequence[int]) -> list[int]:
 
 
 def accept_by_chance(drafts: Sequence[int], rows: Rows, draft: ExternalDraft, bonus: int) -> list[int]:
-    """New tokens by rejection sampling.
+    """Return the new tokens by rejection sampling: the accepted drafts and one more.
 
     Args:
         drafts: [d].
-        rows: The d rows whose tokens the drafts are a guess at, processed.
-        draft: Its logits, and maybe a threshold to accept by instead of by chance.
-        bonus: The token chosen from the row after the last draft.
+        rows: The d processed rows at the positions of the drafts.
+        draft: Its logits, and optionally a threshold to use instead of chance.
+        bonus: The token sampled from the row after the last draft.
     """
     assert draft.logits is not None, "a draft that is accepted by chance has logits"
     proposed = host_tensor(draft.logits)[: len(drafts)].to(rows.logits.device)
@@ -73,13 +73,13 @@ def accept_by_chance(drafts: Sequence[int], rows: Rows, draft: ExternalDraft, bo
 def weigh(
     rows: Rows, drafts: NDArray[np.int64], draft_logits: Tensor, threshold: float | None
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Whether each row's draft token is accepted, and the token in its place if it is not, maybe NO_TOKEN.
+    """Return whether each row's draft token is accepted, and its replacement otherwise, maybe NO_TOKEN.
 
     Args:
-        rows: [n] processed.
+        rows: [n] processed rows.
         drafts: [n] token ids.
-        draft_logits: [n, vocab_size]; softmax of a row is what the draft token was drawn from.
-        threshold: Accept where target / draft reaches it; None: by chance.
+        draft_logits: [n, vocab_size]; softmax of a row is the distribution of its draft token.
+        threshold: Accept if target / draft reaches it; None: by chance.
     """
     target, proposed = distribution(rows), draft_logits.double().softmax(dim=-1)
     tokens = rows.upload(drafts[:, None])
@@ -98,10 +98,10 @@ def weigh(
 
 
 def _resample(target: Tensor, proposed: Tensor, rows: Rows, refused: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Tokens of what the draft gave too little: norm(max(target - proposed, 0))."""
+    """Sample replacements of refused drafts from norm(max(target - proposed, 0))."""
     target = select_rows(target, refused)
     rest = (target - select_rows(proposed, refused)).clamp_(min=0.0)
-    # Where the two are equal, only a threshold above 1 refuses a token.
+    # If the two distributions are equal, only a threshold above 1 refuses a token.
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0.0, rest, target)
     numbers = random_numbers(rows, Purpose.RESAMPLE)[refused, None]
     tokens = inverse_cdf(rest, rows.upload(numbers)).squeeze(-1)

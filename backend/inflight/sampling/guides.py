@@ -1,9 +1,9 @@
-"""Guides in the pipeline: how far each slot's sequence has come in its guide, and the mask of what may come next.
+"""Guides in the pipeline: the state of each slot's sequence in its guide, and the masks of allowed tokens.
 
-A step of `pipeline.py` fills the masks of all rows with guides at once and bans what they do not have. A request's
-end ids are allowed where its guide may end, and nowhere else. Where a guide can only end and the request has no
-end id, the row gets GUIDE_END. Matchers go on with the tokens that were chosen; those of a beam search with its
-moves. On the host, by the loop thread; beside a GPU, while that computes the forward pass.
+A step of `pipeline.py` fills the masks of all rows with guides at once, and bans the other tokens. A request's end
+ids are allowed exactly where its guide may end. Where a guide allows only the end and the request has no end id,
+the row gets GUIDE_END. Matchers advance by the chosen tokens, those of a beam search by its moves. Runs on the
+host, on the loop thread; with a GPU, during its forward pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from inflight.core.request.guide import Guide
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ScheduledBatch, SlotStart
-from inflight.errors import InflightError, StepFailed
+from inflight.errors import InflightError, Name, StepFailed
 from inflight.guided.budget import BudgetedMatcher
 from inflight.guided.grammars import Grammars, MaskRows
 from inflight.sampling.drafts import drafts_of
@@ -30,12 +30,12 @@ from inflight.sampling.rows import Failures, Rows
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """The rows of a batch that masks were applied to.
+    """The rows of a batch to which masks were applied.
 
     Attributes:
-        indices: [n] of the rows.
-        likeliest: [n] int64, on the logits' device: tokens with the highest logits that are left, if any are.
-        ends: [n] whether a row can only end, without an end id.
+        indices: [n] indices of the rows.
+        likeliest: [n] int64, on the logits' device: the allowed token with the highest logit, if there is one.
+        ends: [n] whether a row allows only the end, without an end id.
     """
 
     indices: NDArray[np.int64]
@@ -48,10 +48,11 @@ class _Guided:
     """A slot whose sequence has a guide.
 
     Attributes:
-        matcher: Behind the last token that is certain; None if that failed: without an error, nothing may come.
-        end_ids: The request's, which are not told to the matcher.
+        matcher: In its state after the last certain token; None if there is none. Without an error, nothing may
+            come then.
+        end_ids: The request's end ids, which the matcher does not know.
         drafts: The draft tokens that the batch verifies.
-        error: Why the guide cannot be followed, if it cannot.
+        error: Why the guide cannot be followed; None if it can.
     """
 
     matcher: BudgetedMatcher | None
@@ -60,7 +61,7 @@ class _Guided:
     error: InflightError | None = None
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Go on with new tokens, up to one that ends the sequence."""
+        """Advance by new tokens, up to one that ends the sequence."""
         last = next((place for place, token in enumerate(token_ids) if token in self.end_ids), len(token_ids))
         try:
             if self.matcher is not None:
@@ -76,7 +77,7 @@ class Guides:
     """The guides of all slots.
 
     Args:
-        grammars: Makes matchers; None: guides cannot be followed, and their rows fail.
+        grammars: Makes matchers; None: rows with guides fail.
         vocab_size: Number of logits in a row.
     """
 
@@ -88,7 +89,7 @@ class Guides:
         self._masks = np.zeros((0, vocab_size // 32 + 1), dtype=np.int32)
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Note what a batch changes: releases, starts, moves, then drafts."""
+        """Apply a batch's releases, starts, moves and drafts."""
         for slot in batch.released_slots:
             self._slots.pop(slot, None)
         for start in batch.starts:
@@ -102,7 +103,7 @@ class Guides:
                     guided.drafts = drafts_of(chunk)
 
     def mask(self, rows: Rows, indices: NDArray[np.int64], kernels: RowKernels) -> Failures:
-        """Ban what the guides of the rows `indices` do not allow; returns the rows whose guides fail."""
+        """Ban tokens that the guides of the rows `indices` do not allow; return the rows whose guides fail."""
         slots = rows.slots[indices]
         firsts = np.flatnonzero(np.diff(slots, prepend=-1)).tolist()
         guided = [self._slots[slot] for slot in slots[firsts].tolist()]
@@ -115,12 +116,12 @@ class Guides:
         return {int(indices[firsts[place]]): error for place, error in failed.items()}
 
     def take_masked(self) -> Masked | None:
-        """The changes that `mask` made to the rows of the batch; None if no row has a guide."""
+        """Return the rows that `mask` changed in this batch; None if no row has a guide."""
         masked, self._masked = self._masked, None
         return masked
 
     def accept(self, slots: NDArray[np.int64], chosen: NDArray[np.int64]) -> None:
-        """Go on with the tokens that were chosen, [n] in the order of their sequences."""
+        """Advance by the chosen tokens, [n] in the order of their sequences."""
         tokens: dict[int, list[int]] = {}
         for slot, token in zip(slots.tolist(), chosen.tolist()):
             tokens.setdefault(slot, []).append(token)
@@ -128,10 +129,12 @@ class Guides:
             self._slots[slot].consume(new)
 
     def _start(self, start: SlotStart, guide: Guide) -> _Guided:
-        """The guide of a sequence that starts, behind what it had generated before it was paused."""
+        """Return the guide of a starting sequence, in its state after the tokens generated before a pause."""
         request = start.request
         if self._grammars is None:
-            error = StepFailed("guided_decoding_guide: the rank that chooses tokens follows no guides")
+            error = StepFailed(
+                Name("guided_decoding_guide"), ": the rank that chooses tokens follows no guides"
+            )
             return _Guided(None, request.end_ids, error=error)
         try:
             guided = _Guided(self._grammars.matcher(guide), request.end_ids)
@@ -141,18 +144,16 @@ class Guides:
         return guided
 
     def _move(self, batch: ScheduledBatch) -> None:
-        """Beams go on from their parents, all at once."""
+        """Let beams continue their parents, all at once."""
         moves = [move for move in batch.moves if move.parent_slot in self._slots]
         moved = [(move, self._slots[move.parent_slot].fork()) for move in moves]
         for move, guided in moved:
             guided.consume((move.token_id,))
-            guided.error = (
-                None  # beams that are in their rows because each needs one go on with banned tokens
-            )
+            guided.error = None  # beams that only fill a row continue with banned tokens
             self._slots[move.slot] = guided
 
     def _all_allowed(self, num_rows: int) -> NDArray[np.int32]:
-        """Masks [num_rows, words] that allow everything, in memory that is kept: new memory comes page by page."""
+        """Return masks [num_rows, words] that allow everything, in reused memory to avoid page faults."""
         if num_rows > len(self._masks):
             self._masks = np.zeros((num_rows, self._masks.shape[1]), dtype=np.int32)
         masks = self._masks[:num_rows]
@@ -162,9 +163,9 @@ class Guides:
     def _fill(
         self, guided: Sequence[_Guided], firsts: Sequence[int], masks: NDArray[np.int32]
     ) -> dict[int, InflightError]:
-        """Fill the masks of each slot's rows; returns, by the slot's place, why that failed."""
+        """Fill the masks of each slot's rows; return the errors by the slot's index."""
         failed = {place: each.error for place, each in enumerate(guided) if each.error is not None}
-        asked = {
+        mask_rows_by_slot = {
             place: MaskRows(each.matcher, first, each.drafts[: last - first - 1])
             for place, (each, first, last) in enumerate(zip(guided, firsts, [*firsts[1:], len(masks)]))
             if each.matcher is not None
@@ -172,16 +173,16 @@ class Guides:
         for each, first, last in zip(guided, firsts, [*firsts[1:], len(masks)]):
             if each.matcher is None:
                 masks[first:last] = 0
-        if asked and self._grammars is not None:
-            places = list(asked)
-            errors = self._grammars.fill(list(asked.values()), masks)
+        if mask_rows_by_slot and self._grammars is not None:
+            places = list(mask_rows_by_slot)
+            errors = self._grammars.fill(list(mask_rows_by_slot.values()), masks)
             failed |= {places[index]: error for index, error in errors.items()}
         return failed
 
     def _allow_ends(
         self, guided: Sequence[_Guided], firsts: Sequence[int], masks: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Put the end ids of the requests into the masks; [rows] whether a row can only end and has no end id."""
+        """Add the requests' end ids to the masks; return [rows] whether a row can only end, without an end id."""
         bits = masks.view(np.uint32)
         word, bit = divmod(self._vocab_size, 32)
         may_end = (bits[:, word] >> np.uint32(bit)) & np.uint32(1) != 0
@@ -201,5 +202,5 @@ class Guides:
 
 
 def guide_of(request: Request, _: torch.device) -> Any:
-    """The slot's state for this step: the request's guide, or None."""
+    """Return the slot's state for this step: the request's guide, or None."""
     return request.guide

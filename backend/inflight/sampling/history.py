@@ -1,10 +1,10 @@
-"""The tokens before each row: what penalties, bad words and n-grams look back at. Kept on the device, by slot.
+"""The tokens before each row, for penalties, bad words and n-grams. Stored on the device, by slot.
 
-A prompt may have ids beyond the vocabulary, for rows of a prompt table. They are kept as they are, for logits
-post-processors; everything else takes them for no tokens: nothing is equal to one, and none has a logit.
+A prompt may have ids beyond the vocabulary, for rows of a prompt table. They are stored for logits
+post-processors; all other code ignores them: they equal nothing and have no logit.
 
-A row looks at the tokens before its position and at nothing else, so draft tokens can be written ahead of their
-verification: those that are not accepted are overwritten before a later row can see them.
+A row uses only tokens before its position, so draft tokens can be written before their verification: refused ones
+are overwritten before a later row can see them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LENGTHS_AT_A_TIME = 32
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The tokens before each of some rows, one row after another.
+    """The tokens before each of some rows, row after row.
 
     Attributes:
         token_ids: [n] int64.
-        rows: [n] int64: which of the rows asked for.
+        rows: [n] int64: the index of the requested row.
         columns: [n] int64: the token's position in its sequence.
     """
 
@@ -38,30 +38,31 @@ class Seen:
     columns: Tensor
 
     def below(self, vocab_size: int) -> Seen:
-        """The tokens that are in the vocabulary; on a GPU the host waits for their number."""
-        kept = (self.token_ids < vocab_size).nonzero().squeeze(-1)
-        return Seen(self.token_ids[kept], self.rows[kept], self.columns[kept])
+        """Return the tokens within the vocabulary; on a GPU the host waits for their number."""
+        in_vocabulary = (self.token_ids < vocab_size).nonzero().squeeze(-1)
+        return Seen(self.token_ids[in_vocabulary], self.rows[in_vocabulary], self.columns[in_vocabulary])
 
 
 class History:
-    """Token ids by slot and position. Called by the loop thread.
+    """Token ids by slot and position. Used on the loop thread.
 
     Attributes:
-        table: [slots, max_sequence_length] int32 on the device; what was never written may be anything.
+        table: [slots, max_sequence_length] int32 on the device; entries never written are undefined.
     """
 
     def __init__(self, num_slots: int, max_sequence_length: int, device: torch.device) -> None:
-        # Never read before it is written, so it may hold anything, and on a CPU takes no memory until used.
+        # Uninitialized, as entries are never read before they are written; on a CPU untouched pages take no
+        # memory.
         self.table = torch.empty(num_slots, max_sequence_length, dtype=torch.int32, device=device)
         self._lengths = np.zeros(num_slots, dtype=np.int64)
 
     def start(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Write down all tokens that are known of a sequence that gets a slot."""
+        """Write all known tokens of a sequence that gets a slot."""
         self.table[slot, : len(token_ids)] = self._upload(token_ids).int()
         self._lengths[slot] = len(token_ids)
 
     def move(self, slots: Sequence[int], parents: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Give each slot its parent's tokens, all at once, and append one to each."""
+        """Give each slot its parent's tokens, all at once, and append a token to each."""
         lengths = self._lengths[list(parents)]
         longest = int(lengths.max())
         target, source = self._upload([slots, parents])
@@ -71,18 +72,21 @@ class History:
     def write(
         self, slots: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]
     ) -> None:
-        """Put tokens in their places, [n] each, each position the last of its slot or one of several in order."""
-        within = positions < self.table.shape[1]  # what is beyond the longest sequence nobody looks back at
+        """Write tokens at positions, [n] each.
+
+        Positions of a slot are consecutive, and the last is the slot's last.
+        """
+        within = positions < self.table.shape[1]  # positions beyond the longest sequence are never read
         slot, position, token = self._upload(np.stack([slots, positions, token_ids])[:, within])
         self.table[slot, position] = token.int()
         self._lengths[slots] = positions + 1
 
     def length(self, slot: int) -> int:
-        """How many tokens of a slot there are, as far as they were written; drafts count until they are."""
+        """Return the number of tokens written for a slot; drafts count until they are overwritten."""
         return int(self._lengths[slot])
 
     def before(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Seen:
-        """The tokens before `positions` [rows] of `slots` [rows]."""
+        """Return the tokens before `positions` [rows] of `slots` [rows]."""
         slot, length = self._upload(np.stack([slots, positions]))
         total = int(positions.sum())
         rows = torch.repeat_interleave(
@@ -93,7 +97,7 @@ class History:
         return Seen(self.at(slot[rows], columns), rows, columns)
 
     def at(self, slots: Tensor, columns: Tensor) -> Tensor:
-        """Token ids [n] int64 at the positions `columns` [n] of `slots` [n]."""
+        """Return token ids [n] int64 at the positions `columns` [n] of `slots` [n]."""
         return self.table.view(-1).take(slots * self.table.shape[1] + columns).long()
 
     def _upload(self, values: Sequence[Any] | NDArray[np.int64]) -> Tensor:
@@ -107,23 +111,23 @@ def repeated(
     sizes: NDArray[np.int64],
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The tokens that would complete an n-gram which a sequence has had before; all arrays are [rows].
+    """Return the tokens that would complete an n-gram which the sequence already has; arrays are [rows].
 
     Args:
-        history: Where the sequences are.
-        slots: Whose sequence a row looks at.
-        lengths: How much of it: the tokens before this position.
+        history: The sequences' tokens.
+        slots: The slot of each row's sequence.
+        lengths: The number of tokens of the sequence to use.
         sizes: n, at least 1 and at most the length.
-        vocab_size: Ids from there on are no tokens, and no part of an n-gram.
+        vocab_size: Ids >= vocab_size are not tokens, and not part of an n-gram.
 
     Returns:
-        Row and token id of each find, [n] int64 both; a token may be found more than once.
+        Row and token id of each match, [n] int64 both; a token may occur more than once.
     """
     seen = history.before(slots, lengths)
     device = seen.token_ids.device
     slot, length, size = upload(np.stack([slots, lengths, sizes]), device)
-    # A find is a token whose n - 1 predecessors are the sequence's last n - 1 tokens. Few tokens come after the
-    # last one, so the tokens before those are compared for what is left only.
+    # A match is a token whose n - 1 predecessors are the sequence's last n - 1 tokens. Few tokens follow the last
+    # one of these, so the earlier ones are compared only for the remaining candidates.
     candidates = (seen.columns >= (size - 1)[seen.rows]) & (seen.token_ids < vocab_size)
     before = torch.roll(seen.token_ids, 1)
     is_last = (before == history.at(slot, length - 1)[seen.rows]) & (before < vocab_size)

@@ -1,6 +1,6 @@
-"""The logits post-processors that a server has: functions of its operator, by the names that requests give.
+"""The server's logits post-processors: the operator's functions, by the names that requests use.
 
-They come as Python values, or from a module that a parameter names. `post_processor_step.py` calls them.
+They come as Python values, or from a module named by a parameter. `post_processor_step.py` calls them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from inflight.errors import ConfigError
 from inflight.file_names import native
 
 LogitsPostProcessor = Callable[..., Tensor | None]
-"""Changes the logits of one request in place, or returns others of the same shape.
+"""Changes the logits of one request in place, or returns new ones of the same shape.
 
-It takes (request id, logits [1, beams, vocab_size] float32 on the model's device, for each beam the list of its
-tokens so far with the prompt, the CUDA stream as an integer or 0 on a CPU, client id or None). One that takes four
-arguments gets no client id, as in TensorRT-LLM before 0.13."""
+Its arguments are (request id, logits [1, beams, vocab_size] float32 on the model's device, for each beam the list
+of its tokens so far including the prompt, the CUDA stream as an integer or 0 on a CPU, client id or None). A
+function of four arguments gets no client id, as in TensorRT-LLM before 0.13."""
 
 BatchedLogitsPostProcessor = Callable[..., Sequence[Tensor | None] | None]
-"""The same for several requests in one call: takes a list of each, but the stream. May return a list of logits."""
+"""The same for several requests in one call: each argument but the stream is a list. May return a list of
+logits."""
 
 _NUM_ARGUMENTS = (5, 4)  # with and without client ids
 _CLIENT_ID = 5
@@ -41,12 +42,13 @@ class LogitsPostProcessors:
 
     Attributes:
         processor_map: Functions by name.
-        processor_batched: What requests get that give the name "batched"; None: nothing.
-        replicate: Of several ranks, whether all that have the logits call them, so that each has the same state;
-            else the one rank that chooses tokens. Tokens are the same either way.
+        processor_batched: The function for requests with the name "batched"; None: there is none.
+        replicate: Whether, with several ranks, all ranks that have the logits call the functions, so that each has
+            the same state; otherwise only the rank that samples. Tokens are the same either way.
 
     Raises:
-        ConfigError: A name is empty, "batched" or no text, or something is no function of four or five arguments.
+        ConfigError: A name is empty, "batched" or not a text, or a value is not a function of four or five
+            arguments.
     """
 
     processor_map: Mapping[str, LogitsPostProcessor] = field(default_factory=dict[str, LogitsPostProcessor])
@@ -66,7 +68,7 @@ class LogitsPostProcessors:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that requests may give."""
+        """The names that requests may use."""
         batched = (BATCHED_POST_PROCESSOR_NAME,) if self.processor_batched is not None else ()
         return (*self.processor_map, *batched)
 
@@ -75,16 +77,16 @@ NO_POST_PROCESSORS = LogitsPostProcessors()
 
 
 def takes_client_id(name: str, processor: Callable[..., Any]) -> bool:
-    """Whether a logits post-processor takes five arguments, the last of which is the client id, or four.
+    """Whether a logits post-processor takes five arguments, the last of which is the client id, instead of four.
 
     Raises:
-        ConfigError: It takes neither, or is no function.
+        ConfigError: It takes neither, or is not a function.
     """
     if not callable(processor):
         raise ConfigError(f"the logits post-processor {name!r} is {processor!r}, expected a function")
     try:
         signature = inspect.signature(processor)
-    except (TypeError, ValueError):  # a compiled function may not say what it takes
+    except (TypeError, ValueError):  # a compiled function may have no signature
         return True
     for count in _NUM_ARGUMENTS:
         try:
@@ -102,16 +104,17 @@ def takes_client_id(name: str, processor: Callable[..., Any]) -> bool:
 
 
 def load_post_processors(source: str) -> LogitsPostProcessors:
-    """The functions that a module declares.
+    """Load the functions that a module declares.
 
-    A module says `PROCESSORS = {name: function}`, `BATCHED = function`, or both, and may say `REPLICATE = False`.
+    A module declares `PROCESSORS = {name: function}`, `BATCHED = function`, or both, and optionally `REPLICATE =
+    False`.
 
     Args:
-        source: The parameter `logits_post_processor_module`: the name of a module that can be imported, or the
-            path of a file that ends with `.py`.
+        source: The parameter `logits_post_processor_module`: the name of an importable module, or the path of a
+            file that ends with `.py`.
 
     Raises:
-        ConfigError: There is no such module, it raises, or what it declares cannot be used.
+        ConfigError: The module does not exist, or raises, or its declarations cannot be used.
     """
     module = _import(source)
     by_name = getattr(module, "PROCESSORS", {})
@@ -136,19 +139,19 @@ def _import(source: str) -> ModuleType:
         if source.endswith(".py"):
             return _execute(Path(native(source)))
         return importlib.import_module(source)
-    except BaseException as error:  # whatever the operator's code does
+    except BaseException as error:  # whatever the operator's code raises
         raise _refused(source, f"importing it raised {type(error).__name__}: {error}") from error
 
 
 def _execute(path: Path) -> ModuleType:
-    # No other module has this name: a file json.py must not take the place of Python's own.
+    # A unique name, so that a file json.py does not replace Python's module.
     spec = importlib.util.spec_from_file_location(f"logits_post_processor_module.{path.stem}", path)
     assert spec is not None and spec.loader is not None, "the name of a file of source code ends with .py"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[spec.name] = module  # dataclasses and pickle look up a class's module there
     try:
         spec.loader.exec_module(module)
-    except BaseException:  # whatever it is, nobody may import half a module
+    except BaseException:  # a half-imported module must not stay importable
         sys.modules.pop(spec.name, None)
         raise
     return module

@@ -1,24 +1,24 @@
-"""The one way from a model's logits to a token, vectorised over the rows of a batch that mixes requests.
+"""The steps from a model's logits to a token, vectorized over the rows of a batch of different requests.
 
 First the steps of `pipeline_steps` change a row's logits, in this order: logits post-processor, allowed tokens,
-biases, penalties, bans, guide, and what top_n_sigma leaves of a row that is drawn from. What one of them bans, no
-later one allows again. The pass over a row that bans what a guide's mask lacks finds the highest logit too, which
-no step behind the guide may change.
-Then a greedy row takes the highest logit. A sampling row divides by the temperature, keeps the top_k highest; of
-those the smallest set of the likeliest whose share reaches top_p (after decay); of those the ones that are not too
-unlikely beside the likeliest; and draws by inverse CDF: one uniform number, the tokens that are left in ascending
-order of id (`top_k_top_p.py`). Rows of a beam search take log_softmax instead (`details.py`); draft tokens are
-then accepted or not (`drafts.py`). End ids, stop words and length are the scheduler's.
+biases, penalties, bans, guide, and top_n_sigma for rows that are sampled. A token banned by one step stays banned.
+The pass over a row that applies a guide's mask also finds the highest logit, which no later step may change. Then
+a greedy row takes the token with the highest logit. A sampled row divides by the temperature and keeps the top_k
+highest, of these the smallest set of the most likely whose probability reaches top_p (after decay), and of these
+the ones not too unlikely beside the most likely (min_p). It samples by inverse CDF: one uniform number, over the
+remaining tokens in ascending order of id (`top_k_top_p.py`). Rows of a beam search take log_softmax instead
+(`details.py`). Then draft tokens are accepted or not (`drafts.py`). End ids, stop words and lengths are handled by
+the scheduler.
 
-Ties between logits go to the lower id, everywhere. If all tokens of a row are banned, none is chosen, and its
-request ends with an error. A row whose highest logit, as the model gives it, is not finite fails the batch
-(`nan_check.py`). Biases and penalties leave a logit within bounds (`bounded`); only bans and a bias of -inf make
-one -inf.
+Ties between logits always go to the lower id. If all tokens of a row are banned, none is chosen, and its request
+ends with an error. A row whose highest logit, as the model gives it, is not finite fails the batch
+(`nan_check.py`). Biases and penalties keep a logit within bounds (`bounded`); only bans and a bias of -inf make it
+-inf.
 
-TensorRT-LLM divides by the temperature behind the biases. Here that comes last, when few tokens are left; presence
-and frequency penalties are multiplied by it instead, which changes no probability. A batch pays for what its rows
-use: a step runs on the rows that ask for it, and touches the tokens that were seen, named or banned. Only
-embedding_bias, allowed_token_ids and guides touch the whole vocabulary.
+TensorRT-LLM divides by the temperature after the biases. Here that comes last, when few tokens are left; instead,
+presence and frequency penalties are multiplied by the temperature, which gives the same probabilities. A batch
+pays only for what its rows use: a step runs on the rows that use it, and touches only tokens that were seen, named
+or banned. Only embedding_bias, allowed_token_ids and guides touch the whole vocabulary.
 
 A new control is a field of `SamplingConfig` and, if it changes logits, a step here.
 """
@@ -53,7 +53,7 @@ Ids = NDArray[np.int64]
 def pipeline_steps(
     history: History, kernels: RowKernels, processors: LogitsPostProcessors, guides: Guides
 ) -> tuple[Step, ...]:
-    """The steps in order, reading the tokens so far in `history`."""
+    """Return the steps in order; `history` has the tokens so far."""
     return (
         PostProcessorStep(processors, history).step,
         Step(_allowed_token_ids, _ban_others),
@@ -69,9 +69,9 @@ def pipeline_steps(
 
 
 def process(rows: Rows, slots: SlotParameters) -> Failures:
-    """Change the logits by all steps that their rows use, in place; returns the rows that have failed.
+    """Apply all steps that rows use to their logits, in place; return the rows that have failed.
 
-    No later step works on a row that has failed. Its logits are 0, from which any token can be chosen.
+    Later steps skip a row that has failed. Its logits are 0, from which any token can be chosen.
     """
     used = rows.numbers["steps"]
     used_by_any = int(np.bitwise_or.reduce(used))
@@ -92,8 +92,8 @@ def process(rows: Rows, slots: SlotParameters) -> Failures:
 
 # ------------------------------------------------------------------------------ allowed tokens
 
-# Allowed tokens and logit_bias are kept as ids and uploaded with the batch: a row of numbers for each slot would
-# be 600 KB for a vocabulary of 150,000.
+# Allowed tokens and logit_bias are stored as ids and uploaded with the batch: a row of numbers per slot would be
+# 600 KB for a vocabulary of 150,000.
 
 
 def _allowed_token_ids(request: Request, _: torch.device) -> Ids | None:
@@ -103,16 +103,16 @@ def _allowed_token_ids(request: Request, _: torch.device) -> Ids | None:
 
 def _ban_others(rows: Rows, indices: Ids, allowed: Sequence[Ids]) -> None:
     where, logits = _cells(rows, indices, allowed), rows.logits.view(-1)
-    kept = logits.take(where)
+    allowed_logits = logits.take(where)
     rows.logits.index_fill_(0, rows.upload(indices), -torch.inf)
-    logits[where] = kept
+    logits[where] = allowed_logits
 
 
 # ------------------------------------------------------------------------------ biases
 
 
 def _embedding_bias(request: Request, device: torch.device) -> Tensor | None:
-    """The bias [vocab_size] float32 on the device."""
+    """Return the bias [vocab_size] float32 on the device."""
     bias = request.embedding_bias
     return None if bias is None else upload(as_array(host_tensor(bias)), device)
 
@@ -120,11 +120,11 @@ def _embedding_bias(request: Request, device: torch.device) -> Tensor | None:
 def _add_embedding_bias(rows: Rows, indices: Ids, biases: Sequence[Tensor]) -> None:
     for index, bias in zip(indices, biases, strict=True):
         biased = rows.logits[index].add_(bias)
-        rows.logits[index] = bounded(biased, ~(biased > -torch.inf))  # nor is -inf + inf possible
+        rows.logits[index] = bounded(biased, ~(biased > -torch.inf))  # -inf + inf is impossible too
 
 
 def _logit_bias(request: Request, _: torch.device) -> tuple[Ids, NDArray[np.float32]] | None:
-    """Distinct token ids, and what is added to each."""
+    """Return distinct token ids, and the bias of each."""
     sampling = request.sampling
     if not sampling.logit_bias_ids:
         return None
@@ -152,7 +152,7 @@ def _penalizes(request: Request, _: torch.device) -> bool | None:
 
 
 def _min_length(request: Request, _: torch.device) -> Ids | None:
-    """The end ids, for a request that has some and asks for a least length."""
+    """Return the end ids of a request that has end ids and a minimum length."""
     return _ids(request.end_ids) if request.sampling.min_length > 0 and request.end_ids else None
 
 
@@ -165,13 +165,13 @@ def _ban_early_ends(rows: Rows, indices: Ids, end_ids: Sequence[Ids]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
-    """Bad words in arrays. A word of several tokens bans the last where all the others stand before it.
+    """Bad words as arrays. The last token of a word of several tokens is banned where all its others precede.
 
     Attributes:
         single: [n] tokens that are always banned.
-        last: [words] last token of each longer word.
-        word: [parts] the word that a part belongs to.
-        back: [parts] how many places before the row's position the part stands, 1 or more.
+        last: [words] last token of each word of several tokens.
+        word: [parts] index of the word that a part belongs to.
+        back: [parts] distance of the part from the row's position, 1 or more.
         token: [parts] the part's token.
     """
 
@@ -204,7 +204,7 @@ def _ban_words(history: History, rows: Rows, indices: Ids, words: Sequence[BadWo
     counts = [len(word.last) for word in words]
     if not any(counts):
         return
-    # Which words are begun is known to the device alone, and their number too, so that -inf or 0 is added to all.
+    # Which words are matched, and how many, is known to the device only, so -inf or 0 is added for all of them.
     first_words = np.cumsum(counts) - counts
     parts = [len(word.token) for word in words]
     owners = np.repeat(indices, parts)
@@ -237,18 +237,19 @@ def _ban_repeats(history: History, rows: Rows, indices: Ids, _: Sequence[Any]) -
 
 
 def _top_n_sigma(request: Request, _: torch.device) -> bool | None:
-    """Whether top_n_sigma limits a request's draws; beams and greedy requests draw nothing."""
+    """Whether top_n_sigma applies to a request; it has no effect on greedy requests and beam searches."""
     sampling = request.sampling
     return (sampling.top_n_sigma > 0.0 and not sampling.greedy and not sampling.uses_beams) or None
 
 
 def _keep_near_highest(rows: Rows, indices: Ids, _: Sequence[Any]) -> None:
-    """Ban logits further below the highest than top_n_sigma standard deviations of those that are possible.
+    """Ban logits that are more than top_n_sigma standard deviations (of the possible logits) below the highest.
 
-    A temperature divides both alike, and so changes nothing here.
+    A temperature scales both alike, so it makes no difference here.
     """
     limits = rows.upload(rows.numbers["top_n_sigma"][indices])
-    for index, limit in zip(indices.tolist(), limits, strict=True):  # apart: sums depend on the row alone
+    # One at a time, as sums must depend on the row alone.
+    for index, limit in zip(indices.tolist(), limits, strict=True):
         row = rows.logits[index]
         logits, possible = row.double(), row > -torch.inf
         count = possible.sum().clamp_(min=1)
@@ -262,7 +263,7 @@ def _ban(rows: Rows, where: Tensor) -> None:
 
 
 def _cells(rows: Rows, indices: Ids, tokens: Sequence[Ids]) -> Tensor:
-    """The places in the flattened logits where the tokens of each of the rows `indices` are."""
+    """Return indices into the flattened logits of the given tokens of each of the rows `indices`."""
     owners = np.repeat(indices, [len(ids) for ids in tokens])
     return rows.upload(owners * rows.vocab_size + np.concatenate(tokens))
 

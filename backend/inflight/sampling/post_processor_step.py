@@ -1,10 +1,10 @@
-"""The pipeline's first step: calls the logits post-processors of the rows whose requests name one.
+"""The pipeline's first step: calls the logits post-processors of rows whose requests name one.
 
-A call gets the rows of one sequence: the row of its next token, or of a beam search the rows of all its beams. A
-row behind draft tokens has a call of its own, with the drafts as tokens, as it is not known yet whether they are
+A call gets the rows of one sequence: the row of its next token, or for a beam search the rows of all beams. A row
+after draft tokens gets its own call, with the drafts as tokens, because it is not known yet whether they are
 accepted. The batched post-processor gets all rows but those in one call.
 
-What a post-processor does wrong fails the rows of that call and no others. Called on the loop thread.
+An error of a post-processor fails the rows of that call and no others. Called on the loop thread.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from inflight.sampling.transfer import as_array, to_host
 
 _log = logging.getLogger(__name__)
 
-_MAX_ERROR_TEXT = 2000  # characters; a message travels in the header of an answer
+_MAX_ERROR_TEXT = 2000  # in characters; a message travels in the header of an answer
 
 
 class _WrongResult(Exception):
-    """A post-processor returned or left something of the wrong kind; the message continues after its name."""
+    """A post-processor returned or left a value of the wrong kind; the message continues after its name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _SlotProcessor:
     """The post-processor of a slot; the beams of a search share one."""
 
     request: Request
@@ -57,15 +57,15 @@ class _Call:
     """The arguments of a post-processor for one sequence.
 
     Attributes:
-        asked: Who asked for it.
-        rows: [beams] indices, consecutive.
+        processor: The slot's post-processor.
+        rows: [beams] indices of the rows, consecutive.
         logits: [1, beams, vocab_size], a view.
         token_ids: Per beam, the tokens so far, prompt included.
-        is_behind_draft: Whether it stands behind a draft token.
-        shape, address: Those of `logits`, as they were given.
+        is_behind_draft: Whether the row comes after a draft token.
+        shape, address: Shape and address of `logits` before the call.
     """
 
-    asked: _Asked
+    processor: _SlotProcessor
     rows: range
     logits: Tensor
     token_ids: list[list[int]]
@@ -75,11 +75,11 @@ class _Call:
 
     @property
     def is_batched(self) -> bool:
-        return self.asked.name == BATCHED_POST_PROCESSOR_NAME and not self.is_behind_draft
+        return self.processor.name == BATCHED_POST_PROCESSOR_NAME and not self.is_behind_draft
 
 
 class PostProcessorStep:
-    """Calls post-processors. Its `step` is the pipeline's."""
+    """Calls post-processors; `step` is the first step of the pipeline."""
 
     def __init__(self, processors: LogitsPostProcessors, history: History) -> None:
         self._functions: dict[str, Callable[..., Any]] = dict(processors.processor_map)
@@ -90,17 +90,19 @@ class PostProcessorStep:
 
     @property
     def step(self) -> Step:
-        """Its place in the pipeline."""
+        """The step of the pipeline."""
         return Step(self._prepare, self._apply)
 
-    def _prepare(self, request: Request, _: torch.device) -> _Asked | None:
+    def _prepare(self, request: Request, _: torch.device) -> _SlotProcessor | None:
         name = request.logits_post_processor_name
-        return _Asked(request, self._functions[name], self._have_client_id[name]) if name else None
+        return _SlotProcessor(request, self._functions[name], self._have_client_id[name]) if name else None
 
-    def _apply(self, rows: Rows, indices: NDArray[np.int64], asked: Sequence[_Asked]) -> Failures:
+    def _apply(
+        self, rows: Rows, indices: NDArray[np.int64], processors: Sequence[_SlotProcessor]
+    ) -> Failures:
         device = rows.logits.device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        calls = list(self._calls(rows, indices, asked))
+        calls = list(self._calls(rows, indices, processors))
         failures: dict[int, InflightError] = {}
         together = [call for call in calls if call.is_batched]
         if together:
@@ -108,9 +110,11 @@ class PostProcessorStep:
         for call in calls:
             if not call.is_batched:
                 failures |= _call_one(call, stream)
-        return _check_numbers(rows, indices, asked) | failures
+        return _check_numbers(rows, indices, processors) | failures
 
-    def _calls(self, rows: Rows, indices: NDArray[np.int64], asked: Sequence[_Asked]) -> Iterator[_Call]:
+    def _calls(
+        self, rows: Rows, indices: NDArray[np.int64], processors: Sequence[_SlotProcessor]
+    ) -> Iterator[_Call]:
         """Divide the rows among calls."""
         positions, slots = rows.positions[indices].tolist(), rows.slots[indices].tolist()
         (seen,) = to_host(self._history.before(rows.slots[indices], rows.positions[indices]).token_ids)
@@ -120,16 +124,16 @@ class PostProcessorStep:
             start = int(indices[first])
             if (
                 end < len(indices)
-                and asked[end] is asked[first]
+                and processors[end] is processors[first]
                 and positions[end] == positions[first]
                 and indices[end] == start + end - first
             ):
                 continue  # another beam of the same search
-            of_call = range(start, start + end - first)
-            logits = rows.logits[of_call.start : of_call.stop].unsqueeze(0)
+            call_rows = range(start, start + end - first)
+            logits = rows.logits[call_rows.start : call_rows.stop].unsqueeze(0)
             yield _Call(
-                asked[first],
-                of_call,
+                processors[first],
+                call_rows,
                 logits,
                 token_ids[first:end],
                 is_behind_draft=first > 0 and slots[first] == slots[first - 1],
@@ -140,28 +144,28 @@ class PostProcessorStep:
 
 
 def _call_one(call: _Call, stream: int) -> dict[int, InflightError]:
-    asked = call.asked
-    process, request_id = asked.process, asked.request.request_id
-    client_id = [asked.client_id] if asked.has_client_id else []
+    processor = call.processor
+    process, request_id = processor.process, processor.request.request_id
+    client_id = [processor.client_id] if processor.has_client_id else []
     try:
-        if asked.name == BATCHED_POST_PROCESSOR_NAME:
-            of_each = [[each] for each in client_id]
-            returned = process([request_id], [call.logits], [call.token_ids], stream, *of_each)
+        if processor.name == BATCHED_POST_PROCESSOR_NAME:
+            client_ids = [[each] for each in client_id]
+            returned = process([request_id], [call.logits], [call.token_ids], stream, *client_ids)
             (returned,) = _as_list(returned, 1)
         else:
             returned = process(request_id, call.logits, call.token_ids, stream, *client_id)
         _take(call, returned)
-    except BaseException as error:  # whatever the operator's code does, asyncio.CancelledError for one
+    except BaseException as error:  # the operator's code may raise anything, such as asyncio.CancelledError
         return _failed(call, error)
     return {}
 
 
 def _call_batched(calls: Sequence[_Call], stream: int) -> dict[int, InflightError]:
-    asked = calls[0].asked
-    client_ids = [[call.asked.client_id for call in calls]] if asked.has_client_id else []
+    processor = calls[0].processor
+    client_ids = [[call.processor.client_id for call in calls]] if processor.has_client_id else []
     try:
-        returned = asked.process(
-            [call.asked.request.request_id for call in calls],
+        returned = processor.process(
+            [call.processor.request.request_id for call in calls],
             [call.logits for call in calls],
             [call.token_ids for call in calls],
             stream,
@@ -178,13 +182,13 @@ def _call_batched(calls: Sequence[_Call], stream: int) -> dict[int, InflightErro
     for call, one in zip(calls, each_returned, strict=True):
         try:
             _take(call, one)
-        except Exception as error:  # what the operator's code returned may raise anything when it is used
+        except Exception as error:  # a value returned by the operator's code may raise when it is used
             failures |= _failed(call, error)
     return failures
 
 
 def _as_list(returned: object, count: int) -> list[object]:
-    """The results of a batched post-processor, one for each of its requests."""
+    """Return the results of a batched post-processor, one per request."""
     if returned is None:
         return [None] * count
     each = list(cast(Sequence[object], returned)) if isinstance(returned, list | tuple) else []
@@ -195,7 +199,7 @@ def _as_list(returned: object, count: int) -> list[object]:
 
 
 def _take(call: _Call, returned: object) -> None:
-    """Put returned logits in their place. Raises for anything but the logits that were given, or like those."""
+    """Copy returned logits into place. Raises for anything but the given logits, or a tensor like them."""
     expected = list(call.shape)
     if call.logits.shape != call.shape or call.logits.data_ptr() != call.address:
         raise _WrongResult(
@@ -211,14 +215,14 @@ def _take(call: _Call, returned: object) -> None:
 
 
 def _check_numbers(
-    rows: Rows, indices: NDArray[np.int64], asked: Sequence[_Asked]
+    rows: Rows, indices: NDArray[np.int64], processors: Sequence[_SlotProcessor]
 ) -> dict[int, InflightError]:
-    """The rows from which no token can be chosen: some logit is nan or +inf. Waits for the device."""
+    """Return errors for rows with a NaN or +inf logit, from which no token can be chosen. Waits for the device."""
     highest = as_array(select_rows(rows.logits, indices).amax(dim=-1).cpu())
     failures: dict[int, InflightError] = {}
     found: list[int] = np.flatnonzero(np.isnan(highest) | np.isposinf(highest)).tolist()
     for at in found:
-        name = asked[at].request.logits_post_processor_name
+        name = processors[at].request.logits_post_processor_name
         failures[int(indices[at])] = StepFailed(
             f"the logits post-processor {name!r} left a logit that is {highest[at]}, expected numbers, or -inf to "
             "ban a token"
@@ -229,7 +233,7 @@ def _check_numbers(
 def _failed(
     call: _Call, error: BaseException, others: str = "", is_logged: bool = True
 ) -> dict[int, InflightError]:
-    name, request_id = call.asked.name, call.asked.request.request_id
+    name, request_id = call.processor.name, call.processor.request.request_id
     if is_logged:
         # It may well raise for a draft that it has banned itself.
         level = logging.DEBUG if call.is_behind_draft else logging.WARNING
@@ -244,10 +248,10 @@ def _failed(
 
 
 def _text_of(error: BaseException) -> str:
-    """An error's text, cut where it is too long for a message; its class may be the operator's own."""
+    """Return an error's text, shortened for a message; its class may be the operator's own."""
     try:
         text = str(error)
-    except BaseException as second:  # the operator's `__str__` may do anything too
+    except BaseException as second:  # the operator's `__str__` may raise anything too
         return f"(its text raised {type(second).__name__})"
     return text if len(text) <= _MAX_ERROR_TEXT else f"{text[:_MAX_ERROR_TEXT]}…"
 

@@ -1,7 +1,7 @@
-"""The pipeline once more: one row and one step at a time, plain Python, nothing clever.
+"""The pipeline again: one row and one step at a time, in plain Python, without optimization.
 
-This is what the fast code is tested against, and the place to read what it computes. No torch, no numpy; some
-milliseconds a token. The steps are those of `inflight.sampling.pipeline`.
+The fast code is tested against this, and this is the place to read what it computes. No torch, no numpy; some
+milliseconds per token. The steps are those of `inflight.sampling.pipeline`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BANNED = -math.inf
 
 
 def uniform(seed: int, sequence_index: int, position: int, purpose: Purpose) -> float:
-    """The random number in [0, 1) that belongs to one decision."""
+    """Return the random number in [0, 1) of one decision."""
     state = _mix(seed)
     for value in (sequence_index, position, int(purpose)):
         state = _mix(state ^ value)
@@ -35,10 +35,10 @@ def _mix(x: int) -> int:
 
 
 def process(logits: Sequence[float], request: Request, tokens: Sequence[int]) -> list[float]:
-    """The logits of one row after the sampling controls.
+    """Return the logits of one row after the sampling controls.
 
-    `tokens` is all of the sequence before the token to be chosen; ids beyond the logits, which stand for rows of a
-    prompt table, count as no tokens.
+    `tokens` are all tokens of the sequence before the one to be chosen; ids >= vocab_size, which stand for rows of
+    a prompt table, are ignored.
     """
     sampling = request.sampling
     row = list(logits)
@@ -65,12 +65,12 @@ def process(logits: Sequence[float], request: Request, tokens: Sequence[int]) ->
 
 
 def _bounded(logit: float, largest: float) -> float:
-    """A logit within bounds; one that is impossible stays so, and no other becomes so."""
+    """Clamp a logit; a banned one stays banned, and no other becomes banned."""
     return max(-largest, min(logit, largest)) if logit > BANNED else BANNED
 
 
 def banned_tokens(request: Request, tokens: list[int], vocab_size: int) -> set[int]:
-    """The token ids that may not come after `tokens`."""
+    """Return the token ids that may not follow `tokens`."""
     banned: set[int] = set()
     if len(tokens) - request.prompt_length < request.sampling.min_length:
         banned |= set(request.end_ids)
@@ -89,7 +89,7 @@ def banned_tokens(request: Request, tokens: list[int], vocab_size: int) -> set[i
 
 
 def top_p_now(sampling: SamplingConfig, generated: Sequence[int]) -> float:
-    """The top_p that is left after the tokens generated so far."""
+    """Return top_p after its decay over the tokens generated so far."""
     top_p = sampling.top_p
     for token in generated:
         top_p = max(top_p * sampling.top_p_decay, sampling.top_p_min) if sampling.top_p_decay < 1 else top_p
@@ -101,12 +101,12 @@ def top_p_now(sampling: SamplingConfig, generated: Sequence[int]) -> float:
 def filtered_probabilities(
     logits: Sequence[float], sampling: SamplingConfig, generated: Sequence[int] = ()
 ) -> dict[int, float]:
-    """Token ids that a row can get, with their probabilities, likeliest first; none if all are banned.
+    """Return the token ids that can be chosen, with their probabilities, most likely first; may be empty.
 
     Args:
-        logits: Processed, and so divided by the temperature.
-        sampling: How the token is chosen.
-        generated: Tokens generated so far, each of which may have made top_p smaller.
+        logits: Processed logits, before the division by the temperature.
+        sampling: The request's controls.
+        generated: The tokens generated so far, over which top_p decays.
     """
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     highest = logits[ranked[0]]
@@ -130,38 +130,38 @@ def filtered_probabilities(
 
 
 def _smallest_set(weights: dict[int, float], top_p: float) -> dict[int, float]:
-    """The first of `weights`, likeliest first, whose share of the total reaches `top_p`; at least one."""
+    """Return the first of `weights`, most likely first, whose share of the total reaches `top_p`; at least one."""
     needed = top_p * sum(weights.values())
-    kept: dict[int, float] = {}
+    nucleus: dict[int, float] = {}
     reached = 0.0
     for token, weight in weights.items():
-        if kept and reached >= needed:
+        if nucleus and reached >= needed:
             break
-        kept[token] = weight
+        nucleus[token] = weight
         reached += weight
-    return kept
+    return nucleus
 
 
 def distribution(logits: Sequence[float], request: Request, tokens: Sequence[int]) -> dict[int, float]:
-    """The probabilities that the token after `tokens` is drawn from, given the model's logits."""
+    """Return the distribution that the token after `tokens` is sampled from, given the model's logits."""
     generated = tokens[request.prompt_length :]
     return filtered_probabilities(process(logits, request, tokens), request.sampling, generated)
 
 
 def draw(probabilities: dict[int, float], number: float) -> int:
-    """Draw a token by inverse CDF, in ascending order of id."""
+    """Sample a token by inverse CDF, in ascending order of id."""
     cumulative = 0.0
     for token in sorted(probabilities):
         cumulative += probabilities[token]
         if cumulative > number:
             return token
-    return max(probabilities)  # the probabilities add up to a hair less than 1
+    return max(probabilities)  # rounding: the probabilities add up to slightly less than 1
 
 
 def next_token(
     logits: Sequence[float], request: Request, tokens: Sequence[int], sequence_index: int = 0
 ) -> int | None:
-    """The token that comes after `tokens`, from the model's logits of the last of them; None: all are banned."""
+    """Return the token after `tokens`, given the model's logits at the last one; None if all are banned."""
     seed = request.sampling.random_seed
     number = uniform(seed, sequence_index, len(tokens), Purpose.SAMPLE)
     probabilities = distribution(logits, request, tokens)
@@ -169,12 +169,12 @@ def next_token(
 
 
 def drawn_log_prob(logits: Sequence[float], request: Request, tokens: Sequence[int], token: int) -> float:
-    """Log probability of `token` in what the token after `tokens` is drawn from; of a greedy choice it is 0."""
+    """Return the log probability of `token` in the distribution it was sampled from; 0 for a greedy choice."""
     return math.log(distribution(logits, request, tokens)[token])
 
 
 def log_probs(logits: Sequence[float]) -> list[float]:
-    """log_softmax; where every token is banned, all are as impossible as the others."""
+    """Return log_softmax; if every token is banned, all are equally impossible."""
     highest = max(logits)
     if highest == BANNED:
         return list(logits)
@@ -183,7 +183,7 @@ def log_probs(logits: Sequence[float]) -> list[float]:
 
 
 def top_log_probs(logits: Sequence[float], count: int) -> list[tuple[int, float]]:
-    """The likeliest tokens with their log probabilities, from the model's logits."""
+    """Return the most likely tokens with their log probabilities, from the model's logits."""
     values = log_probs(logits)
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     return [(token, values[token]) for token in ranked[:count]]
@@ -196,14 +196,14 @@ def beam_candidates(
     scores: Sequence[float],
     num_candidates: int,
 ) -> list[tuple[int, int, float]]:
-    """The best (row, token id, score) of all that a beam search could go on with, best first.
+    """Return the best (row, token id, score) of all continuations of a beam search, best first.
 
     Args:
         rows: The model's logits, one row for each beam.
-        request: Whose search it is.
-        tokens: Each beam's sequence.
+        request: The search's request.
+        tokens: Each beam's tokens.
         scores: Each beam's score so far.
-        num_candidates: How many are wanted.
+        num_candidates: Number of continuations to return.
     """
     ranked: list[tuple[float, int, int, float]] = []
     for index, logits in enumerate(rows):
@@ -222,15 +222,16 @@ def verify_drafts(
     sequence_index: int = 0,
     draft_logits: Sequence[Sequence[float]] | None = None,
 ) -> list[int]:
-    """New tokens after `tokens`: accepted drafts and one more, unless every token is banned there.
+    """Return the new tokens after `tokens`: accepted drafts and one more, unless every token is banned there.
 
     Args:
-        rows: The model's logits, [drafts + 1], of the last of `tokens` and of each draft.
-        request: Whose sequence it is, and the threshold.
-        tokens: All of the sequence before the drafts.
-        drafts: The guess.
-        sequence_index: Key of the random numbers.
-        draft_logits: [drafts] what the guess was drawn from: then by chance, else by equality.
+        rows: The model's logits, [drafts + 1], at the last of `tokens` and at each draft.
+        request: The sequence's request, with the threshold.
+        tokens: All tokens of the sequence before the drafts.
+        drafts: The draft tokens.
+        sequence_index: Part of the key of the random numbers.
+        draft_logits: [drafts] logits that the drafts were sampled from: accept by rejection sampling; None: by
+            equality.
     """
     new: list[int] = []
     for index, draft in enumerate(drafts):
@@ -281,5 +282,5 @@ def _resample(
 
 
 def softmax(logits: Sequence[float]) -> list[float]:
-    """The probabilities that logits stand for."""
+    """Return softmax of the logits."""
     return [math.exp(log_prob) for log_prob in log_probs(logits)]

@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a uniform is a pure function of what it is for.
+"""Counter-based random numbers: a number is a pure function of the decision that it is for.
 
-There is no generator state. A draw's number depends on (seed, sequence index, position, purpose) alone, so a
-sequence gets the same tokens whatever else is in its batch, however its prompt is cut into chunks, and after a
-pause. The key is absorbed value by value into a 64-bit state with the finalizer of SplitMix64.
+There is no generator state. A number depends on (seed, sequence index, position, purpose) alone, so a sequence
+gets the same tokens whatever else is in its batch, however its prompt is chunked, and after a pause. The key is
+absorbed value by value into a 64-bit state with the finalizer of SplitMix64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 class Purpose(IntEnum):
-    """The purpose of a random number, so that two decisions at one position are independent."""
+    """The purpose of a random number, so that different decisions at one position are independent."""
 
     SAMPLE = 0
     ACCEPT = 1
@@ -29,9 +29,9 @@ def uniforms(
     positions: NDArray[np.int64],
     purpose: Purpose,
 ) -> NDArray[np.float64]:
-    """One number in [0, 1) a row, float64 with 53 random bits; all arrays are [rows].
+    """Return one number in [0, 1) per row, float64 with 53 random bits; all arrays are [rows].
 
-    `positions` are absolute positions of the tokens to be drawn, the prompt's first token being 0.
+    `positions` are absolute positions of the tokens to be sampled; the prompt's first token has position 0.
     """
     state = _mix(seeds.astype(np.uint64))
     for value in (sequence_indices, positions, np.full_like(positions, purpose)):
@@ -40,7 +40,7 @@ def uniforms(
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's step and finalizer: a bijection in which every input bit reaches every output bit."""
+    """SplitMix64's step and finalizer: a bijection in which every input bit affects every output bit."""
     x = x + np.uint64(GOLDEN_GAMMA)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Operations over whole rows of logits, which take most of the time of sampling."""
+"""Operations on whole rows of logits, which take most of the time of sampling."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from inflight.sampling.transfer import as_array, as_tensor
 LARGEST_LOGIT = 1e30
 
 PENALTIES = np.dtype([(name, np.float64) for name in ("repetition", "presence", "frequency")])
-"""What a row loses; presence and frequency are times the temperature, which divides the logits only later."""
+"""The penalties of a row; presence and frequency are multiplied by the temperature, by which logits are divided
+later."""
 
 _UPPER_BOUNDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
     np.float32(np.inf),
     np.float32(-np.inf),
 )
-"""[256, 8] what the logits of eight tokens may be at most, by their byte of a mask."""
+"""[256, 8] upper bounds of eight tokens' logits, by their byte of a mask."""
 
 
 class RowKernels:
-    """The kernels in torch's operators, for any device. An engine may have faster ones for its own."""
+    """The kernels in torch's operators, for any device. An engine may have faster ones for its own device."""
 
     def find_peaks(self, logits: Tensor) -> Peaks:
-        """Find the highest logits as `nan_check.find_peaks` does, of logits as the model made them."""
+        """Return the highest logits of the model's unchanged logits, as `nan_check.find_peaks` does."""
         return find_peaks(logits)
 
     def penalize(self, rows: Rows, indices: NDArray[np.int64], history: History) -> None:
@@ -57,50 +58,52 @@ class RowKernels:
         if penalties["presence"].any():
             values -= per_token("presence")
         if penalties["frequency"].any():
-            # The logits themselves are the table that the tokens are counted in. All values come back below.
+            # The logits themselves serve as the table that tokens are counted in. All values are restored below.
             logits[where] = 0.0
             logits.scatter_add_(0, where, torch.ones_like(values))
             values -= per_token("frequency") * logits.take(where)
-        # A token that was seen twice is written twice, the same value.
+        # A token seen twice is written twice, with the same value.
         logits[where] = bounded(values, impossible)
 
     def find_likeliest(self, rows: Rows, indices: NDArray[np.int64]) -> Tensor:
-        """Find [n] int64 tokens with the highest logits of the rows `indices`; of equal ones, the first."""
+        """Return [n] int64 tokens with the highest logits of the rows `indices`; ties go to the lower id."""
         return first_highest(select_rows(rows.logits, indices))
 
     def apply_masks(self, rows: Rows, indices: NDArray[np.int64], masks: NDArray[np.int32]) -> Tensor:
-        """Ban what masks do not have, in the logits of the rows `indices`, in place.
+        """Ban tokens outside of masks, in the logits of the rows `indices`, in place.
 
         Args:
-            rows: Their logits.
+            rows: The rows' logits.
             indices: [n].
-            masks: [n, words] contiguous; bit i of word w is 1 if token 32 * w + i may come. Bits behind the
-                vocabulary mean nothing.
+            masks: [n, words] int32, contiguous; bit i of word w is 1 if token 32 * w + i may come. Bits beyond the
+                vocabulary are ignored.
 
         Returns:
-            [n] int64 tokens with the highest logits that are left; of equal ones, the first. Any where none is.
+            [n] int64 allowed tokens with the highest logits, ties to the lower id; undefined where no token is
+            allowed.
 
         Raises:
-            ValueError: There is not a mask for each row, or it has fewer bits than the vocabulary.
+            ValueError: The number of masks is not that of the rows, or they have fewer bits than the vocabulary.
         """
         check_shape(masks, len(indices), rows.vocab_size)
         if rows.logits.device.type == "cpu":
             return as_tensor(_apply_on_host(as_array(rows.logits), indices, masks))
         logits = select_rows(rows.logits, indices)
         logits.masked_fill_(banned_by(rows.upload(masks), rows.vocab_size), -torch.inf)
-        if logits.data_ptr() != rows.logits[int(indices[0])].data_ptr():  # a copy: others are between them
+        # It is a copy, as the rows are not consecutive.
+        if logits.data_ptr() != rows.logits[int(indices[0])].data_ptr():
             rows.logits[rows.upload(indices)] = logits
         return first_highest(logits)
 
     def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
-        """Draw tokens as `top_k_top_p.draw` does."""
+        """Sample tokens as `top_k_top_p.draw` does."""
         return draw(rows, sampled, may_guess)
 
 
 def _apply_on_host(
     logits: NDArray[np.float32], indices: NDArray[np.int64], masks: NDArray[np.int32]
 ) -> NDArray[np.int64]:
-    """Apply masks as `RowKernels.apply_masks` does, row by row, as a row stays in the cache meanwhile."""
+    """Apply masks as `RowKernels.apply_masks` does, row by row, so that a row stays in the cache."""
     vocab_size = logits.shape[1]
     pieces = masks.view(np.uint8)[:, : -(-vocab_size // 8)]
     bounds = np.empty((pieces.shape[1], 8), dtype=np.float32)
@@ -113,20 +116,20 @@ def _apply_on_host(
 
 
 def check_shape(masks: NDArray[np.int32], num_rows: int, vocab_size: int) -> None:
-    """Raise ValueError unless masks [n, words] are one for each row, with a bit for each token."""
+    """Raise ValueError unless there is one mask per row, [n, words], with a bit for each token."""
     if len(masks) != num_rows or 32 * masks.shape[1] < vocab_size:
         raise ValueError(f"masks are {list(masks.shape)} words for {num_rows} rows of {vocab_size} logits")
 
 
 def banned_by(masks: Tensor, vocab_size: int) -> Tensor:
-    """[n, vocab_size] bool: what masks, [n, words] int32 on a device, do not have."""
+    """Return [n, vocab_size] bool: tokens outside of the masks, [n, words] int32 on a device."""
     shifts = torch.arange(32, dtype=torch.int32, device=masks.device)
     bits = (masks[:, :, None] >> shifts) & 1
     return bits.view(len(masks), -1)[:, :vocab_size] == 0
 
 
 def penalties_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
-    """The penalties of the rows `indices`, [n] of PENALTIES."""
+    """Return the penalties of the rows `indices`, [n] of PENALTIES."""
     numbers = rows.numbers[indices]
     penalties = np.empty(len(indices), PENALTIES)
     penalties["repetition"] = numbers["repetition_penalty"]
@@ -136,9 +139,9 @@ def penalties_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def bounded(logits: Tensor, impossible: Tensor) -> Tensor:
-    """Clamp logits to [-1e30, 1e30], and make those -inf that are `impossible` [the same shape, bool].
+    """Clamp logits to [-1e30, 1e30], and set those that are `impossible` [same shape, bool] to -inf.
 
-    A bias may be infinite, and penalties multiply. Were a logit to overflow, differences between two would be no
-    numbers, and a token that was only made unlikely could not be told from one that is banned.
+    A bias may be infinite, and penalties multiply. If a logit overflowed, the difference of two logits would be
+    NaN, and an unlikely token could not be told from a banned one.
     """
     return logits.clamp(-LARGEST_LOGIT, LARGEST_LOGIT).masked_fill_(impossible, -torch.inf)

@@ -1,7 +1,8 @@
-"""The sampling state of slots, and the rows of one batch's logits with it.
+"""The sampling parameters of slots, and the rows of a batch's logits with their parameters.
 
-A slot has a record of numbers, so that a batch is one index operation, and beside it what the steps of the
-pipeline have prepared. All of it is host memory, except for biases; called by the loop thread.
+A slot has a record of numbers, so that selecting a batch's parameters is a single index operation, and besides
+that the state prepared by the steps of the pipeline. All of it is in host memory, except biases. Used on the loop
+thread.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from inflight.errors import InflightError
 from inflight.sampling.transfer import as_tensor, upload
 
 Failures = Mapping[int, InflightError]
-"""Rows that have failed alone, by their index, and why."""
+"""Rows that have failed alone, by index, with their errors."""
 
 
 class Needs(IntFlag):
-    """The features that a row needs beyond an argmax; 0 for most."""
+    """Features that a row needs beyond an argmax; 0 for most rows."""
 
     SAMPLE = 1
     HISTORY = 2
@@ -35,9 +36,9 @@ class Needs(IntFlag):
     DETAILS = 8
     RAW_LOGITS = 16
     CHANGES = 32  # a step of the pipeline changes its logits
-    BANS = 64  # and may ban every token
+    BANS = 64  # a step may ban every token
     GUIDE = 128
-    HOST = 256  # sees a token before the next one is chosen
+    HOST = 256  # the host must see each token before the next is chosen
     PROMPT_TABLE = 512  # its prompt may have ids beyond the vocabulary
 
 
@@ -49,28 +50,28 @@ _TYPES = {
 PARAMETERS = np.dtype(
     [
         ("needs", np.int64),
-        ("steps", np.int64),  # bit i: the pipeline's step i is used
+        ("steps", np.int64),  # bit i: step i of the pipeline is used
         ("sequence_index", np.int64),
         ("prompt_length", np.int64),
-        ("top_p_since", np.int64),  # position from which on generated tokens have made top_p smaller
+        ("top_p_since", np.int64),  # position from which generated tokens have decayed top_p
         *((name, _TYPES[name]) for name in _NUMBERS),
     ]
 )
-"""One record per slot, or per row of a batch. The numbers of a SamplingConfig are as they are there, but for a
-temperature of 0 and a top_p of 0, which are 1 here, and a top_p_decay without a top_p."""
+"""One record per slot, or per row of a batch. The numbers are those of the SamplingConfig, except that a
+temperature of 0, a top_p of 0 and a top_p_decay without top_p are 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How a sampling control, or a few together, change the logits of the rows whose requests use it.
+    """How one sampling control, or several together, change the logits of rows that use them.
 
     Attributes:
-        prepare: What a slot remembers of a request for this step, given the logits' device; None if the request
-            does not use it.
-        apply: Changes the logits of some rows in place, given the indices of those that use it, and what was
-            prepared for each. It may return rows that have failed: their requests end, unless the row stands
-            behind a draft that was refused. What it raises fails the whole batch. Only a step of requests that
-            need the host may return failures.
+        prepare: Returns a slot's state for this step, given its request and the logits' device; None if the
+            request does not use the step.
+        apply: Changes the logits of rows in place, given the indices of the rows that use the step and the
+            prepared state of each. It may return rows that have failed: their requests end, unless the row comes
+            after a refused draft. An exception fails the whole batch. Only a step whose requests need the host may
+            return failures.
         bans: Whether it may ban every token of a row.
     """
 
@@ -81,7 +82,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """The state of a slot beside numbers: its request, and each step's prepared state by the step's index."""
+    """A slot's request, and the state prepared by each step, by the step's index."""
 
     request: Request
     prepared: dict[int, Any]
@@ -93,8 +94,8 @@ class SlotParameters:
     Attributes:
         numbers: [slots] of PARAMETERS.
         requests: [slots]; None: the slot is free.
-        demanding: Slots whose requests ask for more than an argmax; free slots may be in it or not.
-        steps: The pipeline's, in order.
+        demanding: Slots whose requests need more than an argmax; may include free slots.
+        steps: The steps of the pipeline, in order.
     """
 
     def __init__(self, num_slots: int, device: torch.device, steps: Sequence[Step] = ()) -> None:
@@ -105,7 +106,7 @@ class SlotParameters:
         self._device = device
 
     def start(self, start: SlotStart) -> None:
-        """Remember how the sequence that takes a slot chooses its tokens."""
+        """Store the parameters of a sequence that takes a slot."""
         request = start.request
         found = ((index, step.prepare(request, self._device)) for index, step in enumerate(self.steps))
         prepared = {index: value for index, value in found if value is not None}
@@ -117,11 +118,11 @@ class SlotParameters:
         self._note_demands(start.slot)
 
     def release(self, slot: int) -> None:
-        """Forget a sequence."""
+        """Free a slot."""
         self.requests[slot] = None
 
     def move(self, moves: Sequence[BeamMove]) -> None:
-        """Each slot gets its parent's parameters, all at once."""
+        """Give each slot its parent's parameters, all at once."""
         targets, parents = [move.slot for move in moves], [move.parent_slot for move in moves]
         self.numbers[targets] = self.numbers[parents]
         for slot, request in zip(targets, [self.requests[parent] for parent in parents], strict=True):
@@ -129,13 +130,13 @@ class SlotParameters:
             self._note_demands(slot)
 
     def __getitem__(self, slot: int) -> SlotRequest:
-        """The state of a running slot beside numbers."""
+        """Return the request and prepared state of a running slot."""
         found = self.requests[slot]
         assert found is not None, f"slot {slot} was never started"
         return found
 
     def _note_demands(self, slot: int) -> None:
-        # What the host is for, drafts too, is known otherwise; a prompt table asks for nothing itself.
+        # HOST, which drafts set too, is checked elsewhere; a prompt table has no effect by itself.
         if self.numbers["needs"][slot] & ~int(Needs.HOST | Needs.PROMPT_TABLE):
             self.demanding.add(slot)
         else:
@@ -144,7 +145,7 @@ class SlotParameters:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of logits; arrays are on the host.
+    """Some rows of logits and their parameters; all arrays are on the host.
 
     Attributes:
         logits: [rows, vocab_size] float32, contiguous.
@@ -160,15 +161,15 @@ class Rows:
 
     @property
     def vocab_size(self) -> int:
-        """How many logits a row has."""
+        """Number of logits in a row."""
         return self.logits.shape[-1]
 
     def needing(self, needs: Needs) -> NDArray[np.int64]:
-        """Indices of the rows that ask for any of `needs`."""
+        """Return the indices of the rows with any of `needs`."""
         return np.flatnonzero(self.numbers["needs"] & int(needs))
 
     def select(self, indices: NDArray[np.int64]) -> Rows:
-        """The rows `indices`, in that order."""
+        """Return the rows `indices`, in that order."""
         return Rows(
             select_rows(self.logits, indices),
             self.slots[indices],
@@ -177,21 +178,21 @@ class Rows:
         )
 
     def upload(self, values: NDArray[Any]) -> Tensor:
-        """A copy of a host array on the logits' device."""
+        """Return a copy of a host array on the logits' device."""
         return upload(values, self.logits.device)
 
 
 def select_rows(tensor: Tensor, indices: NDArray[np.int64]) -> Tensor:
-    """tensor[indices]: a view where the indices are consecutive, else a copy."""
+    """Return tensor[indices]: a view if the indices are consecutive, else a copy."""
     if len(indices) and (np.diff(indices) == 1).all():
         return tensor[int(indices[0]) : int(indices[-1]) + 1]
     return tensor[upload(indices, tensor.device)]
 
 
 class RawLogits:
-    """The logits as the model made them, while the pipeline works on them in place.
+    """The model's unchanged logits, while the pipeline changes them in place.
 
-    Copies the rows that are both about to be changed and asked for, and no others.
+    Copies only rows that are both about to be changed and asked for.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -202,7 +203,7 @@ class RawLogits:
         self._saved = select_rows(rows.logits, self._indices).clone() if len(self._indices) else None
 
     def select(self, indices: NDArray[np.int64]) -> Tensor:
-        """[n, vocab_size] of rows that ask for their raw logits; not to be changed."""
+        """Return [n, vocab_size] unchanged logits of rows that ask for them; not to be modified."""
         rows = select_rows(self._logits, indices)
         is_saved = np.isin(indices, self._indices)
         if self._saved is None or not is_saved.any():
@@ -215,19 +216,19 @@ class RawLogits:
         return rows
 
     def restore(self) -> None:
-        """Put the logits back as they came, in the rows that ask for them."""
+        """Restore the unchanged logits in the rows that ask for them."""
         if self._saved is not None:
             self._logits[upload(self._indices, self._logits.device)] = self._saved
 
 
 def host_tensor(tensor: FloatTensor) -> Tensor:
-    """A copy in host memory that torch may write to."""
+    """Return a copy in host memory that torch may write to."""
     return as_tensor(np.frombuffer(tensor.data, dtype=np.float32).reshape(tensor.shape).copy())
 
 
 def _needs(request: Request) -> Needs:
     sampling, output = request.sampling, request.output
-    asked = {
+    uses = {
         Needs.SAMPLE: not sampling.greedy and not sampling.uses_beams,
         Needs.HISTORY: request.looks_back,
         Needs.TOP_P_RESET: sampling.top_p_decay < 1.0 and sampling.top_p_reset_id >= 0,
@@ -238,8 +239,8 @@ def _needs(request: Request) -> Needs:
         Needs.PROMPT_TABLE: request.prompt_table is not None,
     }
     needs = Needs(0)
-    for need, is_asked in asked.items():
-        needs |= need if is_asked else 0
+    for need, is_used in uses.items():
+        needs |= need if is_used else 0
     return needs
 
 
@@ -261,7 +262,7 @@ def _record(start: SlotStart, needs: Needs, steps: int) -> tuple[float, ...]:
 
 
 def _after_last(token_id: int, token_ids: Sequence[int], prompt_length: int) -> int:
-    """Position after the last generated `token_id`; without one, of the first generated token."""
+    """Return the position after the last generated `token_id`, or that of the first generated token."""
     for position in range(len(token_ids) - 1, prompt_length - 1, -1):
         if token_ids[position] == token_id:
             return position + 1

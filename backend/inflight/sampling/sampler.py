@@ -1,7 +1,7 @@
 """The Sampler, which the engine calls before and after its forward passes.
 
-Owns what a slot remembers for choosing tokens, and puts the parts of a batch's answer together. Knows neither
-blocks nor the forward pass. Called on the loop thread.
+Owns the sampling state of slots, and assembles the answer to a batch. Knows neither blocks nor the forward pass.
+Called on the loop thread.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from inflight.sampling.top_k_top_p import Drawn, samples_of
 from inflight.sampling.transfer import Arriving, to_host, upload
 
 _WORTH_SHARING = 1 << 22
-"""From so many logits on, choosing tokens is worth more than one thread."""
+"""Number of logits from which sampling is worth more than one thread."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """The rows of the logits that belong to each sampled slot.
+class _LogitsRows:
+    """The rows of logits of each sampled slot.
 
     Attributes:
         slots: [sampled slots].
-        counts: [sampled slots] rows of each.
-        first_rows: [sampled slots].
+        counts: [sampled slots] number of rows of each.
+        first_rows: [sampled slots] index of the first row of each.
         drafted: (first row, chunk) of each chunk with drafts.
     """
 
@@ -54,7 +54,7 @@ class _Layout:
     drafted: list[tuple[int, ContextChunk]]
 
     @classmethod
-    def from_batch(cls, batch: ScheduledBatch, sampled_slots: Sequence[int]) -> _Layout:
+    def from_batch(cls, batch: ScheduledBatch, sampled_slots: Sequence[int]) -> _LogitsRows:
         slots = np.array(sampled_slots, dtype=np.int64)
         chunks = [chunk for chunk in batch.context if chunk.is_last]
         counts = np.ones(len(slots), dtype=np.int64)
@@ -66,19 +66,19 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Choosing:
-    """Rows whose tokens the device chooses, until the host has seen the tokens.
+    """Rows whose tokens are chosen on the device, until the host has seen the tokens.
 
     Attributes:
-        layout: Whose rows these are.
-        rows: Processed.
-        raw: Their logits before that.
-        failed: Those that have failed, by index.
-        ends: [rows] whether a row can only end, without an end id.
-        ranked: [rows] whether a row is of a beam search, which gets no token.
-        guesses: Tokens that may have to be drawn again.
+        layout: The rows of each slot.
+        rows: The processed rows.
+        raw: Their unprocessed logits.
+        failed: The rows that have failed, by index.
+        ends: [rows] whether a row allows only the end, without an end id.
+        ranked: [rows] whether a row belongs to a beam search and gets no token.
+        guesses: Tokens that may have to be sampled again.
     """
 
-    layout: _Layout
+    layout: _LogitsRows
     rows: Rows
     raw: RawLogits
     failed: Failures
@@ -87,7 +87,7 @@ class _Choosing:
     guesses: list[Drawn]
 
     def beside(self) -> list[Tensor]:
-        """[n] bool for each guess on the device: what the host is to be sent beside tokens and highest logits."""
+        """[n] bool per guess, on the device, to be sent to the host with the tokens and highest logits."""
         return [guess.is_final for guess in self.guesses if guess.is_final is not None]
 
 
@@ -96,11 +96,12 @@ class Choice:
     """The tokens of a batch that samples on the device.
 
     Attributes:
-        tokens: [sampled slots] int64 on the device, to be fed; where none is possible, and for slots that need
-            the host, any.
-        arriving: Tokens, NO_TOKEN where none is possible, highest logits, and `_Choosing.beside`.
-        host_slots: Slots that need the host: what they are fed next is known when the host has seen the tokens.
-        choosing: What `finish` needs for them; None without such slots.
+        tokens: [sampled slots] int64 on the device, to be fed to the next pass; undefined if none is possible, and
+            for slots that need the host.
+        arriving: Tokens (NO_TOKEN if none is possible), highest logits, and `_Choosing.beside`, on their way to
+            the host.
+        host_slots: Slots that need the host: their next input is known only after the host has seen the tokens.
+        choosing: The state for `finish`; None without host slots.
     """
 
     tokens: Tensor
@@ -124,11 +125,11 @@ class Sampler:
         processors: LogitsPostProcessors = NO_POST_PROCESSORS,
         grammars: Grammars | None = None,
     ) -> None:
-        """Allocate [num_slots, max_sequence_length] int32 of history on `device`, written only where used.
+        """Allocate the history, [num_slots, max_sequence_length] int32 on `device`.
 
-        Without `kernels`, those of torch. With `normalize_log_probs`, rows that want log probabilities get those
-        of the distribution that their token was drawn from too. `processors` are what requests may name. Without
-        `grammars`, rows with guides fail.
+        `kernels` None means torch's. With `normalize_log_probs`, rows that ask for log probabilities also get
+        those of the distribution that their token was sampled from. `processors` are the functions that requests
+        may name. Without `grammars`, rows with guides fail.
         """
         self._normalize_log_probs = normalize_log_probs
         self._vocab_size = vocab_size
@@ -140,9 +141,9 @@ class Sampler:
 
     @torch.inference_mode()
     def apply(self, batch: ScheduledBatch) -> None:
-        """Note what a batch changes, before its forward pass: releases, starts, moves, then drafts in chunks.
+        """Apply a batch's releases, starts, moves and chunks' drafts, before its forward pass.
 
-        Depends on nothing that the forward pass does, so what slots remember is complete even if that fails.
+        Does not depend on the forward pass, so the state of slots is complete even if that fails.
         """
         for slot in batch.released_slots:
             self._slots.release(slot)
@@ -165,18 +166,18 @@ class Sampler:
         """Choose the tokens of every sampled row, and remember them.
 
         Args:
-            batch: The batch that `apply` was given.
-            logits: [rows, vocab_size] float32 in the order of `ScheduledBatch.sampled_slots`, 1 +
+            batch: The batch that was passed to `apply`.
+            logits: [rows, vocab_size] float32 in the order of `ScheduledBatch.sampled_slots`, with 1 +
                 num_draft_tokens rows for a chunk. Rows of requests with a bias, penalties or bans are changed in
-                place, but not those of requests that want log probabilities or logits, of context or output.
-            positions: [rows] on the host: absolute position of the token that each row is to choose.
+                place, except if the request asks for log probabilities or logits, of context or output.
+            positions: [rows] on the host: absolute position of the token that each row samples.
 
         Returns:
-            Tokens, beams and details; `context` is left empty for the engine to fill.
+            Tokens, beams and details. The engine fills `context`.
 
         Raises:
-            ValueError: The numbers of rows, of logits or of positions, are not the batch's.
-            FloatingPointError: The highest logit of a row whose token is used is not finite; no state was changed.
+            ValueError: The shapes of logits or positions do not match the batch.
+            FloatingPointError: The highest logit of a row whose token is used is not finite. No state was changed.
         """
         slots = batch.sampled_slots()
         self._check(batch, logits, positions)
@@ -186,26 +187,26 @@ class Sampler:
         if self._is_plain(batch, slots):
             return _plain_output(batch, slots, positions, to_host(peaks.tokens, peaks.highest))
         with threads_for(logits):
-            layout = _Layout.from_batch(batch, slots)
+            layout = _LogitsRows.from_batch(batch, slots)
             tokens, choosing = self._start_choosing(batch, layout, logits, positions, peaks.tokens)
             return self._answer(batch, choosing, to_host(tokens, peaks.highest, *choosing.beside()))
 
     @torch.inference_mode()
     def begin(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> Choice:
-        """Let the device choose the tokens of a batch, and send them; `finish` waits for them.
+        """Start choosing a batch's tokens on the device, and sending them; `finish` waits for them.
 
-        The same tokens as `decode`'s. Takes what that takes, with at least one row; logits are changed in place
-        where no row needs the host, and copied where one does, as the next forward pass may write over them.
+        Gives the same tokens as `decode`. Arguments as for `decode`, with at least one row. Logits are changed in
+        place if no row needs the host, and copied otherwise, as the next forward pass may overwrite them.
 
         Raises:
-            ValueError: As `decode`.
+            ValueError: See `decode`.
         """
         slots = batch.sampled_slots()
         self._check(batch, logits, positions)
         highest, likeliest = self._kernels.find_peaks(logits)
         if self._is_plain(batch, slots):
             return Choice(likeliest, Arriving.send(likeliest, highest))
-        layout = _Layout.from_batch(batch, slots)
+        layout = _LogitsRows.from_batch(batch, slots)
         needs_host = self._slots.numbers["needs"][layout.slots] & int(Needs.HOST) != 0
         logits = logits.clone() if needs_host.any() else logits
         tokens, choosing = self._start_choosing(batch, layout, logits, positions, likeliest)
@@ -219,12 +220,12 @@ class Sampler:
 
     @torch.inference_mode()
     def finish(self, batch: ScheduledBatch, choice: Choice, positions: NDArray[np.int64]) -> ModelOutput:
-        """Wait for what `begin` had the device choose, then do what the host has to do for rows that need it.
+        """Wait for the tokens of `begin`, then do the host's part for rows that need it.
 
-        Since then slots may have been given to other sequences, but those of rows that need the host may not.
+        Other slots may have been given to other sequences since then, but not slots of rows that need the host.
 
         Raises:
-            FloatingPointError: As `decode`.
+            FloatingPointError: See `decode`.
         """
         arrived = choice.arriving.wait()
         if choice.choosing is None:
@@ -233,19 +234,19 @@ class Sampler:
 
     @torch.inference_mode()
     def post_process(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> None:
-        """Call the logits post-processors as `decode` does, at a rank that chooses no tokens; `remember` follows.
+        """Call the logits post-processors as `decode` does, on a rank that does not sample; `remember` follows.
 
-        What they make of the logits, and what they raise, counts for nothing: another rank decides.
+        The changed logits and any errors are dropped, as another rank decides.
         """
         slots = batch.sampled_slots()
         if not self._slots.demanding.isdisjoint(slots):
-            rows = self._rows(_Layout.from_batch(batch, slots), logits.contiguous(), positions)
-            rows.numbers["steps"] &= 1  # the first step is theirs
+            rows = self._rows(_LogitsRows.from_batch(batch, slots), logits.contiguous(), positions)
+            rows.numbers["steps"] &= 1  # the first step calls the post-processors
             process(rows, self._slots)
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """Take over the tokens that another rank has chosen; those of beams come with their next moves."""
+        """Record the tokens that another rank has sampled; those of beams come with their next moves."""
         first = {slot: self._history.length(slot) for slot in batch.generation_slots}
         for chunk in batch.context:
             first[chunk.slot] = chunk.start + len(chunk.token_ids) - chunk.num_draft_tokens
@@ -265,20 +266,20 @@ class Sampler:
             )
 
     def _is_plain(self, batch: ScheduledBatch, slots: list[int]) -> bool:
-        """Whether each of the sampled slots gets the token of its highest logit, and nothing else."""
+        """Whether each sampled slot just gets the token of its highest logit."""
         return not batch.beam_groups and self._slots.demanding.isdisjoint(slots) and _num_drafts(batch) == 0
 
     def _start_choosing(
         self,
         batch: ScheduledBatch,
-        layout: _Layout,
+        layout: _LogitsRows,
         logits: Tensor,
         positions: NDArray[np.int64],
         likeliest: Tensor,
     ) -> tuple[Tensor, _Choosing]:
-        """Process the rows, and choose [rows] int64 tokens on the device, of which some may be guesses.
+        """Process the rows, and choose [rows] int64 tokens on the device, some of which may be guesses.
 
-        `likeliest` are the tokens with the highest logits, [rows] int64, as the rows come.
+        `likeliest` are the tokens with the highest unprocessed logits, [rows] int64.
         """
         rows = self._rows(layout, logits.contiguous(), positions)
         raw = RawLogits(rows)
@@ -292,25 +293,26 @@ class Sampler:
         return tokens, _Choosing(layout, rows, raw, failed, ends, ranked, guesses)
 
     def _answer(self, batch: ScheduledBatch, choosing: _Choosing, arrived: list[NDArray[Any]]) -> ModelOutput:
-        """The answer to a batch from tokens, highest logits and `_Choosing.beside`; remembers the tokens."""
+        """Return the answer to a batch from tokens, highest logits and `_Choosing.beside`; record the tokens."""
         layout, rows, raw = choosing.layout, choosing.rows, choosing.raw
         failed, ends, ranked = choosing.failed, choosing.ends, choosing.ranked
         emitted = ~ranked
         chosen, highest = self._choose_on_host(rows, choosing.guesses, arrived)
         for first, chunk in layout.drafted:
             self._accept(rows, first, chunk, chosen, emitted)
-        used = np.flatnonzero(emitted | ranked)  # not what stands behind a draft that was refused
+        used = np.flatnonzero(emitted | ranked)  # without rows after a refused draft
         check_peaks(highest[used], rows.slots[used], rows.positions[used])
         was_used = (row for row in sorted(failed, reverse=True) if emitted[row] or ranked[row])
-        failures = {int(rows.slots[row]): failed[row] for row in was_used}  # of several rows the first
+        # Of several failed rows of a slot, the first.
+        failures = {int(rows.slots[row]): failed[row] for row in was_used}
         if failures:
             emitted &= ~np.isin(rows.slots, list(failures))
         ended = emitted & ends & (chosen == NO_TOKEN)
-        told = np.where(ended, GUIDE_END, chosen)
+        final_tokens = np.where(ended, GUIDE_END, chosen)
         emitted &= chosen != NO_TOKEN
         output = ModelOutput(
             batch.iteration,
-            _tokens(layout, told, emitted | ended),
+            _tokens(layout, final_tokens, emitted | ended),
             self._beams(batch, rows, raw, ends),
             self._details(rows, raw, chosen, emitted),
             failures=failures,
@@ -322,10 +324,10 @@ class Sampler:
     def _choose_on_host(
         self, rows: Rows, guesses: list[Drawn], arrived: list[NDArray[Any]]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Draw again for rows whose top_p takes many tokens, and so whose tokens were guessed wrong.
+        """Sample again for rows whose top_p takes many tokens, so that the guess was wrong.
 
         Returns:
-            [rows] tokens, NO_TOKEN where all are banned, anything for rows that get none; and highest logits.
+            [rows] tokens (NO_TOKEN where all are banned, undefined for rows that get none), and highest logits.
         """
         tokens, highest, *are_final = arrived
         again = [
@@ -339,9 +341,9 @@ class Sampler:
     def _choose(
         self, rows: Rows, likeliest: Tensor, masked: Masked | None, wanted: NDArray[np.int64]
     ) -> tuple[Tensor, list[Drawn]]:
-        """Choose [rows] int64 tokens on the device, NO_TOKEN where all are banned; and say which are guesses.
+        """Return [rows] int64 tokens on the device (NO_TOKEN where all are banned), and those that are guesses.
 
-        On a CPU nothing is guessed; elsewhere, what a top_p alone would have to be waited for.
+        On a CPU nothing is guessed. On other devices, rows with only a top_p are guessed instead of waited for.
         """
         samples = samples_of(rows)[wanted]
         tokens = self._choose_likeliest(rows, likeliest, masked, wanted[~samples])
@@ -352,15 +354,15 @@ class Sampler:
                 guesses.append(drawn)
         if len(rows.needing(Needs.BANS)):
             chosen = rows.logits.gather(-1, tokens[:, None]).squeeze(-1)
-            tokens.masked_fill_(chosen == -torch.inf, NO_TOKEN)  # then no other is possible either
+            tokens.masked_fill_(chosen == -torch.inf, NO_TOKEN)  # then no other token is possible either
         return tokens, guesses
 
     def _choose_likeliest(
         self, rows: Rows, likeliest: Tensor, masked: Masked | None, greedy: NDArray[np.int64]
     ) -> Tensor:
-        """[rows] int64 tokens with the highest logits, in the rows `greedy`; in others any.
+        """Return [rows] int64 tokens with the highest logits in the rows `greedy`; undefined in other rows.
 
-        Rows are read again only where a step has changed them and no mask came last.
+        Rows are read again only if a step has changed them and the last one was not a mask.
         """
         tokens = likeliest.clone()
         is_known = rows.numbers["needs"] & int(Needs.CHANGES) == 0
@@ -380,7 +382,7 @@ class Sampler:
         chosen: NDArray[np.int64],
         emitted: NDArray[np.bool_],
     ) -> None:
-        """Put a chunk's new tokens in the first of its rows of `chosen`; the others emit none."""
+        """Put a chunk's new tokens in its first rows of `chosen`; its other rows emit none."""
         drafts, end = drafts_of(chunk), first + chunk.num_draft_tokens + 1
         request = self._slots[chunk.slot].request
         draft = weighed_draft(request, chunk, int(rows.positions[first]))
@@ -433,7 +435,7 @@ class Sampler:
         return found
 
     def _remember(self, rows: Rows, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]) -> None:
-        """Append new tokens to what is looked back at, follow guides, and note tokens that set a top_p back."""
+        """Append new tokens to the history, advance guides, and note tokens that reset top_p."""
         indices = rows.needing(Needs.GUIDE)
         indices = indices[emitted[indices]]
         self._guides.accept(rows.slots[indices], chosen[indices])
@@ -445,11 +447,11 @@ class Sampler:
         indices = indices[emitted[indices] & (chosen[indices] == rows.numbers["top_p_reset_id"][indices])]
         self._slots.numbers["top_p_since"][rows.slots[indices]] = rows.positions[indices] + 1
 
-    def _rows(self, layout: _Layout, logits: Tensor, positions: NDArray[np.int64]) -> Rows:
+    def _rows(self, layout: _LogitsRows, logits: Tensor, positions: NDArray[np.int64]) -> Rows:
         slots = np.repeat(layout.slots, layout.counts) if layout.drafted else layout.slots
         rows = Rows(logits, slots, positions, self._slots.numbers[slots])
         for first, chunk in layout.drafted:
-            # A row after a draft that sets top_p back is to see it back.
+            # If a draft resets top_p, the rows after it use the reset value.
             for index, token_id in enumerate(drafts_of(chunk), first):
                 if token_id == rows.numbers["top_p_reset_id"][index]:
                     rows.numbers["top_p_since"][index + 1 : first + chunk.num_draft_tokens + 1] = (
@@ -475,7 +477,7 @@ def _num_drafts(batch: ScheduledBatch) -> int:
 def _plain_output(
     batch: ScheduledBatch, slots: list[int], positions: NDArray[np.int64], arrived: list[NDArray[Any]]
 ) -> ModelOutput:
-    """The answer to a batch whose slots get a token each and nothing else, from [rows] tokens and peaks."""
+    """Return the answer to a batch whose slots get one plain token each, from [rows] tokens and peaks."""
     tokens, highest = arrived
     check_peaks(highest, slots, positions)
     found = list(zip(tokens.tolist()))
@@ -484,8 +486,10 @@ def _plain_output(
     return ModelOutput(batch.iteration, found)
 
 
-def _tokens(layout: _Layout, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]) -> list[tuple[int, ...]]:
-    """The new tokens of every sampled slot."""
+def _tokens(
+    layout: _LogitsRows, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]
+) -> list[tuple[int, ...]]:
+    """Return the new tokens of every sampled slot."""
     if emitted.all() and not layout.drafted:
         return list(zip(chosen.tolist()))
     tokens, flags = chosen.tolist(), emitted.tolist()
@@ -497,10 +501,10 @@ def _tokens(layout: _Layout, chosen: NDArray[np.int64], emitted: NDArray[np.bool
 
 @contextlib.contextmanager
 def threads_for(logits: Tensor) -> Generator[None]:
-    """Compute with one thread what the caller does with few logits on a CPU, for as long as the `with` lasts.
+    """Use a single thread inside the `with` block if there are few logits on a CPU.
 
-    Choosing tokens takes dozens of operators, and threads that share one meet at its end. Where another program
-    has a processor, each of them waits there until that program's turn is over.
+    Sampling runs dozens of operators, and threads that share one wait for each other at its end. If another
+    program occupies a processor, each operator waits until that program's time slice is over.
     """
     if logits.device.type != "cpu" or logits.numel() > _WORTH_SHARING:
         yield

@@ -1,9 +1,9 @@
-"""Drawing a token for sampling rows: of those that top-k, top-p and min_p leave, by inverse CDF.
+"""Sampling a token by inverse CDF from the tokens that top-k, top-p and min-p leave.
 
-Rows are grouped by what they need. With a top-k, or a top-p that few tokens reach, those tokens are found without
-putting the vocabulary in order, and only they are sorted; weights are float64 then. Where many tokens reach the
-top-p, or all are possible, weights are float32 over the vocabulary. Which of the two it is depends on the row
-alone, and sums are taken in an order that does not depend on the batch, so neither does a row's token.
+Rows are grouped by their limits. With a top-k, or a top-p that few tokens reach, the candidates are found without
+sorting the vocabulary, and only they are sorted; weights are float64 then. If many tokens are needed to reach
+top-p, or all are possible, weights are float32 over the vocabulary. The choice between the two depends on the row
+alone, and sums are taken in an order independent of the batch, so a row's token does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from inflight.sampling.rows import Needs, Rows, select_rows
 from inflight.sampling.transfer import to_host
 
 _BLOCK = 64
-"""Weights over a vocabulary are added up in float32 inside blocks of so many, and in float64 beyond."""
+"""Weights over a vocabulary are added up in float32 within blocks of this size, and in float64 across blocks."""
 _FEW = 128
-"""So many of the likeliest tokens are tried before a top-p is looked for in the whole vocabulary."""
+"""Number of most likely tokens that are tried before a top-p is sought in the whole vocabulary."""
 _CHUNK_BYTES = 1 << 20
-"""On a CPU, rows that are looked at as a whole are taken a few at a time, so that they stay in its cache."""
+"""On a CPU, whole rows are processed a few at a time, to stay in its cache."""
 _DIGITS = ((20, 1 << 12), (10, 1 << 10), (0, 1 << 10))
-"""(lowest bit, number of values) of the digits that a float32's bits are read by, highest first."""
+"""(lowest bit, number of values) of the digits into which a float32's bits are divided, highest first."""
 
 
 LIMITS = np.dtype([(name, np.float64) for name in ("temperature", "top_k", "top_p", "min_p")])
-"""What limits the tokens that a row may draw: a top_k of 0 and a top_p of 1 are no limits."""
+"""The limits of a row's tokens: a top_k of 0 and a top_p of 1 mean no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The tokens that some rows may draw.
+    """The tokens that some rows may sample.
 
     Attributes:
-        rows: [n] which rows, on the host.
+        rows: [n] indices of the rows, on the host.
         ids: [n, candidates] int64 in ascending order; None: the whole vocabulary.
-        weights: [n, candidates] unnormalized probabilities, 0 for what may not be drawn.
-        are_all: [n] bool on the device, where these are a guess: whether the row has no others; None: none has.
+        weights: [n, candidates] unnormalized probabilities, 0 for excluded tokens.
+        are_all: [n] bool on the device, if these are a guess: whether the row has no other candidates; None: these
+            are all.
     """
 
     rows: NDArray[np.int64]
@@ -55,12 +56,12 @@ class Candidates:
 
 
 class Drawn(NamedTuple):
-    """The tokens that were drawn for some rows.
+    """The tokens sampled for some rows.
 
     Attributes:
-        rows: [n] which rows, on the host.
+        rows: [n] indices of the rows, on the host.
         tokens: [n] int64 on the device.
-        is_final: [n] bool on the device, where these are a guess: whether a row's is right; None: all are.
+        is_final: [n] bool on the device, if these are a guess: whether the token is right; None: all are.
     """
 
     rows: NDArray[np.int64]
@@ -70,7 +71,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows that are treated alike; limits are [n, 1] float64 on the device."""
+    """Rows processed together; limits are [n, 1] float64 on the device."""
 
     rows: NDArray[np.int64]
     logits: Tensor
@@ -86,7 +87,7 @@ class _Group:
         return self.logits.shape[-1]
 
     def select(self, indices: NDArray[np.int64]) -> _Group:
-        """The group's rows `indices`."""
+        """Return the group's rows `indices`."""
         tensors = {
             name: select_rows(getattr(self, name), indices)
             for name in ("logits", "temperature", "top_p", "min_p", "top_k")
@@ -95,7 +96,7 @@ class _Group:
 
 
 def draw(rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
-    """Draw a token for each of the processed rows `sampled` (ascending indices), some rows at a time."""
+    """Sample a token for each of the processed rows `sampled` (ascending indices), some rows at a time."""
     if not len(sampled):
         return
     numbers = random_numbers(rows, Purpose.SAMPLE)
@@ -104,21 +105,21 @@ def draw(rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Ite
 
 
 def random_numbers(rows: Rows, purpose: Purpose) -> NDArray[np.float64]:
-    """The rows' random numbers in [0, 1), [rows]."""
+    """Return the rows' random numbers in [0, 1), [rows]."""
     numbers = rows.numbers
     return uniforms(numbers["random_seed"], numbers["sequence_index"], rows.positions, purpose)
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Index [n, 1] at which the sum of [n, size] float64 weights exceeds `uniform` [n, 1] of the total."""
+    """Return the index [n, 1] at which sums of [n, size] float64 weights exceed `uniform` [n, 1] of the total."""
     cumulative = weights.cumsum(dim=-1)
     return _first_beyond(cumulative, uniform * cumulative[:, -1:])
 
 
 def distribution(rows: Rows) -> Tensor:
-    """The probabilities that tokens are drawn from, [rows, vocab_size] float64; 1 for a greedy row's token.
+    """Return the sampling distributions, [rows, vocab_size] float64; a greedy row's token has probability 1.
 
-    All are 0 where every token is banned.
+    All are 0 if every token is banned.
     """
     result = torch.zeros(rows.logits.shape, dtype=torch.float64, device=rows.logits.device)
     samples = samples_of(rows)
@@ -136,15 +137,15 @@ def distribution(rows: Rows) -> Tensor:
 
 
 def samples_of(rows: Rows) -> NDArray[np.bool_]:
-    """Whether each row draws its token, [rows]; the others are greedy."""
+    """Return whether each row is sampled, [rows]; the others are greedy."""
     return rows.numbers["needs"] & int(Needs.SAMPLE) != 0
 
 
 def find_candidates(rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Candidates]:
-    """The candidates of each of the rows `sampled` (ascending indices), a few rows at a time.
+    """Yield the candidates of the rows `sampled` (ascending indices), a few rows at a time.
 
-    Whether a top-p is reached by few tokens is known to the device. With `may_guess` it is taken for granted, and
-    `are_all` says later whether it was right.
+    Whether few tokens reach a top-p is known to the device only. With `may_guess` it is assumed, and `are_all`
+    tells later whether the assumption was right.
     """
     limits = limits_of(rows, sampled)
     top_k = limits["top_k"]
@@ -165,7 +166,7 @@ def find_candidates(rows: Rows, sampled: NDArray[np.int64], may_guess: bool = Fa
 
 
 def limits_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
-    """The limits of the rows `indices`, [n] of LIMITS, with the top_p that decay has left."""
+    """Return the limits of the rows `indices`, [n] of LIMITS, with top_p after its decay."""
     numbers = rows.numbers[indices]
     limits = np.empty(len(indices), LIMITS)
     limits["temperature"] = numbers["temperature"]
@@ -176,14 +177,14 @@ def limits_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _decayed_top_p(numbers: NDArray[Any], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The top_p [n] after one decay for each token generated since the start or the last reset."""
+    """Return top_p [n] after one decay per token generated since the start or the last reset."""
     top_p, decay = numbers["top_p"], numbers["top_p_decay"]
     if (decay == 1.0).all():
         return top_p
     count = positions - numbers["top_p_since"]
     decayed = np.maximum(top_p * decay**count, numbers["top_p_min"])
     now = np.where((count > 0) & (decay < 1.0), decayed, top_p)
-    return np.maximum(now, np.finfo(np.float64).tiny)  # the likeliest token is always kept
+    return np.maximum(now, np.finfo(np.float64).tiny)  # the most likely token is always kept
 
 
 def _group(rows: Rows, indices: NDArray[np.int64], limits: NDArray[Any]) -> _Group:
@@ -191,7 +192,7 @@ def _group(rows: Rows, indices: NDArray[np.int64], limits: NDArray[Any]) -> _Gro
     return _Group(
         indices,
         select_rows(rows.logits, indices),
-        *rows.upload(np.stack(columns)[:, :, None]),  # one copy to the device
+        *rows.upload(np.stack(columns)[:, :, None]),  # a single copy to the device
         uses_temperature=bool((limits["temperature"] != 1.0).any()),
         uses_min_p=bool((limits["min_p"] > 0.0).any()),
     )
@@ -223,13 +224,13 @@ def _guess_top_p(group: _Group) -> Iterator[Candidates]:
 
 @dataclass(frozen=True, slots=True)
 class _TopTokens:
-    """The few likeliest tokens of rows with a top-p.
+    """The few most likely tokens of rows with a top-p.
 
     Attributes:
         group: The rows.
         ids: [n, count] in descending order.
         weights: [n, count] float64.
-        everywhere: [n, vocab_size] float32 weights.
+        everywhere: [n, vocab_size] float32 weights over the vocabulary.
         total: [n, 1] float64, the sum over the vocabulary.
         are_all: [n] whether these tokens reach the top-p.
     """
@@ -255,7 +256,7 @@ class _TopTokens:
         return cls(group, ids, weights, everywhere, total, (sums >= group.top_p * total).squeeze(-1))
 
     def keep(self, indices: NDArray[np.int64]) -> Candidates:
-        """The candidates of the rows `indices`, for which these tokens reach the top-p."""
+        """Return the candidates of the rows `indices`, for which these tokens reach top-p."""
         part = self.group.select(indices)
         ids, weights, total = (select_rows(each, indices) for each in (self.ids, self.weights, self.total))
         return _keep_nucleus(part.rows, ids, weights, total, part)
@@ -269,7 +270,7 @@ def _keep_all(group: _Group) -> Iterator[Candidates]:
 def _keep_nucleus(
     rows: NDArray[np.int64], ids: Tensor, weights: Tensor, total: Tensor, group: _Group
 ) -> Candidates:
-    """Apply top-p and min_p to candidates in descending order; `total` is the weight that top-p is a share of."""
+    """Apply top-p and min-p to candidates in descending order; top-p is a share of `total`."""
     before = F.pad(weights.cumsum(dim=-1)[:, :-1], (1, 0))
     weights = weights.masked_fill(before >= group.top_p * total, 0.0)
     ids, order = ids.sort(dim=-1)
@@ -277,10 +278,10 @@ def _keep_nucleus(
 
 
 def _keep_large_nucleus(group: _Group, weights: Tensor, total: Tensor) -> Candidates:
-    """Apply a top-p that takes too many tokens to sort: the least weight that is needed is found digit by digit.
+    """Apply a top-p that needs too many tokens to sort: the smallest weight needed is found digit by digit.
 
-    The bits of floats from 0 to 1 are in the order of the floats. Weights are added up by their highest digit,
-    then those that share the highest digit of the weight looked for by their next one, and so on.
+    Floats from 0 to 1 are ordered like their bits. Weights are added up by their highest digit; then those that
+    share the highest digit of the wanted weight by the next digit, and so on.
     """
     num_rows, needed = len(group.rows), group.top_p * total
     bits = weights.view(torch.int32)
@@ -299,7 +300,7 @@ def _keep_large_nucleus(group: _Group, weights: Tensor, total: Tensor) -> Candid
         rows, columns = rows[sharing], columns[sharing]
     least = least.int().view(torch.float32)
     weights = _where_at_least(weights, least)
-    # The tokens that are left have the least weight itself, and the first of them are kept.
+    # The remaining tokens have exactly the smallest weight needed, and the first of them are kept.
     first = torch.searchsorted(rows, torch.arange(num_rows, device=rows.device))
     rank = torch.arange(len(rows), device=rows.device) - first[rows]
     superfluous = above[rows, 0] + rank * least[rows, 0].double() >= needed[rows, 0]
@@ -308,7 +309,7 @@ def _keep_large_nucleus(group: _Group, weights: Tensor, total: Tensor) -> Candid
 
 
 def _digits(bits: Tensor, shift: int, size: int) -> Tensor:
-    return (bits >> shift).bitwise_and_(size - 1)  # within bounds even for NaN
+    return (bits >> shift).bitwise_and_(size - 1)  # in range even for NaN
 
 
 def _zeros(rows: int, size: int, like: Tensor) -> Tensor:
@@ -316,7 +317,7 @@ def _zeros(rows: int, size: int, like: Tensor) -> Tensor:
 
 
 def _next_digit(sums: Tensor, needed: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-    """The digit at which sums [rows, digits], from the highest down, reach `needed`, and what is above it then."""
+    """Return the digit at which sums [rows, digits], highest digit first, reach `needed`, and the sum above it."""
     sums = sums.flip(-1)
     from_above = sums.cumsum(dim=-1) + above
     index = (from_above < needed).sum(dim=-1, keepdim=True).clamp_(max=sums.shape[-1] - 1)
@@ -324,7 +325,7 @@ def _next_digit(sums: Tensor, needed: Tensor, above: Tensor) -> tuple[Tensor, Te
 
 
 def _without_unlikely(weights: Tensor, group: _Group) -> Tensor:
-    """Apply min_p, given that the likeliest token's weight is 1."""
+    """Apply min-p, given that the most likely token's weight is 1."""
     return _where_at_least(weights, group.min_p.to(weights.dtype)) if group.uses_min_p else weights
 
 
@@ -334,12 +335,12 @@ def _where_at_least(weights: Tensor, least: Tensor) -> Tensor:
 
 
 def _weights(logits: Tensor, highest: Tensor, group: _Group) -> Tensor:
-    """Unnormalized probabilities in float64, the likeliest 1."""
+    """Return unnormalized float64 probabilities; the most likely token's is 1."""
     return logits.double().sub_(highest).div_(group.temperature).exp_()
 
 
 def _weights_everywhere(group: _Group, highest: Tensor) -> Tensor:
-    """Unnormalized probabilities in float32 of the whole vocabulary, the likeliest 1."""
+    """Return unnormalized float32 probabilities of the whole vocabulary; the most likely token's is 1."""
     weights = group.logits - highest
     if group.uses_temperature:
         weights.div_(group.temperature.float())
@@ -347,12 +348,12 @@ def _weights_everywhere(group: _Group, highest: Tensor) -> Tensor:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Sums [rows, blocks] float64 of float32 weights over a vocabulary."""
+    """Return sums [rows, blocks] float64 of float32 weights over a vocabulary."""
     return reduce_blocks(weights, _BLOCK, torch.sum).double()
 
 
 def _draw(candidates: Candidates, uniform: Tensor) -> Tensor:
-    """Draw [n] tokens by [n, 1] float64 random numbers; 0 for rows that may draw nothing."""
+    """Sample [n] tokens with [n, 1] float64 random numbers; 0 for rows without candidates."""
     if candidates.ids is None:
         return _draw_from_vocabulary(candidates.weights, uniform)
     chosen = candidates.ids.gather(-1, inverse_cdf(candidates.weights, uniform))
@@ -360,7 +361,7 @@ def _draw(candidates: Candidates, uniform: Tensor) -> Tensor:
 
 
 def _draw_from_vocabulary(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Find first the block of the token that is drawn, then the token in it."""
+    """Find the block of the sampled token, then the token in it."""
     sums = _block_sums(weights)
     cumulative = sums.cumsum(dim=-1)
     total = cumulative[:, -1:]
@@ -375,7 +376,7 @@ def _draw_from_vocabulary(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Index [n, 1] of the first sum beyond `target`; rounding may not lead to an index that adds nothing."""
+    """Return the index [n, 1] of the first sum beyond `target`, in spite of rounding never one of weight 0."""
     below_total = torch.nextafter(cumulative[:, -1:], torch.zeros_like(target))
     target = torch.minimum(target, below_total).clamp_(min=0.0)
     index = torch.searchsorted(cumulative, target, right=True)

@@ -1,6 +1,6 @@
-"""Between host and device: uploads that nobody waits for, and one copy back for all that is read together.
+"""Transfers between host and device: asynchronous uploads, and a single copy back for everything read together.
 
-On a CPU all are free: what comes back shares memory with what was given. Called on the loop thread.
+On a CPU they are free: results share memory with the arguments. Called on the loop thread.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from torch import Tensor
 
 
 def as_tensor(values: NDArray[Any]) -> Tensor:
-    """A host array as a tensor that shares its memory."""
+    """Return a host array as a tensor that shares its memory."""
     return torch.from_numpy(values)  # pyright: ignore[reportUnknownMemberType]  torch declares no array types
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
-    """A tensor in host memory as an array that shares it."""
+    """Return a tensor in host memory as an array that shares its memory."""
     return tensor.numpy()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  the same
 
 
 def to_list(tensor: Tensor) -> list[Any]:
-    """A tensor's numbers, in lists as deep as it has dimensions; waits for the device."""
+    """Return a tensor's numbers as nested lists; waits for the device."""
     return tensor.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  the same
 
 
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy a host array to `device`; the array may be changed afterwards unless that is a CPU."""
+    """Copy a host array to `device`; the array may be changed afterwards, except if the device is a CPU."""
     return staged(values, device).to(device, non_blocking=True)
 
 
 def staged(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Put a host array where `device` can fetch it by itself.
+    """Put a host array where `device` can fetch it asynchronously.
 
-    A GPU reads memory that may be paged out only while the host waits. torch takes pinned memory from a pool, and
-    not again before the copies out of it are done.
+    A GPU reads pageable memory only while the host waits. torch takes pinned memory from a pool, and reuses it
+    only when the copies from it are done.
     """
     tensor = as_tensor(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def to_host(*tensors: Tensor) -> list[NDArray[Any]]:
-    """Copy one-dimensional tensors of one device to host arrays; waits for the device, once."""
+    """Copy one-dimensional tensors of one device to host arrays; waits once for the device."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [as_array(tensor) for tensor in tensors]
     return _split(_join(tensors).cpu(), tensors)
 
 
 def mark(device: torch.device) -> torch.cuda.Event:
-    """A mark behind all that has been queued on `device` so far."""
+    """Record an event after all work queued on `device` so far."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
@@ -64,9 +64,9 @@ class Arriving:
     """Tensors on their way to the host.
 
     Attributes:
-        tensors: On the device.
-        joined: Their bytes on the host, once `end` is reached; None where they were there from the start.
-        end: Of the copy.
+        tensors: The tensors on the device.
+        joined: Their bytes on the host, valid once `end` is reached; None if the tensors are on the host.
+        end: The event at the end of the copy.
     """
 
     tensors: tuple[Tensor, ...]
@@ -79,11 +79,11 @@ class Arriving:
         device = tensors[0].device
         if device.type == "cpu":
             return cls(tensors)
-        joined = _join(tensors).to("cpu", non_blocking=True)  # torch takes pinned memory for that
+        joined = _join(tensors).to("cpu", non_blocking=True)  # torch uses pinned memory for that
         return cls(tensors, joined, mark(device))
 
     def wait(self) -> list[NDArray[Any]]:
-        """The tensors as host arrays, once they are there."""
+        """Wait, and return the tensors as host arrays."""
         if self.joined is None or self.end is None:
             return [as_array(tensor) for tensor in self.tensors]
         self.end.synchronize()

@@ -1,22 +1,16 @@
 """A checkpoint, before anything is started: where `--model` is, and in how many parts it can be cut.
 
-Where that is, `inflight.hub` finds out. Knows only what config.json calls the sizes. Of a model that says none of
-them nothing is known, and the engine itself refuses what cannot be done.
+Where that is, `inflight.hub` finds out. A model whose config.json states no sizes is taken as it is: the engine
+itself refuses what cannot be done.
 """
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from inflight import hub
+from inflight.checkpoint_config import CheckpointFacts
 from inflight.errors import ConfigError
 from inflight.ranks.topology import tensor_parallel_sizes
 from inflight.server.errors import OptionError
-
-_LAYERS = ("num_hidden_layers", "n_layer")
-_HEADS = ("num_attention_heads", "n_head")
-_WIDTH = ("hidden_size", "n_embd")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Path:
@@ -32,19 +26,21 @@ def check_rank_sizes(checkpoint: Path, tp: int, pp: int, ep: int = 1) -> None:
     """Raise OptionError if the model cannot be cut so, with what would do."""
     if tp == pp == 1:
         return
-    config, name = _read_config(checkpoint), hub.checkpoint_name(checkpoint)
-    if (num_layers := _first(config, _LAYERS)) is not None and pp > num_layers:
+    try:
+        facts = CheckpointFacts.read(checkpoint)
+    except ConfigError:
+        return  # loading it says what is wrong
+    name = hub.checkpoint_name(checkpoint)
+    if facts.num_layers is not None and pp > facts.num_layers:
         raise OptionError(
-            f"--pp {pp}: every stage needs a layer, and {name} has {num_layers} layers, "
-            f"so --pp can be 1 to {num_layers}"
+            f"--pp {pp}: every stage needs a layer, and {name} has {facts.num_layers} layers, "
+            f"so --pp can be 1 to {facts.num_layers}"
         )
-    num_heads, width = _first(config, _HEADS), _first(config, _WIDTH)
-    if num_heads is None or width is None:
+    num_heads, num_kv_heads, inner = facts.num_heads, facts.num_kv_heads, facts.mlp_size
+    if num_heads is None or num_kv_heads is None or facts.hidden_size is None or inner is None:
         return
     if ep > 1:
-        _check_experts(name, _first(config, _EXPERTS), tp, ep)
-    num_kv_heads = _first(config, ("num_key_value_heads",)) or num_heads
-    inner = _first(config, ("intermediate_size", "n_inner")) or 4 * width
+        _check_experts(name, facts.num_experts, tp, ep)
     sizes = tensor_parallel_sizes(
         num_heads, num_kv_heads, inner * ep
     )  # an expert is for the ranks of a group
@@ -75,17 +71,3 @@ def _check_spelling(model: str, folder: Path) -> Path:
             f"--model {model}: the folder's name is not UTF-8, as config.pbtxt has to be"
         ) from None
     return folder
-
-
-def _read_config(checkpoint: Path) -> Mapping[str, object]:
-    try:
-        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # whoever loads it says what is wrong
-    return config if isinstance(config, dict) else {}
-
-
-def _first(config: Mapping[str, object], keys: tuple[str, ...]) -> int | None:
-    """The value of the first of these keys that has a positive one."""
-    found = (config.get(key) for key in keys)
-    return next((value for value in found if type(value) is int and value > 0), None)

@@ -1,1 +1,1 @@
-"""Text on the outside, token ids on the inside: tokenizer and incremental detokenizer. Needs no torch."""
+"""Conversion between text and token ids: tokenizer and incremental detokenizer. Needs no torch."""

@@ -1,12 +1,12 @@
-"""Finds strings that end a text while the text is being made.
+"""Finds stop strings in a text while it is generated.
 
-Owns what of a growing text may be shown: nothing that may turn out to be the beginning of a stop string. Does not
-know tokens. `StopStrings` is immutable and serves any number of texts; a `StopStringFinder` belongs to one text
-and one thread at a time.
+Owns which part of a growing text may be shown: nothing that may be the beginning of a stop string. Does not know
+tokens. `StopStrings` is immutable and serves any number of texts; a `StopStringFinder` belongs to one text and one
+thread at a time.
 
-The strings are one automaton (Aho and Corasick's), so a character costs the same however long the text is and
-however many strings there are. Its state is the longest end of the text that begins some stop string: exactly
-what has to be held back.
+The strings form one automaton (Aho and Corasick), so the cost per character does not depend on the length of the
+text or the number of strings. Its state is the longest suffix of the text that begins some stop string, which is
+exactly what must be held back.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _HIDDEN = 0
 
 
 class StopStrings:
-    """The automaton of a set of strings; empty ones are left out.
+    """The automaton of a set of strings; empty ones are ignored.
 
     Attributes:
-        strings: What is looked for, without repetitions, in the order given.
+        strings: The stop strings, without repetitions, in the given order.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
         self.strings = tuple(dict.fromkeys(string for string in strings if string))
-        # Per state: the next by character, the state of the longest proper end, its length, and the length of
-        # the longest stop string that ends here.
+        # Per state: the next states by character, the state of the longest proper suffix, the suffix's length, and
+        # the length of the longest stop string that ends here.
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]
         self._depth = [0]
@@ -41,17 +41,17 @@ class StopStrings:
         return bool(self.strings)
 
     def step(self, state: int, character: str) -> int:
-        """The state after one more character; 0 is that of an empty text."""
+        """Return the state after one more character; 0 is the state of an empty text."""
         while state and character not in self._next[state]:
             state = self._fallback[state]
         return self._next[state].get(character, 0)
 
     def depth(self, state: int) -> int:
-        """How many characters at the end of the text begin some stop string."""
+        """Return the number of characters at the end of the text that begin some stop string."""
         return self._depth[state]
 
     def match(self, state: int) -> int:
-        """Length of the longest stop string at the end of the text; 0 if there is none."""
+        """Return the length of the longest stop string at the end of the text; 0 if there is none."""
         return self._match[state]
 
     def _insert(self, string: str) -> None:
@@ -67,7 +67,7 @@ class StopStrings:
         self._match[state] = self._depth[state]
 
     def _link(self) -> None:
-        """Set the fallbacks, breadth first: a state's fallback is nearer to the root than the state."""
+        """Set the fallbacks, breadth first: a state's fallback is closer to the root than the state."""
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()
@@ -79,30 +79,30 @@ class StopStrings:
 
 
 class StopStringFinder:
-    """Looks for stop strings in one text. The one that ends first counts, of several that do the longest.
+    """Finds stop strings in one text. The one that ends first counts; of several, the longest.
 
-    A text may have parts that its reader does not get to see, such as special tokens. A stop string is found where
-    it stands in the text that is shown, and where it stands in the text together with its hidden parts.
+    A text may have hidden parts, such as special tokens. A stop string is found both in the shown text alone and
+    in the text with its hidden parts.
 
     Attributes:
-        stopped: Whether a stop string is complete. Nothing more comes then.
+        stopped: Whether a stop string is complete, which ends the text.
     """
 
     def __init__(self, stop_strings: StopStrings) -> None:
         self._strings = stop_strings
-        self._shown_state = 0  # after the characters that are shown
-        self._full_state = 0  # after all characters
+        self._shown_state = 0  # state over the shown characters
+        self._full_state = 0  # state over all characters
         self._held = ""  # the latest characters
         self._marks = b""  # for each of them, whether it is shown
         self.stopped = False
 
     def add(self, text: str, is_shown: bool = True, may_stop: bool = True) -> str:
-        """Add to the text; returns what is certain to be shown now, up to a stop string when one completes.
+        """Add to the text; return the part that can be shown now, up to a completed stop string.
 
         Args:
-            text: What comes.
-            is_shown: Whether its reader gets to see it.
-            may_stop: Whether a stop string that is complete within it counts.
+            text: The new text.
+            is_shown: Whether it is shown to the reader.
+            may_stop: Whether a stop string that it completes counts.
         """
         if self.stopped or not text:
             return ""
@@ -124,15 +124,15 @@ class StopStringFinder:
         return self._release(end - self._span(strings.depth(full), strings.depth(shown), end))
 
     def flush(self) -> str:
-        """End the text without a stop string; returns what was held back. The last call."""
+        """End the text without a stop string; return the text held back. Must be the last call."""
         return "" if self.stopped else self._release(len(self._held))
 
     def copy(self) -> StopStringFinder:
-        """A finder that goes on from here by itself."""
+        """Return an independent finder in the same state."""
         return copy(self)
 
     def _span(self, num_full: int, num_shown: int, end: int) -> int:
-        """How many of the held characters before `end` hold the last `num_full` and the last `num_shown` shown."""
+        """Return the smallest n whose last n characters before `end` contain both spans (all, and shown ones)."""
         if _HIDDEN not in self._marks:
             return max(num_full, num_shown)
         start = end
@@ -142,7 +142,7 @@ class StopStringFinder:
         return max(num_full, end - start)
 
     def _release(self, end: int) -> str:
-        """Let go of the held characters before `end`; returns those that are shown."""
+        """Release the held characters before `end`; return the shown ones."""
         text, marks = self._held[:end], self._marks[:end]
         self._held, self._marks = self._held[end:], self._marks[end:]
         if _HIDDEN not in marks:

@@ -1,8 +1,7 @@
-"""Text of requests to token ids: prompts, and the words to ban, to bias or to stop at.
+"""Turns texts of requests to token ids: prompts, and words to ban, to bias or to stop at.
 
-Owns the bounds on texts, which look at lengths alone, and what is said of a text that exceeds them. Runs on the
-thread that receives requests, or for long texts on one of those beside it, with the GIL released while a text is
-being tokenized.
+Owns the limits on texts, which depend on lengths only, and their errors. Runs on the thread that receives
+requests, or for long texts on a separate thread, with the GIL released during tokenization.
 """
 
 from __future__ import annotations
@@ -11,25 +10,25 @@ from collections.abc import Callable, Sequence
 
 from inflight.config import SpecialTokens
 from inflight.core.request.request import ModelLimits
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, Name, TooLong, Unsupported
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.words import biased_ids, word_ids
 
 MAX_WORDS = 1024
-"""Most words to stop at, to ban or to bias in one prompt."""
+"""Maximum number of words to stop at, to ban or to bias in one prompt."""
 
 MAX_WORDS_BYTES = 32 * 1024
-"""Most bytes of UTF-8 in all words of one of these lists."""
+"""Maximum number of UTF-8 bytes in all words of one of these lists."""
 
-_BYTES_PER_WORD = 512  # of a prompt that take as long to tokenize as a word in its spellings
+_BYTES_PER_WORD = 512  # of a prompt that takes as long to tokenize as the spellings of one word
 
 
 class TextEncoder:
-    """A model's tokenizer as requests need it; every method raises what `require_tokenizer` raises.
+    """A model's tokenizer, as requests use it. Every method raises the errors of `require_tokenizer`.
 
     Args:
-        require_tokenizer: Returns the tokenizer; raises Unsupported where there is none.
-        special_tokens: Whether prompts get those that belong around them.
+        require_tokenizer: Returns the tokenizer; raises Unsupported if there is none.
+        special_tokens: Whether prompts get the special tokens around them.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class TextEncoder:
         self._special_tokens = special_tokens
 
     def prompts(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Ids of each prompt."""
+        """Return the ids of each prompt."""
         tokenizer = self._tokenizer()
         is_added = self._special_tokens is not SpecialTokens.LEFT_OUT
         encoded = tokenizer.encode_batch(texts, add_special_tokens=is_added)
@@ -52,27 +51,27 @@ class TextEncoder:
         return [ids[size:] if ids[size : 2 * size] == prefix else ids for ids in encoded]
 
     def tokens(self, word: str) -> Sequence[int]:
-        """Ids that a bias for a word is added to, each as often as it is there."""
+        """Return the ids that a bias for a word is added to, each as often as it occurs."""
         return biased_ids(self._tokenizer(), word)
 
     def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
-        """The ids of a word in every way in which it is likely to stand in a text."""
+        """Return the ids of a word in every form in which it is likely to occur in a text."""
         return word_ids(self._tokenizer(), word)
 
     def check_prompt_length(self, num_bytes: int, name: str, limits: ModelLimits) -> None:
-        """Refuse a prompt that is too long for the model, whatever it says.
+        """Refuse a prompt that is certainly too long for the model.
 
         Args:
-            num_bytes: Its length in UTF-8.
-            name: What the client calls it.
-            limits: The model's.
+            num_bytes: Its length in UTF-8 bytes.
+            name: The client's name for it.
+            limits: The model's limits.
 
         Raises:
-            InvalidArgument: It has more bytes than the tokens of the longest prompt can stand for.
+            TooLong: It has more bytes than the longest prompt's tokens can stand for.
             Unsupported: It is long, and there is no tokenizer.
         """
         max_tokens = limits.max_input_length
-        if num_bytes <= max_tokens:  # every token stands for a byte at least
+        if num_bytes <= max_tokens:  # every token stands for at least one byte
             return
         max_bytes_per_token = self._tokenizer().max_bytes_per_token
         if max_bytes_per_token is None or num_bytes <= max_tokens * max_bytes_per_token:
@@ -81,10 +80,11 @@ class TextEncoder:
             f"; one iteration has to hold all of a prompt (max_num_tokens is {limits.max_context_tokens}), "
             "with the parameter enable_chunked_context it would be split over several"
         )
-        raise InvalidArgument(
-            f"{name} has {num_bytes} bytes; this server takes prompts of at most {max_tokens} tokens, which hold "
+        raise TooLong(
+            Name(name),
+            f" has {num_bytes} bytes; this server takes prompts of at most {max_tokens} tokens, which hold "
             f"at most {max_tokens * max_bytes_per_token} bytes of text"
-            f"{remedy if limits.max_context_tokens < limits.max_sequence_length else ''}"
+            f"{remedy if limits.max_context_tokens < limits.max_sequence_length else ''}",
         )
 
 
@@ -93,24 +93,24 @@ def _no_tokenizer() -> Tokenizer:
 
 
 NO_TEXT = TextEncoder(_no_tokenizer)
-"""For users without a tokenizer: refuses all text."""
+"""For models without a tokenizer: refuses all text."""
 
 
 def check_words(sizes: Sequence[int], name: str) -> None:
-    """Raise InvalidArgument if there are too many words, or too long ones.
+    """Raise InvalidArgument if there are too many words, or too many bytes in them.
 
     Args:
-        sizes: Bytes of UTF-8 of each word.
-        name: What the client calls the list.
+        sizes: UTF-8 bytes of each word.
+        name: The client's name for the list.
     """
     if len(sizes) > MAX_WORDS:
-        raise InvalidArgument(f"{name} has {len(sizes)} words; this server takes at most {MAX_WORDS}")
+        raise InvalidArgument(Name(name), f" has {len(sizes)} words; this server takes at most {MAX_WORDS}")
     if sum(sizes) > MAX_WORDS_BYTES:
         raise InvalidArgument(
-            f"{name} has {sum(sizes)} bytes of text; this server takes at most {MAX_WORDS_BYTES}"
+            Name(name), f" has {sum(sizes)} bytes of text; this server takes at most {MAX_WORDS_BYTES}"
         )
 
 
 def tokenizing_cost(prompt_sizes: Sequence[int], word_sizes: Sequence[int]) -> int:
-    """Bytes of a prompt that take as long to tokenize as these prompts and words, all given in bytes."""
+    """Return the bytes of a prompt that takes as long to tokenize as these prompts and words, given in bytes."""
     return sum(prompt_sizes) + sum(word_sizes) + _BYTES_PER_WORD * len(word_sizes)

@@ -1,7 +1,7 @@
-"""How much text one token can stand for, so that a text can be too long without being looked at.
+"""The maximum length of text that one token can stand for, so that a text can be refused by its length alone.
 
-Owns what is known of normalizers and models: how far they can shrink a text, and which of them can make any length
-of it vanish. Does not know requests. Plain functions, any thread.
+Owns how far normalizers and models can shrink a text, and which of them can make text of any length vanish. Does
+not know requests. Plain functions; any thread.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import tokenizers
 
 from inflight.text.token_decoder import BYTE_OF_CHARACTER, BYTE_TOKENS, Component, described
 
-# By how much a normalizer can shrink a text, in bytes of UTF-8. What is missing here may leave nothing of it.
+# The factor by which a normalizer can shrink a text, in UTF-8 bytes. A normalizer not listed may leave nothing.
 _SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 4, "NFKD": 4, "Lowercase": 3, "Prepend": 1}
 
-# These hand on all of a text; those that cut with "Removed" do not.
+# These keep all of a text, unless their behavior is "Removed".
 _KEEP_EVERYTHING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Split", "Punctuation"})
 
 
 def max_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The most bytes of UTF-8 text that one token can stand for; None if there is no such bound.
+    """Return the maximum number of UTF-8 bytes that one token can stand for; None if there is no bound.
 
-    There is none where parts of a text may leave no token at all, such as spaces beside a token that strips them,
-    or where a text of any length may become a single unknown token.
+    There is none if parts of a text may give no token at all, such as spaces beside a token that strips them, or
+    if a text of any length may become a single unknown token.
     """
     shrinks = _shrinks(described(backend.normalizer, "normalizers"))
     cuts = described(backend.pre_tokenizer, "pretokenizers")
@@ -39,7 +39,7 @@ def max_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _longest_token(backend: tokenizers.Tokenizer, is_byte_level: bool) -> int | None:
-    """Bytes of the longest token; None if some text has no token of its own."""
+    """Return the bytes of the longest token; None if some text has no token of its own."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if is_byte_level and isinstance(backend.model, tokenizers.models.BPE):
         return max(map(len, vocabulary)) if vocabulary.keys() >= BYTE_OF_CHARACTER.keys() else None
@@ -63,7 +63,7 @@ def _shrinks(normalizers: list[Component]) -> int | None:
 
 
 def _replace_shrinks(part: Component) -> int | None:
-    """By how much replacing a text by a text shrinks; None for an expression, which may match anything."""
+    """Return the factor by which replacing a text shrinks; None for an expression, which may match anything."""
     replaced, by = part["pattern"].get("String"), part["content"]
     if replaced is None or not by:
         return None

@@ -1,12 +1,12 @@
-"""How the token strings of a vocabulary become text.
+"""Decodes a vocabulary's token strings to text.
 
-Owns what the rest of this package needs to know of a tokenizer's decoder: the bytes a token stands for, whether
-text can be made token by token, and what becomes of bytes that are not UTF-8. Does not know ids, special tokens
-or streams. Immutable; any thread.
+Owns what this package needs to know of a tokenizer's decoder: the bytes of a token, whether text can be decoded
+token by token, and the handling of bytes that are not UTF-8. Does not know ids, special tokens or streams.
+Immutable; any thread.
 
-Three families of decoders matter. *Byte-level* BPE spells every token in an alphabet of 256 characters, one for
-each byte. *SentencePiece-style* decoders work on the strings and spell only what the vocabulary lacks in bytes,
-as `<0xE4>`. WordPiece and its like have no bytes at all.
+There are three families of decoders. *Byte-level* BPE spells every token in an alphabet of 256 characters, one per
+byte. *SentencePiece-style* decoders work on strings and spell only text outside of the vocabulary in bytes, as
+`<0xE4>`. WordPiece and similar ones have no bytes.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import Any
 import tokenizers
 
 Component = dict[str, Any]
-"""A normalizer, pre-tokenizer or decoder as tokenizer.json writes it."""
+"""A normalizer, pre-tokenizer or decoder in the form of tokenizer.json."""
 
 REPLACEMENT = "\ufffd"
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # what Python's surrogateescape makes of an invalid byte
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # an invalid byte under Python's surrogateescape
 _ANCHOR = "a"
 
-# Decoders that look at one token at a time, except for what they do at the very start of a text.
+# Decoders that handle one token at a time, except at the very start of a text.
 _TOKEN_BY_TOKEN = re.compile(r"((Replace|Strip|Metaspace|WordPiece) )*(ByteFallback )?(Fuse (Strip )*)?")
 
 
 def described(component: Any, key: str) -> list[Component]:
-    """A normalizer, pre-tokenizer or decoder as tokenizer.json writes it, with sequences flattened.
+    """Return a normalizer, pre-tokenizer or decoder in the form of tokenizer.json, with sequences flattened.
 
     Args:
-        component: Of the `tokenizers` library; None, where a tokenizer has none, is an empty list.
-        key: What a sequence calls its parts: normalizers, pretokenizers or decoders.
+        component: The component of the `tokenizers` library; None gives an empty list.
+        key: The key of a sequence's parts: normalizers, pretokenizers or decoders.
     """
 
     def flatten(part: Component) -> Iterator[Component]:
@@ -52,18 +52,18 @@ def described(component: Any, key: str) -> list[Component]:
 
 
 class Utf8Decoder:
-    """Incremental UTF-8 decoder that replaces invalid bytes, one U+FFFD for each byte or each broken character."""
+    """Incremental UTF-8 decoder that replaces invalid bytes: one U+FFFD per byte, or per broken character."""
 
     def __init__(self, replace_each_byte: bool) -> None:
         self._errors = "surrogateescape" if replace_each_byte else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(self._errors)
 
     def decode(self, raw: bytes) -> str:
-        """The characters that `raw` completes, or breaks; a sequence that may still complete stays pending."""
+        """Return the characters that `raw` completes or breaks; an incomplete sequence stays pending."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.decode(raw))
 
     def replace_pending(self) -> str:
-        """Replace what is pending, as invalid bytes; the next `decode` starts afresh."""
+        """Replace pending bytes as invalid; the next `decode` starts anew."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.decode(b"", final=True))
 
     @property
@@ -73,17 +73,17 @@ class Utf8Decoder:
 
     @property
     def num_pending(self) -> int:
-        """Bytes of a sequence that may still complete: 0 to 3."""
+        """Number of bytes of an incomplete sequence: 0 to 3."""
         return len(self._decoder.getstate()[0])
 
 
 class TokenDecoder:
-    """Turns one tokenizer's token strings into text.
+    """Turns a tokenizer's token strings into text.
 
     Attributes:
-        is_byte_level: Every token stands for bytes, and a text is its bytes, wherever it starts.
-        is_token_by_token: A token's text depends neither on the tokens after it nor, past the start of the text,
-            on those before it; bytes aside.
+        is_byte_level: Whether every token stands for bytes, and a text is its bytes wherever it starts.
+        is_token_by_token: Whether a token's text depends neither on later tokens nor, after the start of the text,
+            on earlier ones; bytes aside.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -96,10 +96,10 @@ class TokenDecoder:
         self._anchor_length = len(self._join([_ANCHOR]))
 
     def text(self, tokens: Sequence[str]) -> str:
-        """The text of a whole sequence of tokens.
+        """Return the text of a whole sequence of tokens.
 
-        Differs from the `tokenizers` library in one point. In a run of byte tokens that is not UTF-8 as a whole,
-        valid characters survive and each invalid byte becomes one U+FFFD, as in SentencePiece; the library
+        Differs from the `tokenizers` library in one point. In a run of byte tokens that is not valid UTF-8 as a
+        whole, valid characters are kept and each invalid byte becomes one U+FFFD, as in SentencePiece. The library
         replaces the whole run, however long, so that text already streamed would have to be taken back.
         """
         if self._has_byte_tokens:
@@ -107,15 +107,15 @@ class TokenDecoder:
         return self._join(tokens)
 
     def continued(self, token: str) -> str:
-        """The text of a token that is not the first; not for tokens that stand for bytes."""
+        """Return the text of a token that is not the first; not for byte tokens."""
         return self._join([_ANCHOR, token])[self._anchor_length :]
 
     def within_text(self, token: str) -> str:
-        """The text of a special token where special tokens are not left out."""
+        """Return the text of a special token when special tokens are not left out."""
         return self.text([token]) if self.is_byte_level else self.continued(token)
 
     def raw_bytes(self, token: str) -> bytes | None:
-        """The bytes a token stands for, None for a token that stands for its text."""
+        """Return the bytes of a byte token, None for other tokens."""
         if self.is_byte_level:
             try:
                 return bytes([BYTE_OF_CHARACTER[character] for character in token])
@@ -125,7 +125,7 @@ class TokenDecoder:
         return bytes([int(match[1], 16)]) if match else None
 
     def utf8_decoder(self) -> Utf8Decoder:
-        """An incremental decoder that replaces invalid bytes as this tokenizer does."""
+        """Return an incremental decoder that replaces invalid bytes like this tokenizer."""
         return Utf8Decoder(replace_each_byte=not self.is_byte_level)
 
     def _join(self, tokens: Sequence[str]) -> str:
@@ -149,18 +149,18 @@ def _is_token_by_token(parts: list[Component]) -> bool:
     if not _TOKEN_BY_TOKEN.fullmatch("".join(f"{name} " for name in names)):
         return False
     fused = parts[names.index("Fuse") :] if "Fuse" in names else []
-    return all(part.get("stop", 0) == 0 for part in fused)  # else the end of the text is still to be cut
+    return all(part.get("stop", 0) == 0 for part in fused)  # otherwise the end of the text would be stripped
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level BPE: printable Latin-1 stands for itself, every other byte for a character from U+0100 on."""
+    """Return byte-level BPE's alphabet: printable Latin-1 for itself, U+0100 and up for other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)).difference(printable))
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 BYTE_OF_CHARACTER = _byte_level_alphabet()
-"""The byte that each of the 256 characters of a byte-level vocabulary stands for."""
+"""The byte of each of the 256 characters of a byte-level vocabulary."""
 
 BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-"""How SentencePiece-style vocabularies spell bytes."""
+"""The spellings of bytes in SentencePiece-style vocabularies."""

@@ -1,11 +1,11 @@
-"""A checkpoint's tokenizer, over the `tokenizers` library alone.
+"""A checkpoint's tokenizer, based on the `tokenizers` library alone.
 
-Owns encoding and decoding; what the files of a checkpoint say is the business of `tokenizer_files`. Does not know
-prompts, chat templates or streams. Immutable once loaded; any thread.
+Owns encoding and decoding; `tokenizer_files` reads the checkpoint's files. Does not know prompts, chat templates
+or streams. Immutable once loaded; any thread.
 
-Ids and text are those of transformers' `AutoTokenizer`, with two exceptions in decoding. The setting
-`clean_up_tokenization_spaces` is never applied: it removes spaces that the model has generated, and a streamed
-text cannot take them back. And `TokenDecoder.text` says what becomes of invalid bytes.
+Ids and text equal those of transformers' `AutoTokenizer`, with two exceptions in decoding. The setting
+`clean_up_tokenization_spaces` is never applied: it removes generated spaces, which a streamed text cannot take
+back. For invalid bytes see `TokenDecoder.text`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from inflight.text.token_decoder import TokenDecoder
 from inflight.text.tokenizer_files import read_tokenizer
 
 _SMALL_BATCH = 8192
-"""Characters that take a few milliseconds at most."""
+"""Number of characters that take a few milliseconds at most."""
 
 
 class Tokenizer:
-    """Turns text into ids and ids into text.
+    """Converts between text and token ids.
 
     Args:
-        backend: The library's tokenizer; changed here.
+        backend: The library's tokenizer, which is modified.
         named_tokens: Spellings of special tokens by their role, such as `eos_token`.
-        special_tokens: Spellings of tokens that are special although `backend` may say otherwise.
+        special_tokens: Spellings of further special tokens, which `backend` may not mark as special.
 
     Attributes:
-        bos_token_id: Id of the beginning-of-sequence token that the configuration files name, or None.
+        bos_token_id: Id of the beginning-of-sequence token in the configuration files, or None.
         eos_token_id: Id of their end-of-sequence token, or None.
         pad_token_id: Id of their padding token, or None.
-        token_decoder: How token strings become text.
-        prefix_ids: The special tokens that tokenizer.json puts in front of a prompt; empty where it puts none.
-        max_bytes_per_token: The most bytes of UTF-8 text that one token can stand for; None if there is no bound.
+        token_decoder: Decodes token strings to text.
+        prefix_ids: The special tokens that tokenizer.json puts before a prompt; may be empty.
+        max_bytes_per_token: Maximum number of UTF-8 bytes that one token can stand for; None if there is no bound.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Tokenizer:
         special_tokens: Iterable[str] = (),
     ) -> None:
         named_tokens = named_tokens or {}
-        backend.no_truncation()  # a file may carry the settings of whoever trained it
+        backend.no_truncation()  # a file may have the settings of its training
         backend.no_padding()
         self._backend = backend
         added = backend.get_added_tokens_decoder()
@@ -67,7 +67,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, folder: str | Path) -> Tokenizer:
-        """Read tokenizer.json and the files that may stand beside it; see `tokenizer_files`.
+        """Read tokenizer.json and the files beside it; see `tokenizer_files`.
 
         Raises:
             ConfigError: A file is missing or broken; the message names it.
@@ -77,24 +77,24 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
+        """Number of tokens, including added ones; a model's vocabulary may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`, by default with the special tokens that tokenizer.json puts around a prompt.
+        """Return the ids of `text`, by default with the special tokens that tokenizer.json puts around a prompt.
 
-        The `add_bos_token` of a tokenizer_config.json has no say in that, as with transformers.
+        As in transformers, `add_bos_token` of tokenizer_config.json has no effect on that.
         """
-        # A batch of one, because only batches are encoded with the GIL released: a prompt of a megabyte takes a
-        # second, and the process that holds the engine has others to serve meanwhile.
+        # A batch of one, as only batches are encoded with the GIL released: a prompt of a megabyte takes a second,
+        # during which the engine's process has other requests to serve.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Ids of several texts, as `encode` gives them, on all processors if there is enough text.
+        """Return the ids of several texts, as `encode` gives them, on all processors if there is enough text.
 
-        The library has one pool of threads, where a batch waits for all of the batches before it; a batch of one
-        does not. So small batches, which others may be waiting behind, stay out of that pool.
+        The library has one pool of threads, in which a batch waits for all earlier batches; a batch of one does
+        not use it. So small batches are encoded outside of the pool.
         """
         if sum(map(len, texts)) <= _SMALL_BATCH or len(texts) == 1:
             return [self.encode(text, add_special_tokens) for text in texts]
@@ -102,17 +102,17 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`. Ids outside of the vocabulary, negative ones too, decode to nothing."""
+        """Return the text of `ids`. Ids outside of the vocabulary, including negative ones, give no text."""
         return self.token_decoder.text(self.tokens(ids, skip_special_tokens))
 
     def tokens(self, ids: Iterable[int], skip_special_tokens: bool = True) -> list[str]:
-        """The strings of those of `ids` that have a part in the text."""
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+        """Return the strings of those `ids` that contribute to the text."""
+        skipped = self._special_ids if skip_special_tokens else frozenset[int]()
         strings = (self._backend.id_to_token(i) for i in ids if i >= 0 and i not in skipped)
         return [string for string in strings if string is not None]
 
     def token_bytes(self) -> list[bytes]:
-        """By id, the bytes that each token adds to a text that goes on; of a special token its spelling."""
+        """Return by id the bytes that each token adds to a continued text; for a special token, its spelling."""
         decoder = self.token_decoder
         table = [b""] * (1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1))
         for token, token_id in self._backend.get_vocab(with_added_tokens=True).items():
@@ -129,11 +129,11 @@ class Tokenizer:
         return self._special_ids
 
     def added_token_id(self, text: str) -> int | None:
-        """Id of the added token, special or not, that is written like this; None if there is none."""
+        """Return the id of the added token, special or not, with this spelling; None if there is none."""
         return self._added_ids.get(text)
 
     def special_text(self, token_id: int) -> str:
-        """The spelling of a special token within a text; "" for an id that is none."""
+        """Return the spelling of a special token within a text; "" for other ids."""
         if token_id not in self._special_ids:
             return ""
         token = self._backend.id_to_token(token_id)
@@ -141,7 +141,9 @@ class Tokenizer:
 
 
 def _prefix_ids(backend: tokenizers.Tokenizer) -> list[int]:
-    """The ids that stand before those of a text only if special tokens are added."""
-    bare, around = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
-    starts = range(len(around) - len(bare) + 1)
-    return around[: next((at for at in starts if around[at : at + len(bare)] == bare), 0)]
+    """Return the ids that come before those of a text only if special tokens are added."""
+    bare, with_special_tokens = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    starts = range(len(with_special_tokens) - len(bare) + 1)
+    return with_special_tokens[
+        : next((at for at in starts if with_special_tokens[at : at + len(bare)] == bare), 0)
+    ]

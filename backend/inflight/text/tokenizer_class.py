@@ -1,10 +1,10 @@
-"""The tokenizer class of a checkpoint in transformers, and its changes to tokenizer.json.
+"""The transformers class of a checkpoint's tokenizer, and its changes to tokenizer.json.
 
-Most checkpoints are used as their tokenizer.json says. A few classes take the vocabulary and the merges from it
-and bring everything else themselves: how a text is normalized, cut and joined again. Owns the table of those that
-models served here come with. Does not know added tokens. Plain functions over parsed JSON; any thread.
+Most checkpoints are used as their tokenizer.json says. A few classes take only vocabulary and merges from it, and
+define normalization, pre-tokenization and decoding themselves. Owns the table of the classes of models served
+here. Does not know added tokens. Plain functions on parsed JSON; any thread.
 
-All of this is transformers' `AutoTokenizer`, of the version that the tests compare with.
+Follows transformers' `AutoTokenizer`, in the version that the tests compare with.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 Json = dict[str, Any]
 
 AS_IN_ITS_FILE = ""
-"""Stands for the class that takes tokenizer.json as it is."""
+"""Stands for a class that takes tokenizer.json as it is."""
 
-# The class that a kind of model has by itself, without "Fast", by config.json's model_type.
+# The default class, without "Fast", of a kind of model, by config.json's model_type.
 CLASS_OF_MODEL = {
     model_type: name
     for name, model_types in {
@@ -35,7 +35,7 @@ CLASS_OF_MODEL = {
     for model_type in model_types.split()
 }
 
-# Checkpoints of these models name wrong classes so often that transformers does not listen.
+# Checkpoints of these models name wrong classes so often that transformers ignores them.
 _CLASS_IS_OFTEN_WRONG = frozenset({"qwen2"})
 
 _QWEN2_WORDS = (
@@ -46,14 +46,14 @@ _QWEN2_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerClass:
-    """A tokenizer class of transformers that does not take a tokenizer.json as it is.
+    """A tokenizer class of transformers that does not take tokenizer.json as it is.
 
     Attributes:
-        parts: From the settings of tokenizer_config.json to normalizer, pre_tokenizer, decoder and changes of the
-            model, as in a tokenizer.json.
-        special_tokens: Named special tokens that it has where the settings name none.
-        readds_special_tokens: Whether every special token loses the settings of its own, such as `rstrip`.
-        template: Names of the special tokens that go before a text; None leaves it to tokenizer.json.
+        parts: Returns normalizer, pre_tokenizer, decoder and model changes, as in tokenizer.json, given the
+            settings in tokenizer_config.json.
+        special_tokens: Named special tokens to use where the settings have none.
+        readds_special_tokens: Whether every special token loses its own settings, such as `rstrip`.
+        template: Names of the special tokens before a text; None: as in tokenizer.json.
     """
 
     parts: Callable[[Mapping[str, Any]], Json]
@@ -63,25 +63,25 @@ class TokenizerClass:
 
 
 def find_tokenizer_class(
-    settings: Mapping[str, Any], config: Mapping[str, Any], pipeline_text: str
+    settings: Mapping[str, Any], model_type: str | None, class_name: str | None, pipeline_text: str
 ) -> TokenizerClass | None:
-    """The class that `AutoTokenizer` would choose; None for one that takes tokenizer.json as it is.
+    """Return the class that `AutoTokenizer` would choose; None for one that takes tokenizer.json as it is.
 
     Args:
-        settings: tokenizer_config.json.
-        config: config.json; empty if there is none.
-        pipeline_text: tokenizer.json, not parsed.
+        settings: The content of tokenizer_config.json.
+        model_type: The model_type in config.json.
+        class_name: The `tokenizer_class` in config.json, used if the settings name none.
+        pipeline_text: The text of tokenizer.json.
     """
-    model_type = config.get("model_type") or ""
-    declared = settings.get("tokenizer_class") or config.get("tokenizer_class") or ""
+    declared = settings.get("tokenizer_class") or class_name or ""
     declared = str(declared).removesuffix("Fast")
-    of_model = CLASS_OF_MODEL.get(model_type)
+    of_model = CLASS_OF_MODEL.get(model_type or "")
     if (
         declared == "LlamaTokenizer"
         and model_type not in _CLASS_IS_OFTEN_WRONG
         and '"ByteLevel"' in pipeline_text
     ):
-        return None  # Llama 3 and its like
+        return None  # Llama 3 and similar models
     if of_model == AS_IN_ITS_FILE:
         return None
     if of_model is not None and (not declared or model_type in _CLASS_IS_OFTEN_WRONG):
@@ -90,9 +90,9 @@ def find_tokenizer_class(
 
 
 def rebuilt(pipeline: Mapping[str, Any], parts: Json) -> Json:
-    """A tokenizer.json with the vocabulary and merges of `pipeline`, and everything else of a class.
+    """Return a tokenizer.json with the vocabulary and merges of `pipeline`, and everything else from a class.
 
-    It has no added tokens. What goes around a text stays that of `pipeline`.
+    It has no added tokens. The post-processor stays that of `pipeline`.
     """
     model = {
         "type": "BPE",
@@ -104,7 +104,7 @@ def rebuilt(pipeline: Mapping[str, Any], parts: Json) -> Json:
 
 
 def can_be_rebuilt(pipeline: Mapping[str, Any]) -> bool:
-    """Whether there is a vocabulary with merges in it."""
+    """Whether the pipeline has a vocabulary and merges."""
     model = pipeline.get("model", {})
     return isinstance(model.get("vocab"), dict) and "merges" in model
 

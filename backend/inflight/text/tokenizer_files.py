@@ -1,6 +1,6 @@
-"""Reads a checkpoint's tokenizer from its files, as transformers' `AutoTokenizer` does, without transformers.
+"""Reads a checkpoint's tokenizer from its files as transformers' `AutoTokenizer` does, without transformers.
 
-Owns which files there are and which has the last word on added tokens: tokenizer.json, tokenizer_config.json,
+Owns the list of files, and their precedence for added tokens: tokenizer.json, tokenizer_config.json,
 special_tokens_map.json, added_tokens.json, and config.json for the kind of model. Does not know texts. Plain
 functions; any thread.
 """
@@ -16,7 +16,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
+from inflight.checkpoint_config import CheckpointFacts
 from inflight.errors import ConfigError
+from inflight.json_values import is_list, is_object
 from inflight.text.tokenizer_class import (
     TokenizerClass,
     can_be_rebuilt,
@@ -34,7 +36,7 @@ class TokenizerFiles:
     """The tokenizer and special tokens in a checkpoint's files.
 
     Attributes:
-        backend: The tokenizer, complete.
+        backend: The complete tokenizer.
         named_tokens: Special tokens by their role, such as `eos_token`.
         special_tokens: Spellings of all special tokens.
     """
@@ -53,11 +55,12 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: text can only be served with a tokenizer.json")
-    settings, config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+    settings, facts = _read_json(folder / "tokenizer_config.json"), CheckpointFacts.read(folder)
+    model_type, class_name = facts.model_type, facts.tokenizer_class
     try:
         text = path.read_text(encoding="utf-8")
         pipeline = json.loads(text)
-        tokenizer_class = find_tokenizer_class(settings, config, text)
+        tokenizer_class = find_tokenizer_class(settings, model_type, class_name, text)
         if tokenizer_class is not None and can_be_rebuilt(pipeline):
             pipeline_text = json.dumps(rebuilt(pipeline, tokenizer_class.parts(settings)))
         else:
@@ -83,9 +86,10 @@ def _with_added_tokens(
         names = set(special.named.values())
         for token in tokens:
             token.special = token.special or token.content in names
-        backend.add_tokens(tokens)
+        backend.add_tokens(tokens)  # pyright: ignore[reportUnknownMemberType]  its list has no type
         if tokenizer_class is not None and tokenizer_class.readds_special_tokens:
-            backend.add_tokens([AddedToken(content, special=True) for content in special.all()])
+            added = [AddedToken(content, special=True) for content in special.all()]
+            backend.add_tokens(added)  # pyright: ignore[reportUnknownMemberType]
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(f"the special and added tokens of {folder} cannot be read: {error!r}") from error
     backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
@@ -98,12 +102,12 @@ def _with_added_tokens(
 def _added_tokens(
     folder: Path, settings: dict[str, Any], in_pipeline: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[int, AddedToken]]:
-    """The settings, and the added tokens by the ids that the files give them.
+    """Return the settings, and the added tokens by their ids in the files.
 
-    A tokenizer_config.json that lists added tokens has the last word. One that does not is of the old kind, whose
-    special tokens stand in special_tokens_map.json, and the others in added_tokens.json and tokenizer.json.
+    A tokenizer_config.json that lists added tokens takes precedence. One without a list is of the old format,
+    whose special tokens are in special_tokens_map.json and the others in added_tokens.json and tokenizer.json.
     """
-    if own := _as_dict(settings.get("extra_special_tokens")):  # by role; the key is also that of a list
+    if own := _as_dict(settings.get("extra_special_tokens")):  # by role; the key may also hold a list
         own = {**_as_dict(settings.get(_MODELS_OWN)), **own}
         settings = {**settings, _MODELS_OWN: own, "extra_special_tokens": None}
     if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
@@ -119,7 +123,7 @@ def _added_tokens(
     settings = {**settings, **in_map}
     special = {_content(settings[name]) for name in _NAMES if settings.get(name)}
     special |= {_content(token) for token in extra}
-    # Too late to make tokens of added_tokens.json special: so it is with transformers.
+    # As in transformers, too late to make tokens of added_tokens.json special.
     extra = extra or _as_list(in_map.get("additional_special_tokens"))
     if extra:
         settings["extra_special_tokens"] = extra
@@ -133,7 +137,7 @@ def _added_tokens(
 
 
 class _SpecialTokens:
-    """The special tokens that the settings name, and those that a class has without being told."""
+    """The special tokens of the settings and the default ones of a class."""
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ class _SpecialTokens:
         by_id: Mapping[int, AddedToken],
         tokenizer_class: TokenizerClass | None,
     ) -> None:
-        defaults = tokenizer_class.special_tokens if tokenizer_class else {}
+        defaults = tokenizer_class.special_tokens if tokenizer_class else dict[str, str]()
         self._known = {token.content: token for token in by_id.values()}
         self._named = {name: self._token(token) for name, token in _named(settings, defaults)}
         self._extra = [self._token(token) for token in _as_list(settings.get("extra_special_tokens"))]
@@ -154,7 +158,7 @@ class _SpecialTokens:
         return list(dict.fromkeys(token.content for token in tokens))
 
     def missing(self, known: set[str]) -> list[AddedToken]:
-        """The special tokens whose spellings are not among `known`."""
+        """Return the special tokens whose spellings are not in `known`."""
         tokens = {token.content: token for token in reversed([*self._named.values(), *self._extra])}
         return [tokens[content] for content in self.all() if content not in known]
 
@@ -167,23 +171,23 @@ class _SpecialTokens:
 def _named(
     settings: Mapping[str, Any], defaults: Mapping[str, str]
 ) -> Iterator[tuple[str, str | dict[str, Any]]]:
-    """Special tokens that have a role: first those that every model may have, then a model's own."""
+    """Yield the special tokens with a role: first the roles common to all models, then the model's own."""
     for name in _NAMES:
         token = settings[name] if name in settings else defaults.get(name)
         if token:
             yield name, token
-    own = {name: token for name, token in defaults.items() if name not in _NAMES}
+    own: dict[str, Any] = {name: token for name, token in defaults.items() if name not in _NAMES}
     own |= {name: token for name, token in settings.items() if name.endswith("_token") and name not in _NAMES}
     own |= _as_dict(settings.get(_MODELS_OWN))
     for name, token in own.items():
-        if isinstance(token, str) or (isinstance(token, dict) and "__type" in token):
+        if isinstance(token, str) or (is_object(token) and "__type" in token):
             yield name, token
 
 
 def _template(
     backend: tokenizers.Tokenizer, around: tuple[str, ...], named: Mapping[str, str]
 ) -> processors.TemplateProcessing:
-    """The post-processor that puts a class's special tokens before a text: its begin token, or nothing."""
+    """Return the post-processor that puts a class's special tokens, a begin token or none, before a text."""
     before = [named[name] for name in around if name in named]
     ids = [(content, backend.token_to_id(content)) for content in before]
     return processors.TemplateProcessing(
@@ -204,20 +208,20 @@ def _contents(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list) else []
+    return list(value) if is_list(value) else []
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return value if is_object(value) else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise ConfigError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content

@@ -1,11 +1,11 @@
-"""A word's token ids: every way in which it is likely to be spelled in a text, and those that a bias is for.
+"""The token ids of a word: its likely spellings in a text, and the ids that a bias for it applies to.
 
-Owns which tokenizations of a word count. Does not know what they are banned or looked for. Plain functions, any
+Owns which tokenizations of a word count. Does not know whether they are banned or looked for. Plain functions; any
 thread.
 
 A vocabulary usually has one token for a word at the start of a text or within another word, and another for the
-same word after a space. To ban a text, or to find it as ids, both are needed. It is a best effort: a model can
-also put a word together from smaller tokens.
+same word after a space. To ban a text, or to find it among ids, both are needed. This is best effort: a model can
+also form a word from smaller tokens.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from __future__ import annotations
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.tokenizer import Tokenizer
 
-# What no vocabulary joins with a letter or a space after it. Behind it a text is no longer at the start, where
-# SentencePiece-style tokenizers would put a space before it.
+# A character that no vocabulary joins with a following letter or space. The text after it is not at the start,
+# where SentencePiece-style tokenizers would insert a space.
 _ANCHOR = "\n"
 
 
 def word_ids(tokenizer: Tokenizer, word: str) -> tuple[tuple[int, ...], ...]:
-    """The tokenizations of `word` as written and with a space before it, without special tokens or repetitions.
+    """Return the tokenizations of `word` as written and after a space, without special tokens or repetitions.
 
-    A word that begins with a space has only that one. An empty word has none. A word that is the name of a special
-    or another added token has that token, however the tokenizer splits the name.
+    A word that begins with a space has only one. An empty word has none. A word that is the name of an added
+    token, special or not, has that token, however the tokenizer would split it.
     """
     if not word:
         return ()
@@ -34,16 +34,16 @@ def word_ids(tokenizer: Tokenizer, word: str) -> tuple[tuple[int, ...], ...]:
 
 
 def biased_ids(tokenizer: Tokenizer, word: str) -> list[int]:
-    """The ids that a bias for `word` is added to: the word encoded like a prompt, with its special tokens.
+    """Return the ids that a bias for `word` applies to: the word encoded like a prompt, with its special tokens.
 
-    That is tensorrtllm_backend's rule. The same weight so falls on a beginning-of-sequence token too, which nobody
-    generates, and with the few tokenizers that end a prompt with an end-of-sequence token also on that one.
+    This is tensorrtllm_backend's rule. The bias therefore also applies to a beginning-of-sequence token, which is
+    never generated, and with the few tokenizers that end a prompt with an end-of-sequence token, to that token.
     """
     return tokenizer.encode(word)
 
 
 def _ids_within_a_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Ids that continue a text by `text`; where they cannot be told, the ids of `text` alone."""
+    """Return the ids that continue a text by `text`; if they are ambiguous, the ids of `text` alone."""
     anchor = tokenizer.encode(_ANCHOR, add_special_tokens=False)
     both = tokenizer.encode(_ANCHOR + text, add_special_tokens=False)
     ids = both[len(anchor) :]

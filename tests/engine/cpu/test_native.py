@@ -218,7 +218,7 @@ def test_int8_weights_are_packed_piece_by_piece(monkeypatch: pytest.MonkeyPatch,
 
     def pack() -> list[torch.Tensor]:
         packer = Packer(load_library("bfloat16", int8=True), torch.bfloat16, int8=True, num_threads=2)
-        return list(packer.linear(linear, is_gated).tensors)
+        return list(packer.linear(linear.weight, linear.bias, is_gated).tensors)
 
     whole = pack()
     assert whole[0].count_nonzero() > 0.9 * linear.weight.numel()

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from inflight.adapters.lora_modules import Module
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.request import OutputOptions
 from inflight.core.schedule.batch import AdapterLoad, ScheduledBatch
 from inflight.engine.cpu.adapters import PackedAdapters
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.structs import AdapterStruct
 from inflight.engine.engine import ModelEngine
 from inflight.errors import StepFailed
+from tests.engine.cpu.targets import on_every_target
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import needs_native
 from tests.engine.merged import LLAMA, LLAMA_FUSED, Merged, make_adapter, modules_of
@@ -29,10 +30,10 @@ from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import with_all
 
 NUM_TOKENS = 12
-LOGITS = OutputConfig(return_generation_logits=True)
+LOGITS = OutputOptions(return_generation_logits=True)
 CASES = ["llama-gqa", "qwen2", "qwen3", "gpt2", "gpt2-inner", "llama-odd-sizes", "llama-odd-heads"]
 
-pytestmark = needs_native
+pytestmark = [needs_native, on_every_target, pytest.mark.usefixtures("target")]
 
 
 def load_native(model: ZooModel, dtype: str = "float32", **changes: Any) -> ModelEngine:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.library import load_library
-from inflight.engine.cpu.packing import Packer
+from inflight.engine.cpu.packing import PackedLinear, Packer
 from inflight.engine.cpu.structs import BatchStruct
 from inflight.engine.layers.decoder import apply_norm, mix_experts
 from inflight.engine.quantize import quantize_int8
@@ -20,9 +20,10 @@ from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear,
 from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, NormPlacement
 from inflight.models.decoder_weights import ExpertWeights
 from inflight.models.sharding import Part
+from tests.engine.cpu.targets import on_every_target
 from tests.engine.kernels import needs_native
 
-pytestmark = needs_native
+pytestmark = [needs_native, on_every_target, pytest.mark.usefixtures("target")]
 MLP = 1  # the second half of a layer
 
 
@@ -126,14 +127,18 @@ class Layer:
         part, experts = Part.whole(self.config), self.weights.experts
         assert experts is not None
         up, down = experts.up, experts.down
-        packed_up = packer.stack(up.weight, up.weight.shape, up.bias, is_gated=True)
-        packed_down = packer.stack(down.weight, down.weight.shape, down.bias)
+
+        def pack(linear: Linear, is_gated: bool = False) -> PackedLinear:
+            return packer.linear(linear.weight, linear.bias, is_gated)
+
+        packed_up = packer.stack(iter(up.weight), up.weight.shape, up.bias, is_gated=True)
+        packed_down = packer.stack(iter(down.weight), down.weight.shape, down.bias)
         packed = replace(
             self.weights,
-            qkv=packer.linear(self.weights.qkv),
-            output=packer.linear(self.weights.output),
-            up=self.weights.up and packer.linear(self.weights.up, is_gated=True),
-            down=self.weights.down and packer.linear(self.weights.down),
+            qkv=pack(self.weights.qkv),
+            output=pack(self.weights.output),
+            up=self.weights.up and pack(self.weights.up, is_gated=True),
+            down=self.weights.down and pack(self.weights.down),
             experts=replace(experts, up=packed_up, down=packed_down),
         )
         weights = DecoderWeights(None, None, (packer.layer(packed),), None, None)

@@ -13,9 +13,10 @@ from inflight.engine.cpu.library import load_library
 from inflight.engine.cpu.packing import PackedLinear, Packer, gated_order
 from inflight.engine.cpu.structs import Handle, LayerStruct, NormStruct, ShapeStruct
 from inflight.models.levels import FLOAT4, GroupedMatrix, Levels
+from tests.engine.cpu.targets import on_every_target
 from tests.engine.kernels import needs_native
 
-pytestmark = needs_native
+pytestmark = [needs_native, on_every_target, pytest.mark.usefixtures("target")]
 
 
 def draw(outputs: int, inputs: int, size: int, seed: int = 0) -> GroupedMatrix:
@@ -82,7 +83,7 @@ def test_products_are_those_of_the_dequantized_weights(
     matrix, packer = draw(outputs, inputs, size), make_packer()
     x = torch.randn(num_rows, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[0, : size // 2] = 0
-    found = multiply(packer, packer.levels(matrix, None), x)
+    found = multiply(packer, packer.linear(matrix, None), x)
     expected = rounded(x, size) @ matrix.dequantized().double().T
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
     exact = x.double() @ matrix.dequantized().double().T
@@ -99,7 +100,7 @@ def test_symmetric_zero_points(others: tuple[int, ...]) -> None:
         zeros[column, 1] = 11
     matrix = replace(matrix, zeros=zeros)
     x = torch.randn(13, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = multiply(packer, packer.levels(matrix, None), x)
+    found = multiply(packer, packer.linear(matrix, None), x)
     expected = rounded(x, 128) @ matrix.dequantized().double().T
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 
@@ -109,7 +110,7 @@ def test_symmetric_zero_points(others: tuple[int, ...]) -> None:
 def test_products_of_4_bit_floats(outputs: int, inputs: int, num_rows: int) -> None:
     matrix, packer = draw_floats(outputs, inputs), make_packer()
     x = torch.randn(num_rows, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = multiply(packer, packer.levels(matrix, None), x)
+    found = multiply(packer, packer.linear(matrix, None), x)
     expected = rounded(x, 32) @ matrix.dequantized().double().T
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 
@@ -119,7 +120,7 @@ def test_every_4_bit_float_with_every_scale() -> None:
     scales = torch.arange(253, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
     values = torch.arange(16, dtype=torch.uint8).repeat(len(scales), 2)
     packer = make_packer()
-    packed = packer.levels(GroupedMatrix(values, scales, None, 32, None, 4, is_float4=True), None)
+    packed = packer.linear(GroupedMatrix(values, scales, None, 32, None, 4, is_float4=True), None)
     found = multiply(packer, packed, torch.eye(32).bfloat16()).double().T
     powers = 2.0 ** (torch.arange(len(scales), dtype=torch.float64) - 127)
     exact = torch.tensor(FLOAT4, dtype=torch.float64).repeat(2) * powers[:, None]
@@ -132,14 +133,14 @@ def test_a_scale_that_is_no_number_gives_none() -> None:
     """MXFP4's last scale is none."""
     matrix, packer = draw_floats(40, 64), make_packer()
     matrix.scales[3, 1] = torch.nan
-    found = multiply(packer, packer.levels(matrix, None), torch.ones(2, 64).bfloat16())
+    found = multiply(packer, packer.linear(matrix, None), torch.ones(2, 64).bfloat16())
     assert found[:, 3].isnan().all() and found[:, :3].isfinite().all() and found[:, 4:].isfinite().all()
 
 
 @pytest.mark.parametrize("is_float", [False, True])
 def test_a_row_depends_on_no_other(is_float: bool) -> None:
     matrix, packer = draw_floats(64, 256) if is_float else draw(64, 256, 64), make_packer()
-    packed = packer.levels(matrix, None)
+    packed = packer.linear(matrix, None)
     x = torch.randn(29, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     together = multiply(packer, packed, x)
     for row in (0, 12, 28):
@@ -150,7 +151,7 @@ def test_inputs_in_another_order() -> None:
     matrix, packer = draw(48, 96, 32), make_packer()
     order = torch.randperm(96, generator=torch.Generator().manual_seed(4))
     x = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = multiply(packer, packer.levels(replace(matrix, order=order), None), x)
+    found = multiply(packer, packer.linear(replace(matrix, order=order), None), x)
     expected = rounded(x, 32, order) @ replace(matrix, order=order).dequantized().double().T
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
 
@@ -158,7 +159,7 @@ def test_inputs_in_another_order() -> None:
 def test_gate_and_up_are_beside_each_other() -> None:
     matrix, packer = draw(2 * 40, 64, 32), make_packer()
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = multiply(packer, packer.levels(matrix, None, is_gated=True), x)
+    found = multiply(packer, packer.linear(matrix, None, is_gated=True), x)
     expected = rounded(x, 32) @ matrix.dequantized().double().T
     order = gated_order(80)
     expected = torch.where(order >= 0, expected[:, order.clamp_min(0)], 0)
@@ -169,7 +170,7 @@ def test_scales_of_float32_are_kept_but_for_their_last_bits() -> None:
     matrix, packer = draw(32, 64, 32), make_packer()
     matrix = replace(matrix, scales=matrix.scales * (1 + 2.0**-20))
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = multiply(packer, packer.levels(matrix, None), x)
+    found = multiply(packer, packer.linear(matrix, None), x)
     expected = rounded(x, 32) @ matrix.dequantized().double().T
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
@@ -178,7 +179,7 @@ def test_rows_without_numbers_give_none() -> None:
     matrix, packer = draw(32, 64, 32), make_packer()
     x = torch.zeros(3, 64).bfloat16()
     x[1, 40] = torch.nan
-    found = multiply(packer, packer.levels(matrix, None), x)
+    found = multiply(packer, packer.linear(matrix, None), x)
     assert found[1].isnan().all() and found[[0, 2]].eq(0).all()
 
 
@@ -188,7 +189,7 @@ def test_int8_levels_are_taken_as_they_are() -> None:
     matrix = GroupedMatrix(values, torch.rand(70, 1, generator=generator) + 0.1, None, 100, None, 8)
     packer = make_packer()
     x = torch.randn(5, 100, generator=generator).bfloat16()
-    found = multiply(packer, packer.levels(matrix, None), x)
+    found = multiply(packer, packer.linear(matrix, None), x)
     expected = rounded(x, 100) @ matrix.dequantized().double().T
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 

@@ -19,10 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from inflight.engine.cpu import library
+from inflight.engine.cpu import layout, library
 from inflight.engine.cpu.library import CannotBuild, begin_loading, load_library
+from inflight.errors import ConfigError
 from tests.engine.kernels import needs_native
 
+AVX2 = frozenset({"avx2", "fma", "f16c"})
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"})
 FAILURES = {
     "an error": (
         "echo 'In file x' >&2; echo 'x.h:1: fatal error: no such file' >&2; exit 1",
@@ -94,7 +97,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.delenv("CXX", raising=False)
+    for name in ("CXX", "INFLIGHT_CPU_BUILD", "INFLIGHT_CPU_TARGET"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(library, "_load", library._load.__wrapped__)  # remembers nothing
     monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
     return Machine(tmp_path, real)
@@ -169,7 +173,7 @@ def test_where_nothing_can_be_run_it_is_kept_and_loaded_from_memory(machine: Mac
 
 NOEXEC_PROGRAM = """
 import ctypes
-from inflight.engine.cpu import library
+from inflight.engine.cpu import layout, library
 for load in range(2):
     target = library.find_target("float32")
     found = library._load.__wrapped__(target, library._processor_flags(), "float32", False)
@@ -211,16 +215,72 @@ def test_what_was_prebuilt_needs_no_compiler(machine: Machine, monkeypatch: pyte
 
 @needs_native
 def test_what_was_prebuilt_from_other_sources_is_not_used(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.working_compiler()
-    library.prebuild(library.find_target("float32"), "float32")
+    prebuilt = library.prebuild(library.find_target("float32"), "float32")
     sources = machine.root / "source"
     shutil.copytree(library._SOURCES, sources)
     (sources / "team.h").write_text("// changed")
     monkeypatch.setattr(library, "_SOURCES", sources)
-    assert Path(load_library("float32")._name).parent == machine.cache
+    with caplog.at_level("INFO"):
+        assert Path(load_library("float32")._name).parent == machine.cache
     assert machine.num_builds == 2
+    refusal = f"{prebuilt.name} of the package was built from other sources"
+    assert f"the layers are compiled on this machine: {refusal}" in caplog.messages
+    assert library.foresee("float32") == f"kept from an earlier start: {refusal}"
+    monkeypatch.setenv("PATH", str(machine.root / "nothing"))
+    for find in (load_library, library.foresee):
+        with pytest.raises(CannotBuild, match=r"^there is no C\+\+ compiler \(.*\), and ") as error:
+            find("float32")
+        assert str(error.value).endswith(refusal)
+
+
+@needs_native
+@pytest.mark.parametrize("harm", ["cut short", "no library"])
+def test_what_was_prebuilt_and_is_damaged_is_built_here(
+    machine: Machine, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is no library has the right digest: the loader refuses it, as where the C library is too old."""
+    machine.working_compiler()
+    path = library.prebuild(library.find_target("float32"), "float32")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] if harm == "cut short" else b"x" + library._digest(b"x"))
+    with caplog.at_level("INFO"):
+        assert Path(load_library("float32")._name).parent == machine.cache
+    assert machine.num_builds == 2
+    why = "is damaged" if harm == "cut short" else "cannot be loaded: "
+    assert f"{path.name} of the package {why}" in caplog.text
+
+
+@needs_native
+def test_of_prebuilt_libraries_the_processor_decides(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.working_compiler()
+    prebuilt = {target.name: library.prebuild(target, "bfloat16") for target in library.TARGETS}
+    monkeypatch.setenv("PATH", str(machine.root / "nothing"))
+    every = AVX512 | AVX2
+    for flags, expected in ((every, "avx512"), (every - {"avx512_bf16"}, "avx2"), (AVX2, "avx2")):
+        monkeypatch.setattr(library, "_processor_flags", lambda flags=flags: flags)
+        assert load_library("bfloat16")._name == str(prebuilt[expected])
+        assert library.foresee("bfloat16") == "which came with the package"
+
+
+@needs_native
+def test_what_was_prebuilt_is_left_aside_where_a_local_build_is_asked_for(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.working_compiler()
+    library.prebuild(library.find_target("float32"), "float32")
+    monkeypatch.setenv("INFLIGHT_CPU_BUILD", "local")
+    assert library.foresee("float32").endswith(
+        "compiles them at the first start: INFLIGHT_CPU_BUILD is local"
+    )
+    assert Path(load_library("float32")._name).parent == machine.cache
+    monkeypatch.setenv("INFLIGHT_CPU_BUILD", "native")
+    with pytest.raises(CannotBuild, match="INFLIGHT_CPU_BUILD is 'native', expected local"):
+        load_library("float32")
 
 
 def test_a_build_for_many_processors_names_the_instructions_that_are_needed(
@@ -231,13 +291,30 @@ def test_a_build_for_many_processors_names_the_instructions_that_are_needed(
     monkeypatch.setattr(library, "_find_compiler", lambda: "c++")
     monkeypatch.setattr(library, "_build", lambda command, path: commands.append(command))
     kinds = [("float32", False), ("bfloat16", False), ("bfloat16", True)]
-    paths = {library.prebuild(target, *kind) for target in library.TARGETS for kind in kinds}
-    assert len(paths) == 6
+    named = {
+        (target.name, *kind): library.prebuild(target, *kind)
+        for target in library.TARGETS
+        for kind in kinds
+        if kind[0] in target.dtypes
+    }
+    assert len(set(named.values())) == len(named) == 11
     assert not any("native" in flag for command in commands for flag in command)
-    assert ["-march=x86-64-v4" in command for command in commands] == [True, True, True, False, False, False]
-    assert ["-mavx2" in command for command in commands] == [False, False, False, True, True, True]
-    assert ["-mavx512bf16" in command for command in commands] == [False, True, True, False, False, False]
-    assert ["-mavx512vnni" in command for command in commands] == [False, False, True, False, False, False]
+    assert not any(flag.startswith("-m") for command in commands[-3:] for flag in command)
+
+    def built_with(flag: str) -> set[tuple[str, str, bool]]:
+        return {each for each, command in zip(named, commands, strict=True) if flag in command}
+
+    amx, avx512, avx2, generic = (
+        {(name, *kind) for kind in kinds if (name, *kind) in named}
+        for name in ("amx", "avx512", "avx2", "generic")
+    )
+    of_int8 = {("amx", "bfloat16", True), ("avx512", "bfloat16", True)}
+    assert built_with("-march=x86-64-v4") == amx | avx512
+    assert built_with("-mavx2") == avx2 and built_with("-DINFLIGHT_GENERIC") == generic
+    assert built_with("-mavx512bf16") == (amx | avx512) - {("avx512", "float32", False)}
+    assert built_with("-mavx512vnni") == of_int8
+    assert built_with("-mamx-tile") == built_with("-mamx-bf16") == amx
+    assert built_with("-mamx-int8") == of_int8 & amx
 
 
 @needs_native
@@ -495,3 +572,19 @@ def test_the_compiler_that_the_environment_names_is_taken(
     (tmp_path / "c++").unlink()
     monkeypatch.delenv("CXX")
     assert library._find_compiler() == str(tmp_path / "clang++")
+
+
+@needs_native
+def test_a_library_that_lays_weights_out_otherwise_is_refused_by_every_number(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library._load_file(machine.real)
+    monkeypatch.setitem(layout._CONSTANTS, "kPanel", 16)
+    monkeypatch.setitem(layout._CONSTANTS, "kNew", 1)
+    monkeypatch.delitem(layout._CONSTANTS, "sizeof(Batch)")
+    expected = (
+        rf"compiled layers {machine.real} are not those of this version: kNew is not there, expected 1; "
+        r"kPanel is 32, expected 16; sizeof\(Batch\) is \d+, expected no such number$"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        library._load_file(machine.real)

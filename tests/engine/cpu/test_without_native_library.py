@@ -31,16 +31,6 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     return "there is no C++ compiler"
 
 
-def no_fma(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"fpu", "avx2"}))
-    return "the processor lacks f16c, fma"
-
-
-def no_flags(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    monkeypatch.setattr(library, "_processor_flags", frozenset)
-    return "the processor lacks avx2, f16c, fma"
-
-
 def another_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     """The one that is asked for needs what the processor lacks, whatever others need."""
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2)
@@ -50,7 +40,7 @@ def another_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
 
 def an_unknown_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", "neon")
-    return "INFLIGHT_CPU_TARGET is 'neon', expected avx512 or avx2"
+    return "INFLIGHT_CPU_TARGET is 'neon', expected amx or avx512 or avx2 or generic"
 
 
 def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
@@ -85,8 +75,6 @@ def nothing_that_can_be_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) ->
 LACKS = [
     nothing_that_can_be_loaded,
     no_compiler,
-    no_fma,
-    no_flags,
     another_target,
     an_unknown_target,
     a_compiler_that_fails,
@@ -105,8 +93,6 @@ def test_a_machine_without_it_serves_and_says_why_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = zoo["llama"]
-    if lack is no_compiler and library.TARGETS[-1].needed - library._processor_flags():
-        pytest.skip("the processor comes first")
     reason = lack(monkeypatch, tmp_path)  # type: ignore[operator]
     with caplog.at_level(logging.WARNING):
         engine = load_engine(model.folder, dtype=dtype)
@@ -139,8 +125,16 @@ def test_who_asks_for_torch_and_int8_is_warned(zoo: Zoo, caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("dtype", "lacking", "reason"),
     [
-        ("bfloat16", "f16c", "slower than compiled code: the processor lacks f16c"),
-        ("int8", "fma", "slower than int8 by compiled code: the processor lacks fma"),
+        (
+            "bfloat16",
+            "f16c",
+            "slower than compiled code: the processor lacks f16c, which INFLIGHT_CPU_TARGET=avx2 needs",
+        ),
+        (
+            "int8",
+            "fma",
+            "slower than int8 by compiled code: the processor lacks fma, which INFLIGHT_CPU_TARGET=avx2 needs",
+        ),
     ],
 )
 def test_a_processor_that_lacks_one_thing_is_said_once(
@@ -151,6 +145,7 @@ def test_a_processor_that_lacks_one_thing_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx2")
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2 - {lacking})
     with caplog.at_level(logging.WARNING):
         load_engine(zoo["llama"].folder, dtype=dtype)
@@ -167,8 +162,9 @@ def test_a_dtype_that_it_does_not_have_is_computed_by_torch(
 
 
 def test_a_processor_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx2")
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2 - {"f16c"})
-    with pytest.raises(CannotBuild, match="the processor lacks f16c"):
+    with pytest.raises(CannotBuild, match="the processor lacks f16c, which INFLIGHT_CPU_TARGET=avx2 needs"):
         load_library("bfloat16")
     with pytest.raises(CannotBuild, match="not in float16"):
         load_library("float16")
@@ -183,6 +179,8 @@ def test_a_processor_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPat
         (("avx512_vnni",), "bfloat16", True, "avx2", "avx2: the processor lacks avx512_vnni"),
         (("avx512_vnni",), "bfloat16", False, "avx512", "avx512"),
         (("avx512vl", "avx512dq"), "float32", False, "avx2", "avx2: the processor lacks avx512dq, avx512vl"),
+        (("avx512f", "f16c", "fma"), "float32", False, "generic", "generic: the processor lacks f16c, fma"),
+        (AVX512 | AVX2, "bfloat16", True, "generic", "generic: the processor lacks avx2, f16c, fma"),
     ],
 )
 def test_the_fastest_code_is_chosen_that_the_processor_has_all_instructions_of(
@@ -197,5 +195,23 @@ def test_the_fastest_code_is_chosen_that_the_processor_has_all_instructions_of(
     monkeypatch.setattr(library, "_processor_flags", lambda: (AVX512 | AVX2) - set(lacking))
     assert library.find_target(dtype, int8).name == target
     assert library.describe_target(dtype, int8) == words
-    monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx2")
-    assert library.find_target(dtype, int8).name == library.describe_target(dtype, int8) == "avx2"
+    for name in {"generic", target} - {"avx512"}:
+        monkeypatch.setenv("INFLIGHT_CPU_TARGET", name)
+        assert library.find_target(dtype, int8).name == library.describe_target(dtype, int8) == name
+
+
+ARM = {"asimd": "neon", "asimd asimddp atomics": "neon-dot", "asimd asimddp atomics bf16 i8mm": "neon-bf16"}
+
+
+@pytest.mark.parametrize("features", ARM)
+def test_on_arm_the_fastest_code_is_chosen_likewise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nFeatures\t: fp {features}\nCPU part\t: 0xd0c\n")
+    monkeypatch.setattr(library, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(library, "TARGETS", (*library._OF_MACHINES["aarch64"], library._GENERIC))
+    monkeypatch.delenv("INFLIGHT_CPU_TARGET", raising=False)
+    assert {library.find_target(*kind).name for kind in (("float32", False), ("bfloat16", True))} == {
+        ARM[features]
+    }
+    assert library._processor_flags() == {"fp", *features.split()}

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.attention.check import CannotAttend, check_attention, pack_rows
 from inflight.engine.attention.find import torch_paged_attention, triton_attention
@@ -32,7 +32,7 @@ from inflight.engine.layers.quantized_linear import (
     quantize_float8,
 )
 from inflight.engine.windows import AttentionWindow
-from inflight.models import Linear, read_model_description
+from inflight.models import read_model_description
 from inflight.sampling import LogitsPostProcessors
 from inflight.sampling.nan_check import find_peaks
 from tests.engine.driver import Driver, Row, alone, load_engine
@@ -426,7 +426,7 @@ def test_a_product_with_eight_bits(kind: str, num_rows: int) -> None:
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(num_rows)
     weight, x = (torch.randn((rows, 512), generator=generator, device=device) for rows in (768, num_rows))
-    linear = Quantizing(kind, torch.bfloat16, device).linear(Linear(weight.bfloat16()))
+    linear = Quantizing(kind, torch.bfloat16, device).linear(weight.bfloat16())
     assert isinstance(linear, QuantizedLinear)
     taken = x.bfloat16().float()
     if kind == "fp8":
@@ -467,7 +467,7 @@ def test_a_product_with_levels(kind: str, num_rows: int) -> None:
     device = torch.device("cuda")
     for shape in ((768, 512, 128), (96, 192, 32), (80, 1000, 1000)):
         matrix = draw(kind, *shape, shuffled=shape[2] == 32)
-        linear = KeepingLevels(torch.bfloat16, device).keep_levels(matrix, None, False)
+        linear = KeepingLevels(torch.bfloat16, device).linear(matrix)
         assert isinstance(linear, GroupedLinear) and linear.has_kernel
         x = torch.randn((num_rows, shape[1]), device=device).bfloat16()
         exact = x.double() @ matrix.dequantized().double().to(device).T
@@ -535,7 +535,7 @@ def test_requests_that_go_on_without_the_host(zoo: Zoo, way: str) -> None:
     assert_same(served, expected)
 
 
-EVERYTHING = OutputConfig(
+EVERYTHING = OutputOptions(
     return_log_probs=True,
     num_top_log_probs=3,
     return_prompt_log_probs=True,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.cpu import library
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.engine import ModelEngine
@@ -22,9 +22,10 @@ from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels, pack, unpack
 from inflight.models import Linear
 from inflight.models.levels import GroupedMatrix
-from inflight.models.loader import load_finished_weights, num_weight_bytes, quantized_kinds
+from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds
 from inflight.models.registry import read_model_description
 from inflight.models.sharding import Part
+from inflight.models.sink import KeptLevels
 from inflight.testing.make_model import make_model
 from inflight.testing.quantize import FORMATS as WRITTEN
 from tests.engine.driver import Driver, alone, load_engine
@@ -161,7 +162,7 @@ def test_ranks_cut_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[i
     from tests.engine.test_ranks import _some_of_everything
 
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
-    described = Request(90, model.prompt(30), 1, output=OutputConfig(return_generation_logits=True))
+    described = Request(90, model.prompt(30), 1, output=OutputOptions(return_generation_logits=True))
     requests = [described, *_some_of_everything(model)]
     with ranks(tmp_path, topology, 64, 8, dtype=None) as engine:
         many = serve(engine, config_of("chunked"), requests)
@@ -194,7 +195,7 @@ def test_a_row_depends_on_no_other_and_neither_on_chunks_nor_reuse(zoo: Zoo, tmp
     model = write(zoo["llama-gqa"], tmp_path, FORMATS["awq"], dtype="bfloat16")
     requests = [
         Request(
-            n, model.prompt(20)[:12] + model.prompt(9 + n, n), 8, output=OutputConfig(return_log_probs=True)
+            n, model.prompt(20)[:12] + model.prompt(9 + n, n), 8, output=OutputOptions(return_log_probs=True)
         )
         for n in range(5)
     ]
@@ -209,10 +210,11 @@ def test_a_row_depends_on_no_other_and_neither_on_chunks_nor_reuse(zoo: Zoo, tmp
         assert found[0].tokens(request) == found[1].tokens(request) == alone_.tokens(request)
 
 
-def test_older_processors_unpack_them(
+def test_without_compiled_layers_they_are_unpacked(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"fpu"}))
+    monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx2")
     model = write(zoo["llama-gqa"], tmp_path, FORMATS["gptq-act-order"], dtype="float16")
     with caplog.at_level(logging.INFO):
         engine = load_engine(tmp_path)
@@ -252,7 +254,7 @@ def test_a_module_multiplies_by_what_it_stands_for(kind: str, outputs: int, inpu
     keeping = KeepingLevels(torch.float32, torch.device("cpu"))
     assert keeping.why_unpacked(matrix, False) == ""
     bias, x = torch.randn(outputs), torch.randn(5, inputs)
-    linear = keeping.keep_levels(matrix, bias, False)
+    linear = keeping.linear(matrix, bias)
     assert isinstance(linear, GroupedLinear) and linear.dtype is torch.float32
     assert linear.weight.nbytes <= (inputs + 127) * outputs // (2 if matrix.bits == 4 else 1)
     assert torch.equal(linear.dequantized(), matrix.dequantized())
@@ -291,7 +293,7 @@ def test_modules_in_float32_give_exact_logits(zoo: Zoo, tmp_path: Path, case: st
     description = read_model_description(tmp_path)
     part, device = Part.whole(description.decoder), torch.device("cpu")
     keeping = KeepingLevels(torch.float32, device)
-    weights = load_finished_weights(description, torch.float32, device, part, keeping)
+    weights = load_weights_into(keeping, description, torch.float32, device, part, KeptLevels())
     assert isinstance(weights.layers[0].qkv, GroupedLinear)
     if case == "mixtral":
         assert weights.layers[0].experts is not None and isinstance(
@@ -308,7 +310,7 @@ def test_modules_in_float32_give_exact_logits(zoo: Zoo, tmp_path: Path, case: st
 @pytest.mark.parametrize("name", with_all(["gptq", "gptq-act-order", "fbgemm"], ["gptq-act-order"]))
 def test_ranks_on_torchs_operators(zoo: Zoo, tmp_path: Path, name: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
-    request = Request(90, model.prompt(30), 1, output=OutputConfig(return_generation_logits=True))
+    request = Request(90, model.prompt(30), 1, output=OutputOptions(return_generation_logits=True))
     with ranks(tmp_path, (2, 1), 64, 8, dtype=None, kernels="torch") as engine:
         found = serve(engine, config_of("chunked"), [request])
     exact = model.logits(request.input_token_ids)[-1]

@@ -22,7 +22,7 @@ from inflight.engine.layers.quantized_linear import (
     quantize_float8,
 )
 from inflight.errors import ConfigError
-from inflight.models import Linear, PlainWeights
+from inflight.models import PlainWeights
 from tests.engine.driver import Driver, alone, load_engine
 from tests.models.zoo import Zoo, ZooModel
 
@@ -99,7 +99,7 @@ def test_a_product_is_that_of_the_dequantized_weight(kind: str, shape: tuple[int
     generator = torch.Generator().manual_seed(2)
     weight, bias = torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator)
     weight[0] *= 100
-    linear = Quantizing(kind, torch.float32, CPU).linear(Linear(weight.clone(), bias))
+    linear = Quantizing(kind, torch.float32, CPU).linear(weight.clone(), bias)
     assert isinstance(linear, QuantizedLinear) and linear.dtype is torch.float32
     torch.testing.assert_close(linear.dequantized(), rounded(kind, weight), rtol=1e-6, atol=1e-6)
     x = torch.randn(9, shape[1], generator=generator)
@@ -113,7 +113,7 @@ def test_a_product_is_that_of_the_dequantized_weight(kind: str, shape: tuple[int
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_without_numbers_spoils_no_other(kind: str) -> None:
-    linear = Quantizing(kind, torch.bfloat16, CPU).linear(Linear(torch.randn(32, 64).bfloat16()))
+    linear = Quantizing(kind, torch.bfloat16, CPU).linear(torch.randn(32, 64).bfloat16())
     x = torch.randn(6, 64).bfloat16()
     expected = linear(x)
     x[2, 5], x[4, 0] = torch.nan, torch.inf
@@ -162,7 +162,7 @@ def test_without_the_operator_the_weights_are_multiplied_all_the_same(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight, x = torch.randn(64, 128), torch.randn(7, 128)
-    expected = Quantizing(kind, torch.float32, CPU).linear(Linear(weight.clone()))(x)
+    expected = Quantizing(kind, torch.float32, CPU).linear(weight.clone())(x)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("not here\nand more")
@@ -170,7 +170,7 @@ def test_without_the_operator_the_weights_are_multiplied_all_the_same(
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     monkeypatch.setattr(quantized_linear, "find_int8_product", lambda device: refuse)
     with caplog.at_level(logging.WARNING):
-        found = Quantizing(kind, torch.float32, CPU).linear(Linear(weight.clone()))(x)
+        found = Quantizing(kind, torch.float32, CPU).linear(weight.clone())(x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
     assert f"{kind} matrices of 64 x 128 are multiplied as float32, which is slower" in caplog.text
     assert caplog.text.rstrip().endswith("not here")
@@ -188,7 +188,7 @@ def test_a_product_that_is_wrong_is_not_used(
     for tried, is_used in ((last_outputs_first, False), (lambda *given: right(*given), True)):
         caplog.clear()
         monkeypatch.setattr(quantized_linear, "find_int8_product", lambda device, tried=tried: tried)
-        linear = Quantizing("int8", torch.float32, CPU).linear(Linear(weight.clone()))
+        linear = Quantizing("int8", torch.float32, CPU).linear(weight.clone())
         assert isinstance(linear, QuantizedLinear) and (linear.product is tried) == is_used
         assert ("its results of 1 rows are off by" in caplog.text) != is_used
         torch.testing.assert_close(linear(x), F.linear(x, rounded("int8", weight)), rtol=1e-5, atol=1e-4)

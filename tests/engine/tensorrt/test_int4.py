@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inflight.engine.tensorrt.build import BuildOptions, build_engine
-from inflight.engine.tensorrt.sidecar import TensorSpec
+from inflight.engine.tensorrt.sidecar import PlanTensor
 from tests.engine.tensorrt.in_flight import (
     SIZES,
     Meeting,
@@ -80,7 +80,7 @@ def test_weights_that_are_inputs_stay_packed_in_4_bits(zoo: Zoo, tmp_path: Path)
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS["gptq-v2"])
     (engine,) = build(model.folder, tmp_path / "engine", weights="inputs")
     name = "weight.layers.1.qkv.weight"
-    assert engine.sidecar.layers.tensor(name) == TensorSpec(name, "int4", (96, 64))
+    assert engine.sidecar.layers.tensor(name) == PlanTensor(name, "int4", (96, 64))
     assert engine.weights[name].dtype is torch.uint8
     assert engine.weights[name].shape == (96, 32)
     texts = texts_of(model)

@@ -17,9 +17,9 @@ from inflight.engine.tensorrt.module import find_module
 from inflight.engine.tensorrt.sidecar import (
     FORMAT,
     Alias,
+    PlanTensor,
     Processors,
     Sidecar,
-    TensorSpec,
     checkpoint_digest,
     file_digest,
 )
@@ -148,14 +148,14 @@ def test_the_sidecar_says_what_the_plans_take(zoo: Zoo, tmp_path: Path) -> None:
         "tensorrt_rtx",
         find_module().__version__,
     )
-    assert read.layers.tensor("k_cache_2") == TensorSpec("k_cache_2", "bfloat16", (5, 2, 64, 8))
-    assert read.layers.tensor("ctx_q_gather") == TensorSpec("ctx_q_gather", "int32", (-1, -1))
-    assert read.layers.tensor("lora_b_0_attn_k") == TensorSpec("lora_b_0_attn_k", "bfloat16", (16, -1))
-    assert read.layers.tensor("hidden_states_1") == TensorSpec("hidden_states_1", "bfloat16", (-1, 64))
+    assert read.layers.tensor("k_cache_2") == PlanTensor("k_cache_2", "bfloat16", (5, 2, 64, 8))
+    assert read.layers.tensor("ctx_q_gather") == PlanTensor("ctx_q_gather", "int32", (-1, -1))
+    assert read.layers.tensor("lora_b_0_attn_k") == PlanTensor("lora_b_0_attn_k", "bfloat16", (16, -1))
+    assert read.layers.tensor("hidden_states_1") == PlanTensor("hidden_states_1", "bfloat16", (-1, 64))
     assert read.head.most_rows("hidden") == 48
     assert read.head.outputs == (
-        TensorSpec("normalized", "bfloat16", (-1, 64)),
-        TensorSpec("logits", "float32", (-1, 211)),
+        PlanTensor("normalized", "bfloat16", (-1, 64)),
+        PlanTensor("logits", "float32", (-1, 211)),
     )
     assert Alias("v_cache_1", "v_cache_out_1") in read.layers.aliases
     assert len(read.layers.aliases) == 6

@@ -1,9 +1,9 @@
-"""Keys of KV blocks: digests of all that a block's content follows from, and the scopes that share blocks.
+"""Keys of KV blocks: digests of everything that determines a block's content, and the scopes that share blocks.
 
 A block's key is the blake2b digest of its parent's key, its tokens and their extra ids, so that equal keys mean
-equal prefixes. Python's `hash()` would not do: it is salted, collides for -1 and -2, and collisions can be made on
-purpose, which here would mean reading another user's cache. A chain of digests starts from a scope: sequences of
-one scope share blocks, a sequence without a scope shares none. Pure.
+equal prefixes. Python's `hash()` will not do: it is salted, collides for -1 and -2, and collisions can be
+constructed, which would give a client access to another user's cache. A chain of digests starts from a scope:
+sequences of one scope share blocks, and a sequence without a scope shares none. Pure.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hashlib import blake2b
 from itertools import zip_longest
 
 from inflight.core.kv.retention import Retention, RetentionConfig
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 
 ROOT_SCOPE = b"\x00" * 16
 
 _DIGEST_SIZE = 16
-# Goes into the digest apart from the message: ids of n tokens with extra ids are no 2 n tokens without.
+# Keeps n tokens with extra ids apart from 2 n tokens without.
 _WITH_EXTRA_IDS = b"extra ids"
 
 
@@ -30,7 +30,7 @@ def block_digest(parent: bytes, token_ids: Sequence[int], extra_ids: Sequence[in
     Args:
         parent: 16 bytes; for a first block the scope.
         token_ids: The block's tokens.
-        extra_ids: One per token, 0 .. 2**64 - 1; an empty sequence means that all are 0.
+        extra_ids: One per token, 0 .. 2**64 - 1; empty means that all are 0.
     """
     message = array("q", token_ids).tobytes()
     if not any(extra_ids):
@@ -41,22 +41,21 @@ def block_digest(parent: bytes, token_ids: Sequence[int], extra_ids: Sequence[in
 
 
 def private_scope(key: int) -> bytes:
-    """A scope that no other request has, 16 bytes, made from a number that no other request has."""
+    """Return a 16-byte scope of one request's own, made from a number unique to the request."""
     return blake2b(key.to_bytes(16, "big"), digest_size=_DIGEST_SIZE).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRules:
-    """The rules by which a sequence shares its blocks, and how long these are worth keeping.
+    """How a sequence shares its KV blocks, and how long these are worth keeping.
 
     Attributes:
-        scope: What the sequence's chain of digests starts from, 16 bytes; None: the sequence neither finds blocks
-            nor lets others find its own.
+        scope: 16 bytes that the sequence's chain of digests starts from; None: the sequence neither finds cached
+            blocks nor publishes its own.
         extra_ids: One per prompt token, 0 for text; empty: all are 0. Generated tokens have none.
-        retention: What the request says about its blocks.
-        prompt_length: Tokens of the prompt; blocks that begin behind them hold generated tokens.
-        lora_task_id: The id of the adapter that computes keys and values, which KV events tell; None: it has none,
-            or there is no adapter.
+        retention: The request's retention priorities.
+        prompt_length: Number of prompt tokens; later blocks hold generated tokens.
+        lora_task_id: The adapter's task id, for KV events; None: no adapter, or one without an id.
     """
 
     scope: bytes | None
@@ -71,31 +70,30 @@ class CacheRules:
         return block_digest(parent, token_ids[start:end], extra_ids)
 
     def extra_ids_of(self, start: int, end: int) -> tuple[int, ...]:
-        """One extra id for each of the tokens start .. end - 1."""
+        """Return one extra id for each of the tokens start .. end - 1."""
         extra_ids = self.extra_ids[start:end]
         return extra_ids + (0,) * (end - start - len(extra_ids))
 
     def content(self, token_ids: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
-        """Tokens start .. end - 1 as values to compare: an id, or an id with its extra id."""
+        """Return tokens start .. end - 1 as comparable values: an id, or an id with its extra id."""
         tokens, extra_ids = token_ids[start:end], self.extra_ids[start:end]
         if not any(extra_ids):
             return tuple(tokens)
         return tuple((t, e) if e else t for t, e in zip_longest(tokens, extra_ids, fillvalue=0))
 
     def retention_of(self, first_token: int) -> Retention | None:
-        """The retention of the block that begins at position `first_token`; None if the request does not say."""
+        """Return the retention of the block starting at position `first_token`; None if the request sets none."""
         return self.retention.of_block(first_token, self.prompt_length)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixIdentity:
-    """The facts beside its tokens that a prompt's keys and values depend on, as its client says: a part of
-    every key.
+    """The properties besides its tokens that a prompt's keys and values depend on; a part of every block key.
 
-    Two requests share a block only if everything here is equal, and so are their adapters and embedding tables.
+    Two requests share a block only if everything here is equal, and their adapters and prompt tables are too.
 
     Attributes:
-        cache_salt_id: Requests share blocks with requests of the same salt only. Tensor `cache_salt_id`.
+        cache_salt_id: Only requests with the same salt share blocks. Tensor `cache_salt_id`.
         extra_ids: One per prompt token, 0 for text; empty: all 0. Tensor `prompt_table_extra_ids`.
     """
 
@@ -103,30 +101,31 @@ class PrefixIdentity:
     extra_ids: tuple[int, ...] = ()
 
     def scope(self, root: bytes, adapter: bytes = b"", prompt_table: bytes = b"") -> bytes:
-        """The scope that chains of digests start from; `root` itself if all but extra_ids is the default.
+        """Return the scope to start chains of digests from; `root` itself if everything but extra_ids is the
+        default.
 
         Args:
-            root: The scope of prompts of the bare model.
-            adapter: Digest of the content of the adapter that computes keys and values; empty without one.
-            prompt_table: Digest of the content of the request's embedding table; empty without one. Equal ids that
-                mean rows of different tables are different prompts, whatever their extra ids say.
+            root: The scope for prompts without an adapter.
+            adapter: Digest of the adapter's content; empty without one.
+            prompt_table: Digest of the prompt table's content; empty without one. The same ids with different
+                tables are different prompts, whatever their extra ids are.
         """
         if not (self.cache_salt_id or adapter or prompt_table):
             return root
         parts = (root, self.cache_salt_id.to_bytes(8, "big"), adapter, prompt_table)
-        # Lengths go in: no part can be taken for another's end.
+        # Each part has its length in front, so that the concatenation is unambiguous.
         framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return blake2b(framed, digest_size=16).digest()
 
     def validate(self, prompt_length: int) -> None:
-        """Raise InvalidArgument unless all fit 64 bits and each prompt token has one extra id, or none has."""
+        """Raise InvalidArgument unless all ids fit 64 bits and there is one extra id per prompt token, or none."""
         _check_uint64("cache_salt_id", self.cache_salt_id)
         if not self.extra_ids:
             return
         if len(self.extra_ids) != prompt_length:
             raise InvalidArgument(
-                f"prompt_table_extra_ids must have one id for each of the {prompt_length} prompt tokens, "
-                f"got {len(self.extra_ids)}"
+                Name("prompt_table_extra_ids"),
+                f" must have one id for each of the {prompt_length} prompt tokens, got {len(self.extra_ids)}",
             )
         _check_uint64("prompt_table_extra_ids", min(self.extra_ids))
         _check_uint64("prompt_table_extra_ids", max(self.extra_ids))
@@ -134,4 +133,4 @@ class PrefixIdentity:
 
 def _check_uint64(name: str, value: int) -> None:
     if not 0 <= value < 1 << 64:
-        raise InvalidArgument(f"{name} must be in [0, 2**64), got {value}")
+        raise InvalidArgument(Name(name), f" must be in [0, 2**64), got {value}")

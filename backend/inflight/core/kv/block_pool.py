@@ -1,20 +1,20 @@
-"""The KV blocks of the device, as integers: owns reference counts, the reuse index and the order of eviction.
+"""The device's KV blocks as integers: reference counts, the reuse index and the order of eviction.
 
     held    reference count > 0, in some block tables
     cached  reference count 0, published: content kept, and found by its digest, until the block is taken
     empty   reference count 0, not published: content worthless
 
-Published blocks name their parents, so they form trees. A block is taken, in this order, from
+Published blocks refer to their parents' digests, so they form trees. A block is taken, in this order, from
 
     1. the empty ones, the last released first;
-    2. the cached leaves, which no published block names as its parent: the lowest priority first, and of one
-       priority the least recently released. A parent whose last child goes becomes a leaf with its own priority
-       and time, so a child protects what it is of no use without;
-    3. the other cached ones, the least recently released first. There is such a block without a leaf only where
-       somebody who computed the same parent on his own holds the child.
+    2. the cached leaves, which no published block has as its parent: lowest priority first, and within a priority
+       the least recently released. A parent whose last child is evicted becomes a leaf with its own priority and
+       time, so a child protects the blocks that it is useless without;
+    3. the other cached ones, the least recently released first. A cached block can only be without a leaf below it
+       if its child is held by a sequence that computed the same parent itself.
 
-Children are counted by their parent's digest, not its block: the same content may be published again by another
-block while they stay. The pool knows nothing of requests. Only the loop thread calls it.
+Children are counted by their parent's digest, not its block, because the same content may be published again in
+another block while they stay. The pool knows nothing of requests. Only the loop thread calls it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from inflight.core.kv.retention import Retention
 _NS_PER_MS = 1_000_000
 _DEFAULT_RETENTION = Retention()
 _MOST_COMPARED = 64
-"""Blocks whose tokens are compared to find the one that begins with the most."""
+"""Number of blocks whose tokens are compared to find the one with the longest common beginning."""
 
 Key = tuple[int, ...]
-"""A place in a BlockHeap: the block with the smallest key comes first."""
+"""A block's rank in a BlockHeap: the block with the smallest key comes first."""
 
 
 class BlockHeap:
-    """Blocks in the order of a key that may change: a heap whose outdated entries are dropped when they come up.
+    """Blocks ordered by a key that may change: a heap whose outdated entries are dropped when they surface.
 
     It holds at most `num_blocks` blocks, each with one key; all keys have the same length. Every operation is
-    O(log n), averaged over many: an outdated entry stays until it comes up, or until there are more entries than
-    twice the blocks, when all outdated ones are dropped at once.
+    amortized O(log n). An outdated entry stays until it surfaces, or until there are more than twice as many
+    entries as blocks; then all outdated ones are dropped at once.
     """
 
     __slots__ = ("_entries", "_key_of", "_most_entries")
@@ -84,7 +84,7 @@ class BlockHeap:
         return None
 
     def pop(self) -> int:
-        """Remove the block with the smallest key and return it; there must be one."""
+        """Remove and return the block with the smallest key. The heap must not be empty."""
         assert self.first_key() is not None, "the heap is empty"
         _, block_id = heappop(self._entries)
         del self._key_of[block_id]
@@ -93,14 +93,14 @@ class BlockHeap:
 
 @dataclass(slots=True)
 class _Content:
-    """The content and the history of a published block.
+    """The content and history of a published block.
 
     Attributes:
         digest: Key of the block's content and all that comes before it.
-        parent: Key of the block before it, or its scope.
-        tokens: The content itself, one element per token.
+        parent: Key of the block before it; of a first block the scope.
+        tokens: The content, one element per token.
         retention: How long the block is worth keeping.
-        age: How many releases there had been when the block was last released; the lowest is the least recent.
+        age: The pool's release count when the block was last released; the lowest is the least recent.
     """
 
     digest: bytes
@@ -111,9 +111,9 @@ class _Content:
 
 
 class BlockPool:
-    """The device's blocks, 0 .. num_blocks - 1: which are held, which are cached and which are empty.
+    """The device's blocks, 0 .. num_blocks - 1, each of them held, cached or empty.
 
-    With a log of `events` it tells that of contents that can be found no more, and of changed priorities.
+    With a log of `events`, reports content that can no longer be found, and changed priorities.
     """
 
     def __init__(self, num_blocks: int, events: KvEventLog | None = None) -> None:
@@ -123,58 +123,58 @@ class BlockPool:
         self._empty = list(reversed(range(num_blocks)))  # the last is taken first
         self._contents: dict[int, _Content] = {}
         self._block_of: dict[bytes, int] = {}
-        # By the parent's digest, in order of publication; without empty ones.
+        # By the parent's digest, in order of publication; without empty entries.
         self._children: dict[bytes, dict[bytes, None]] = {}
         self._cached = BlockHeap(num_blocks)  # in the order of eviction
-        self._expiries = BlockHeap(num_blocks)  # cached blocks whose priority is for a time only, by its end
+        self._expiries = BlockHeap(num_blocks)  # cached blocks with a retention duration, by its end
         self._num_releases = 0
         self._now_ns = 0
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken, cached ones included."""
+        """Number of blocks that can be taken, cached ones included."""
         return len(self._empty) + len(self._cached)
 
     @property
     def num_held(self) -> int:
-        """Blocks with at least one reference."""
+        """Number of blocks with at least one reference."""
         return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
-        """Blocks without a reference whose content can be found."""
+        """Number of blocks without a reference whose content can be found."""
         return len(self._cached)
 
     @property
     def num_empty(self) -> int:
-        """Blocks without a reference whose content is worthless."""
+        """Number of blocks without a reference or usable content."""
         return len(self._empty)
 
     @property
     def num_shared(self) -> int:
-        """Blocks with more than one reference; O(number of blocks)."""
+        """Number of blocks with more than one reference; O(number of blocks)."""
         return sum(count > 1 for count in self._references)
 
     def is_held(self, block_id: int) -> bool:
-        """Whether some block table names the block."""
+        """Whether any block table has the block."""
         return self._references[block_id] > 0
 
     def is_held_once(self, block_id: int) -> bool:
-        """Whether exactly one block table names the block."""
+        """Whether exactly one block table has the block."""
         return self._references[block_id] == 1
 
     def num_references(self, block_id: int) -> int:
-        """How often block tables name the block."""
+        """Number of references that block tables hold to the block."""
         return self._references[block_id]
 
     def find(self, digest: bytes) -> int | None:
-        """The published block whose content has this digest; None if there is none."""
+        """Return the published block whose content has this digest; None if there is none."""
         return self._block_of.get(digest)
 
     def find_beginning(self, parent: bytes, tokens: Sequence[Hashable]) -> tuple[int, int]:
-        """The block that follows `parent` and begins with the most of `tokens`, and with how many of them.
+        """Return the block after `parent` that shares the longest beginning with `tokens`, and that length.
 
-        (0, 0) if no block begins with any. Only the blocks published last are compared.
+        (0, 0) if no block shares any. Only the most recently published blocks are compared.
         """
         best = (0, 0)
         for digest in islice(reversed(self._children.get(parent, {})), _MOST_COMPARED):
@@ -189,7 +189,7 @@ class BlockPool:
     # ---------------------------------------------------------------- references
 
     def take(self, count: int) -> tuple[int, ...]:
-        """Take `count` blocks, with one reference each; there must be as many free ones."""
+        """Take `count` free blocks, with one reference each; at least `count` must be free."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         taken = tuple(self._empty.pop() if self._empty else self._evict() for _ in range(count))
         for block_id in taken:
@@ -232,18 +232,18 @@ class BlockPool:
     ) -> bool:
         """Let other sequences find a held block by its content.
 
-        If another block was published with this digest before, that one stays the block that is found, and
+        If another block was published with this digest before, that block remains the one that is found, and
         `retention` applies to it.
 
         Args:
-            block_id: A held block, not published before.
-            digest: Key of its content and all that comes before.
-            parent: Key of what comes before.
-            retention: How long the block is worth keeping; None if the request does not say.
-            tokens: The content itself, for sequences that begin as it does and then differ.
+            block_id: A held block that is not published yet.
+            digest: Key of its content and everything before it.
+            parent: Key of everything before it.
+            retention: How long the block is worth keeping; None if the request sets none.
+            tokens: The content, for sequences that share only its beginning.
 
         Returns:
-            Whether it is this block that is found.
+            Whether this block is the one that is found.
         """
         assert self.is_held(block_id), f"block {block_id} is published, but nobody holds it"
         first = self._block_of.get(digest)
@@ -269,9 +269,10 @@ class BlockPool:
             self._cache(block_id, content)
 
     def expire(self, now_ns: int) -> None:
-        """Set the time: retentions whose duration is over fall back to the default, durations to come start here.
+        """Set the time. Expired retentions fall back to the default; durations of blocks released later start
+        here.
 
-        O(1) if no duration is over.
+        O(1) if none has expired.
 
         Args:
             now_ns: Monotonic time in nanoseconds.
@@ -286,7 +287,8 @@ class BlockPool:
             self._cache(block_id, content)
 
     def _cache(self, block_id: int, content: _Content) -> None:
-        """Give a block that nobody holds its place in the order of eviction and among the durations."""
+        """Put an unreferenced block in the order of eviction and, if its retention has a duration, in that of
+        expiry."""
         self._cached.put(block_id, self._eviction_key(content))
         duration_ms = content.retention.duration_ms
         if duration_ms is None:
@@ -300,20 +302,20 @@ class BlockPool:
         return (0, content.retention.priority, content.age)
 
     def _requeue(self, digest: bytes) -> None:
-        """Update a block's place in the order of eviction: it may have become a leaf, or ceased to be one."""
+        """Update a block's place in the order of eviction after it became a leaf or ceased to be one."""
         block_id = self._block_of.get(digest)
         if block_id is not None and block_id in self._cached:
             self._cached.put(block_id, self._eviction_key(self._contents[block_id]))
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
-        """Let nobody find these held blocks any more. Blocks that were not published stay as they are."""
+        """Remove these held blocks from the reuse index. Blocks that are not published stay as they are."""
         for block_id in block_ids:
             assert self.is_held(block_id), f"block {block_id} is unpublished, but nobody holds it"
             if block_id in self._contents:
                 self._forget(block_id)
 
     def forget_all(self) -> None:
-        """Tell the log that no content can be found any more, because this pool gives way to another one."""
+        """Log all content as removed, because this pool is about to be replaced."""
         if self._events is not None:
             for digest in self._block_of:
                 self._events.removed(digest)
@@ -336,7 +338,7 @@ class BlockPool:
 
 
 def _num_alike(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
-    """How many elements, from the first on, are equal in both."""
+    """Return the length of the common beginning of two sequences."""
     for count, (mine, yours) in enumerate(zip(one, other)):
         if mine != yours:
             return count

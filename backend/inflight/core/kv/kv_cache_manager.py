@@ -1,14 +1,14 @@
 """The block tables: which KV blocks each running sequence holds, shares with others or has reserved.
 
-Blocks are shared by content (`block_keys.py`): only full ones, and never a sequence's last known token: its logits
-are needed, so it is computed. Of a block that only begins as a sequence goes on, the beginning is copied.
+Blocks are shared by content (`block_keys.py`): only full blocks, and never the one with a sequence's last known
+token, which must be computed for its logits. If only the beginning of a cached block matches, that part is copied.
 
-The beams of a search share the block that they are filling too, as long as they agree: a beam that writes into a
-block that others hold gets a copy of its own.
+The beams of a search also share the block that they are filling, as long as they agree. A beam that writes into a
+block that other beams hold gets a copy.
 
-What a running sequence is about to publish is promised, so that another with the same prefix may wait for it and
-not compute it as well. A sequence reserves blocks at admission; growth within the reservation cannot fail. Only
-the loop thread calls this.
+Blocks that a running sequence is about to publish are promised, so that another sequence with the same prefix can
+wait for them instead of computing them too. A sequence reserves blocks at admission; growth within the reservation
+cannot fail. Only the loop thread calls this.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class PrefixMatch:
 
     Attributes:
         block_ids: Full blocks, in order from the first token on.
-        num_held: How many of them some running sequence holds; the others count as free until shared.
+        num_held: How many of them a running sequence holds; the others count as free until they are shared.
         is_promised: Whether a running sequence is computing the first block that was not found.
         source: A block that begins with the same tokens as the first block that was not found.
-        num_copied_tokens: How many tokens of `source` are the sequence's; 0: there is no such block.
+        num_copied_tokens: Number of tokens of `source` that match; 0: there is no such block.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -45,12 +45,12 @@ class PrefixMatch:
 
 
 class BlockCounts(NamedTuple):
-    """Blocks of the tokens that were known of a sequence when it was admitted.
+    """Counts of the blocks for the tokens that a sequence had when it was admitted.
 
     Attributes:
-        new: Blocks not found as a whole, to be taken from the free ones.
-        reused: Blocks found in the cache, the last one perhaps in part: its beginning is copied to a new block.
-        missed: Full blocks that were looked for and not found.
+        new: Blocks not found as a whole, taken from the free ones.
+        reused: Blocks found in the cache, including one that was found in part and copied.
+        missed: Full blocks looked up and not found.
     """
 
     new: int
@@ -60,10 +60,10 @@ class BlockCounts(NamedTuple):
 
 @dataclass(slots=True)
 class BeamGrowth:
-    """The changes to block tables that gave every beam room for a token.
+    """Changes to block tables that give every beam room for one more token.
 
     Attributes:
-        copies: (source, target) blocks whose content is to be copied.
+        copies: (source, target) blocks to copy.
         replaced: (beam, index in its table, block id of the copy).
         appended: (beam, block id at the end of its table).
     """
@@ -75,18 +75,18 @@ class BeamGrowth:
 
 @dataclass(slots=True)
 class _Table:
-    block_ids: list[int]  # with beams, those that all of them begin with
-    reserved: int  # blocks this sequence may still take without asking
+    block_ids: list[int]  # for beams, their common beginning
+    reserved: int  # blocks this sequence may still take
     num_published: int
     rules: CacheRules
-    digests: list[bytes]  # of the full blocks known at admission; those not published yet are promised
+    digests: list[bytes]  # of the full blocks known at admission; unpublished ones are promised
     parent: bytes | None  # digest of the last published block; None: nothing is shared
     num_reused: int
     num_missed: int
     num_new: int
-    copy: tuple[int, int] | None  # (source, target) of the block that was found in part
-    # Per beam, what follows. Never empty, so that what is written next is always here. Kept apart from the common
-    # beginning, so that a step costs what the beams differ in and not what they have in common.
+    copy: tuple[int, int] | None  # (source, target) of the block found in part
+    # Per beam, the blocks after the common beginning; never empty, so that the block being written is always here.
+    # Separate from the common beginning, so that a step costs what the beams differ in.
     tails: list[list[int]]
 
     @property
@@ -99,7 +99,7 @@ class _Table:
 
 @dataclass(slots=True)
 class _Prompt:
-    """Digests of a waiting sequence's full blocks, computed once and not at every look."""
+    """Digests of a waiting sequence's full blocks, computed only once."""
 
     num_tokens: int
     digests: list[bytes]
@@ -109,12 +109,12 @@ class KvCacheManager:
     """The block tables of running sequences, by sequence key, over one block pool.
 
     Attributes:
-        pool: The blocks.
+        pool: The block pool.
         tokens_per_block: Tokens per block.
-        num_reserved: Free blocks that running sequences count on.
+        num_reserved: Free blocks reserved by running sequences.
         num_taken_blocks, num_reused_blocks, num_missed_blocks: Blocks taken from the free ones, found in the cache
-            at admissions, and not found there, since the start.
-        events: What happens to the content of blocks; None: nobody wants to know.
+            at admission, and not found, since the start.
+        events: The log of changes to the content of blocks; None: no log.
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int, events: KvEventLog | None = None) -> None:
@@ -129,41 +129,42 @@ class KvCacheManager:
         self.num_missed_blocks = 0
         self._tables: dict[int, _Table] = {}
         self._prompts: dict[int, _Prompt] = {}
-        self._promises: dict[bytes, int] = {}  # how many running sequences are computing it; without zeros
+        self._promises: dict[bytes, int] = {}  # number of running sequences computing a block; without zeros
 
     @property
     def num_unreserved(self) -> int:
-        """Free blocks that no running sequence counts on."""
+        """Number of free blocks that no running sequence has reserved."""
         return self.pool.num_free - self.num_reserved
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Number of blocks that hold this many tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
     def block_table(self, key: int) -> tuple[int, ...]:
-        """The blocks of a running sequence, in order; with beams, those that all of them begin with."""
+        """Return the blocks of a running sequence, in order; for a beam search, the common beginning of its
+        beams."""
         return tuple(self._tables[key].block_ids)
 
     def block_counts(self, key: int) -> BlockCounts:
-        """The counts of blocks that a running sequence found in the cache, and missed, when it was admitted."""
+        """Return how many blocks a running sequence found and missed in the cache when it was admitted."""
         table = self._tables[key]
         return BlockCounts(table.num_new, table.num_reused, table.num_missed)
 
     def block_copy(self, key: int) -> tuple[int, int] | None:
-        """(source, target) of the block that a sequence was admitted with a part of; None if there is none."""
+        """Return (source, target) of the block that a sequence reuses in part; None if there is none."""
         return self._tables[key].copy
 
     def held(self, key: int) -> tuple[int, int]:
-        """(distinct blocks held, blocks reserved beyond them) of a running sequence."""
+        """Return (distinct blocks held, blocks reserved beyond them) of a running sequence."""
         table = self._tables[key]
         return table.num_distinct(), table.reserved
 
     # ---------------------------------------------------------------- admission
 
     def match_prefix(self, key: int, token_ids: Sequence[int], rules: CacheRules) -> PrefixMatch:
-        """The longest cached prefix of `token_ids` that leaves at least one token to compute.
+        """Find the longest cached prefix of `token_ids` that leaves at least one token to compute.
 
-        The prefix is full blocks, and then the beginning of another one.
+        The prefix consists of full blocks, and possibly the beginning of one more.
         """
         if rules.scope is None:
             return PrefixMatch()
@@ -184,11 +185,12 @@ class KvCacheManager:
         return PrefixMatch(tuple(block_ids), num_held, is_promised, *beginning)
 
     def _num_sought(self, num_tokens: int) -> int:
-        """Full blocks that leave at least one token to compute."""
+        """Return the number of full blocks to look up, so that at least one token is left to compute."""
         return (num_tokens - 1) // self.tokens_per_block
 
     def _digests(self, key: int, token_ids: Sequence[int], rules: CacheRules, scope: bytes) -> list[bytes]:
-        """Digests of all full blocks, in order; the last block may be one that is computed in any case."""
+        """Return digests of all full blocks, in order; the last one may be a block that has to be computed
+        anyway."""
         known = self._prompts.get(key)
         if known is None or known.num_tokens != len(token_ids):
             known = self._prompts[key] = _Prompt(len(token_ids), [])
@@ -201,18 +203,18 @@ class KvCacheManager:
     def admit(
         self, key: int, match: PrefixMatch, num_blocks: int, rules: CacheRules, num_tokens: int = 0
     ) -> None:
-        """Open a block table that begins with the matched blocks and reserves `num_blocks` blocks in all.
+        """Open a block table with the matched blocks, and reserve `num_blocks` blocks in total.
 
-        That takes `num_blocks - match.num_held` free blocks. Where the match ends inside a block, the copy of that
+        This takes `num_blocks - match.num_held` free blocks. If the match ends inside a block, a copy of that
         block is in the table too (`block_copy`). Full blocks of the tokens that `match_prefix` saw are promised
         until they are published.
 
         Args:
-            key: The sequence, which has no table yet.
-            match: What `match_prefix` found.
+            key: The sequence, which must have no table yet.
+            match: The result of `match_prefix`.
             num_blocks: Blocks to reserve, the matched ones included.
             rules: How the sequence shares its blocks.
-            num_tokens: Tokens that are known of the sequence now, for `block_counts`.
+            num_tokens: Number of tokens known now, for `block_counts`.
         """
         assert key not in self._tables, f"sequence {key} holds blocks already"
         known = self._prompts.pop(key, None)
@@ -238,7 +240,7 @@ class KvCacheManager:
         self.num_missed_blocks += missed
 
     def _take_copy(self, table: _Table, source: int) -> None:
-        """Take the block that the found beginning is copied to. It may be the source itself, if that was free."""
+        """Take a block to copy the matching beginning to. It may be the source itself, if that was free."""
         assert table.reserved > 0, "a sequence was admitted without a block for its last token"
         (target,) = self.pool.take(1)
         table.copy = (source, target)
@@ -250,24 +252,24 @@ class KvCacheManager:
     # ---------------------------------------------------------------- growth
 
     def missing_blocks(self, key: int, num_tokens: int) -> int:
-        """Blocks beyond its table and reservation that a sequence needs to hold `num_tokens` tokens."""
+        """Return how many blocks beyond table and reservation a sequence needs to hold `num_tokens` tokens."""
         table = self._tables[key]
         return max(0, self.blocks_for(num_tokens) - len(table.block_ids) - table.reserved)
 
     def num_certain_tokens(self, key: int) -> int:
-        """Tokens that fit into a sequence's table and reservation."""
+        """Return how many tokens fit into a sequence's table and reservation."""
         table = self._tables[key]
         return (len(table.block_ids) + table.reserved) * self.tokens_per_block
 
     def blocks_freed_by(self, key: int) -> int:
-        """Blocks that become unreserved when this sequence is released and no other."""
+        """Return how many blocks become unreserved if only this sequence is released."""
         table = self._tables[key]
         return table.reserved + sum(self.pool.is_held_once(block_id) for block_id in table.block_ids)
 
     def extend(self, key: int, num_tokens: int) -> tuple[int, ...]:
-        """Grow a table until it holds `num_tokens` tokens; returns the blocks appended.
+        """Grow a table until it holds `num_tokens` tokens, and return the appended blocks.
 
-        The blocks must be there: within the reservation, or `missing_blocks` <= `num_unreserved`.
+        The blocks must be available: within the reservation, or `missing_blocks` <= `num_unreserved`.
         """
         table = self._tables[key]
         count = self.blocks_for(num_tokens) - len(table.block_ids)
@@ -285,9 +287,9 @@ class KvCacheManager:
     # ---------------------------------------------------------------- beams
 
     def reorder_beams(self, key: int, parents: Sequence[int]) -> None:
-        """Let beam i continue what was beam `parents[i]`: it holds the same blocks.
+        """Let beam i continue beam `parents[i]`, with the same blocks.
 
-        At the first call there is one beam, 0: the sequence itself, whose context is computed.
+        Before the first call there is one beam, 0: the sequence itself, whose context is computed.
         """
         table = self._tables[key]
         distinct = table.num_distinct()
@@ -298,11 +300,11 @@ class KvCacheManager:
         for block_ids in before:
             self.pool.release(reversed(block_ids))
         self._join_beginnings(table)
-        # Blocks that no beam holds any more may be needed again: the reservation is for the worst case.
+        # Blocks that no beam holds now may be needed again, as the reservation is for the worst case.
         self._reserve(table, table.reserved + distinct - table.num_distinct())
 
     def _join_beginnings(self, table: _Table) -> None:
-        """Move the blocks that all tails begin with to the common beginning, but never a tail's last block."""
+        """Move the blocks that all tails start with to the common beginning, but never a tail's last block."""
         count = 0
         for block_ids in zip(*(tail[:-1] for tail in table.tails)):
             if len(set(block_ids)) > 1:
@@ -314,7 +316,7 @@ class KvCacheManager:
             table.tails = [tail[count:] for tail in table.tails]
 
     def grow_beams(self, key: int, num_tokens: int) -> BeamGrowth:
-        """Give every beam a block of its own to write token `num_tokens - 1` into; the reservation covers it."""
+        """Give every beam its own block to write token `num_tokens - 1` to. The reservation covers it."""
         table = self._tables[key]
         distinct, index = table.num_distinct(), (num_tokens - 1) // self.tokens_per_block
         place = index - len(table.block_ids)
@@ -343,7 +345,8 @@ class KvCacheManager:
     # ---------------------------------------------------------------- sharing and the end
 
     def publish(self, key: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """Make the blocks that `num_computed_tokens` computed tokens fill findable for others."""
+        """Publish the blocks filled by `num_computed_tokens` computed tokens, so that other sequences find
+        them."""
         table, size = self._tables[key], self.tokens_per_block
         if table.parent is None:
             return
@@ -370,13 +373,13 @@ class KvCacheManager:
             table.num_published += 1
 
     def _end_promise(self, digest: bytes) -> None:
-        """Withdraw one sequence's promise: it has published the block, or never will."""
+        """Withdraw one sequence's promise of a block, because it has published the block or never will."""
         self._promises[digest] -= 1
         if self._promises[digest] == 0:
             del self._promises[digest]
 
     def unpublish(self, *keys: int) -> None:
-        """Let nobody find the blocks that only these sequences hold: their content may make the device fail."""
+        """Unpublish the blocks that only these sequences hold, as their content may make the device fail."""
         tables = [self._tables[key] for key in keys if key in self._tables]
         parts = chain.from_iterable((table.block_ids, *table.tails) for table in tables)
         held = Counter(chain.from_iterable(parts))
@@ -385,7 +388,7 @@ class KvCacheManager:
         )
 
     def release(self, key: int) -> None:
-        """Release a sequence's blocks and reservation, if it has any, and the digests computed while it waited."""
+        """Release a sequence's blocks and reservation, if any, and the digests computed while it waited."""
         self._prompts.pop(key, None)
         table = self._tables.pop(key, None)
         if table is not None:
@@ -393,13 +396,13 @@ class KvCacheManager:
             for digest in table.promised:
                 self._end_promise(digest)
             for block_ids in (*table.tails, table.block_ids):
-                # Later blocks are of no use without the earlier ones: they are to be evicted first.
+                # Later blocks are useless without earlier ones, so they are to be evicted first.
                 self.pool.release(reversed(block_ids))
 
     def clear(self) -> None:
-        """Release every sequence and forget the content of all blocks, even if the books do not agree.
+        """Release every sequence and forget the content of all blocks, even if the records are inconsistent.
 
-        The counts since the start stay.
+        Counts since the start stay.
         """
         self.pool.forget_all()
         self.pool = BlockPool(self.pool.num_blocks, self.events)

@@ -1,6 +1,6 @@
 """KV cache events: changes to the content of KV blocks, for routers that send requests to a cached prefix.
 
-The log owns the events that nobody has taken yet, at most so many. A pool or a manager without a log makes none.
+The log keeps a bounded number of events until they are fetched. A pool or a manager without a log records none.
 Only the loop thread calls it. Pure. Specification: the Executor's `KVCacheEventManager`.
 """
 
@@ -16,14 +16,14 @@ _HASH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A full block whose content others can find now.
+    """A full block that other sequences can now find.
 
     Attributes:
-        block_hash: What the block is known by.
+        block_hash: The block's id outside of the engine.
         token_ids: Its tokens.
         extra_ids: One for each token, 0 for text.
-        lora_task_id: The adapter that computed it; None: the bare model.
-        priority: How much it is worth keeping, 0 .. 100.
+        lora_task_id: The adapter that computed it; None: the base model.
+        priority: Its retention priority, 0 .. 100.
     """
 
     block_hash: int
@@ -35,16 +35,16 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class KvEvent:
-    """One event; of the parts that say what happened exactly one is given.
+    """One event. Exactly one of num_blocks, stored, removed and updated is given.
 
     Attributes:
-        event_id: Count of events, from 0.
-        num_blocks: The cache was made, with so many blocks.
-        stored: These blocks were stored, each behind the one before it.
-        parent_hash: The block before the first of `stored`; None: a prompt begins with that.
+        event_id: Number of the event, from 0.
+        num_blocks: The cache was created, with this many blocks.
+        stored: These blocks were stored, each following the one before it.
+        parent_hash: The block before the first of `stored`; None: it is the first block of a prompt.
         removed: The content of the blocks with these hashes is gone.
-        updated: The block with this hash has another priority than before: `priorities`.
-        priorities: The old and the new one.
+        updated: The priority of the block with this hash has changed.
+        priorities: The old and the new priority.
     """
 
     event_id: int
@@ -57,34 +57,37 @@ class KvEvent:
 
 
 class KvEventLog:
-    """The events that have not been taken yet.
+    """The events that have not been fetched yet.
 
-    Removals in a row become one event, and so do blocks that are stored one behind the other.
+    Consecutive removals are joined into one event, and so are stored blocks that follow one another.
 
     Args:
-        max_events: Most events that wait to be taken; the oldest are dropped.
+        max_events: Maximum number of events kept; the oldest are dropped.
     """
 
     def __init__(self, max_events: int) -> None:
         self._waiting: deque[KvEvent] = deque(maxlen=max_events)
         self._removed: list[int] = []
         self._stored: list[StoredBlock] = []
-        self._parent_hash: int | None = None  # of the first of these
+        self._parent_hash: int | None = None  # hash of the block before the first of `_stored`
         self._next_id = 0
 
     def take(self) -> list[KvEvent]:
-        """The events since the last call, oldest first."""
+        """Return the events since the last call, oldest first."""
         self._end_open()
         events = list(self._waiting)
         self._waiting.clear()
         return events
 
     def created(self, num_blocks: int) -> None:
-        """The cache was made: the first event."""
+        """Record the creation of the cache, the first event."""
         self._add(num_blocks=num_blocks)
 
     def stored(self, parent: bytes | None, block: StoredBlock) -> None:
-        """This block can be found; it follows the one with the digest `parent`, or a prompt begins with it."""
+        """Record a block that can now be found.
+
+        `parent` is the digest of the block before it; None: it begins a prompt.
+        """
         parent_hash = None if parent is None else block_hash(parent)
         if not (self._stored and self._stored[-1].block_hash == parent_hash):
             self._end_open()
@@ -92,13 +95,13 @@ class KvEventLog:
         self._stored.append(block)
 
     def removed(self, digest: bytes) -> None:
-        """The content with this digest can be found no more."""
+        """Record that the content with this digest can no longer be found."""
         if not self._removed:
             self._end_open()
         self._removed.append(block_hash(digest))
 
     def updated(self, digest: bytes, old: Retention, new: Retention) -> None:
-        """A block's retention has changed; one that has the same priority is no event."""
+        """Record a change of a block's retention, unless the priority stays the same."""
         if old.priority != new.priority:
             self._end_open()
             self._add(updated=block_hash(digest), priorities=(old.priority, new.priority))
@@ -117,7 +120,7 @@ class KvEventLog:
         self._waiting.append(event)
 
     def _end_open(self) -> None:
-        """Make an event of the blocks stored last, or of those removed last."""
+        """Turn the pending stored blocks, or the pending removals, into an event."""
         stored, self._stored = tuple(self._stored), []
         removed, self._removed = tuple(self._removed), []
         if stored:
@@ -127,5 +130,5 @@ class KvEventLog:
 
 
 def block_hash(digest: bytes) -> int:
-    """The number, 0 .. 2**64 - 1, that a block with this digest is known by outside."""
+    """Return the 64-bit number by which a block with this digest is known outside of the engine."""
     return int.from_bytes(digest[:_HASH_BYTES], "big")

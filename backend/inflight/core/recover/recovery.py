@@ -1,9 +1,9 @@
-"""Recovery from a failed iteration: finds the faulty request, and computes the others again up to where they were.
+"""Recovery from a failed iteration: finds the faulty request and recomputes the others.
 
-Nobody knows what a device that raised has done with a batch, so every sequence that was in it gives up slots and
-blocks, and is computed again from its known tokens. Halves of the requests are tried apart (`Isolation`) until the
-faulty one is alone. A request that makes the scheduler's own `schedule` raise is found in the same way. The
-scheduler calls this, on the loop thread.
+After a failure the state of the batch on the device is unknown, so every sequence in the batch gives up slots and
+blocks and is recomputed from its known tokens. The requests are retried in halves (`Isolation`) until the faulty
+one is alone. A request that makes `schedule` itself raise is found in the same way. The scheduler calls this, on
+the loop thread.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from inflight.errors import InflightError, Unavailable
 
 
 class Isolation:
-    """Finds the request that makes iterations fail: halves of those that were in a failed batch are tried apart.
+    """Finds the request that makes iterations fail by bisecting the requests of a failed batch.
 
-    It owns the sets of requests that are still to be retried; the first set has the device to itself. A set whose
-    iteration fails is split, and a request that fails alone is faulty. A set is cleared once all its sequences
-    got past the point where they failed. One faulty request among n takes about 2 log2(n) iterations more.
+    Owns the sets of requests that are still to be retried; only the first set may run. A set whose iteration fails
+    is split in two, and a request that fails alone is faulty. A set is cleared once all its sequences have passed
+    the point of failure. Finding one faulty request among n takes about 2 log2(n) extra iterations.
 
-    It knows nothing of states, slots or blocks.
+    Knows nothing of states, slots or blocks.
     """
 
     def __init__(self) -> None:
@@ -34,25 +34,25 @@ class Isolation:
 
     @property
     def is_active(self) -> bool:
-        """Whether any requests are still to be retried."""
+        """Whether any request is still to be retried."""
         return bool(self._sets)
 
     @property
     def retrying(self) -> tuple[int, ...]:
-        """The ids of the requests that have the device to themselves now; () if all may run."""
+        """The ids of the requests that may run now; () if all may."""
         return self._sets[0] if self._sets else ()
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """The ids of all requests that are still to be retried, in the order of their turns."""
+        """The ids of all requests still to be retried, in order."""
         return tuple(request_id for each in self._sets for request_id in each)
 
     def failed(self, request_ids: Sequence[int], was_alone: bool) -> int | None:
-        """Note that an iteration with these requests failed, and return the faulty one if that is certain.
+        """Record that an iteration with these requests failed; return the faulty request if it is certain.
 
         Args:
-            request_ids: Requests that were in it; unless one is faulty, all of them are to be retried.
-            was_alone: Whether no other requests were in it.
+            request_ids: The requests in the iteration. Unless one is known to be faulty, all are retried.
+            was_alone: Whether the iteration had no other requests.
         """
         self._drop(request_ids)
         if len(request_ids) == 1 and was_alone:
@@ -64,7 +64,7 @@ class Isolation:
         return None
 
     def clear(self, but: Collection[int] = ()) -> None:
-        """Clear the requests that are retried now, `but` for some, which are the next to be retried."""
+        """Clear the requests being retried, except those in `but`, which are retried next."""
         self._sets.popleft()
         if but:
             self._sets.appendleft(tuple(but))
@@ -76,7 +76,7 @@ class Isolation:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The requests found faulty, and the sequences involved, after a failed iteration.
+    """The outcome of a failed iteration.
 
     Attributes:
         faulty: Ids of the requests to end with the error.
@@ -91,30 +91,30 @@ class Recovery:
     """Restarts the sequences of failed iterations.
 
     Attributes:
-        isolation: The requests that are still to be retried.
+        isolation: The requests still to be retried.
     """
 
     def __init__(self, running: Running, waiting: WaitingQueue) -> None:
         self.isolation = Isolation()
         self._running = running
         self._waiting = waiting
-        self._is_back: set[LlmRequest] = set()  # void sequences with nothing in flight any more
+        self._is_back: set[LlmRequest] = set()  # void sequences with nothing left in flight
 
     @property
     def has_void(self) -> bool:
-        """Whether any sequence is void: it must not run before its rows in flight are back."""
+        """Whether any sequence is void, so that it must not run before its rows in flight are back."""
         return any(llm_request.is_void for llm_request in self._running.sequences)
 
     def retrying(self, running: list[LlmRequest]) -> list[LlmRequest]:
-        """The sequences of `running` that may run now."""
+        """Return the sequences of `running` that may run now."""
         ids = self.isolation.retrying
         return [llm_request for llm_request in running if llm_request.request_id in ids] if ids else running
 
     def judge(self, batch: ScheduledBatch, error: InflightError) -> Verdict:
-        """Count a failed batch's rows as back, and find the faulty requests as far as that is known.
+        """Count a failed batch's rows as back, and find the faulty requests as far as possible.
 
-        A request that was alone in the batch is faulty. `Unavailable` means that the device itself is gone: then
-        all requests of the batch end.
+        A request that was alone in the batch is faulty. `Unavailable` means that the device is gone: then all
+        requests of the batch end.
         """
         rows = self._rows(batch)
         blamed = [r for r in rows if not r.is_void and r.state is not RequestState.FINISHED]
@@ -134,13 +134,13 @@ class Recovery:
     def find_suspects(
         self, touched: Sequence[LlmRequest], groups: Mapping[int, RequestGroup]
     ) -> tuple[LlmRequest, ...]:
-        """The sequences that may have made `schedule` raise, in the order in which they are to be retried.
+        """Return the sequences that may have made `schedule` raise, in the order to retry them.
 
-        These are the requests that were being retried, if there are any; else the sequences that `schedule` had
-        looked at; else all there are. To be called before anything is changed after the exception.
+        These are the requests being retried, if any; otherwise the sequences that `schedule` had examined, if any;
+        otherwise all. Must be called before any state is changed after the exception.
 
         Args:
-            touched: The sequences that `schedule` had looked at.
+            touched: The sequences that `schedule` had examined.
             groups: All requests without a final response.
         """
         retrying = self.isolation.retrying
@@ -149,13 +149,15 @@ class Recovery:
         else:
             suspects = list(touched) or [s for group in groups.values() for s in group.sequences]
         for llm_request in dict.fromkeys((*touched, *suspects)):
-            # Known tokens come back as one context. Whether the next one can be scheduled shows only after that.
+            # Known tokens come back as one context; only after that is it certain that the next token can be
+            # scheduled.
             llm_request.retry_until = llm_request.next_position + 2
         self._is_back.clear()
         return tuple(dict.fromkeys(s for s in suspects if s.state is not RequestState.FINISHED))
 
     def find_faulty(self, suspects: Sequence[LlmRequest], touched: Sequence[LlmRequest]) -> int | None:
-        """The request that made `schedule` raise, if it was on its own; else None, and halves are retried."""
+        """Return the request that made `schedule` raise if it is the only suspect; otherwise None, and halves are
+        retried."""
         request_ids = tuple(dict.fromkeys(llm_request.request_id for llm_request in suspects))
         if not request_ids:
             return None
@@ -163,7 +165,7 @@ class Recovery:
         return self.isolation.failed(request_ids, was_alone)
 
     def _rows(self, batch: ScheduledBatch) -> dict[LlmRequest, int]:
-        """The sequences of a batch, oldest first, and with how many tokens each is in it."""
+        """Return the sequences of a batch, oldest first, and how many tokens of each are in it."""
         owners = self._running.slots.owners
         rows = {owners[chunk.slot]: len(chunk.token_ids) for chunk in batch.context}
         for slot in batch.generation_slots:
@@ -173,11 +175,12 @@ class Recovery:
         }
 
     def retry(self, batch: ScheduledBatch, rows: Sequence[LlmRequest]) -> None:
-        """Void the sequences of a failed batch that go on, and restart those with nothing else in flight."""
-        # The batch released slots, too: nobody knows whether the device did that.
+        """Mark the surviving sequences of a failed batch as void, and restart those with nothing else in
+        flight."""
+        # The batch also released slots; it is unknown whether the device did that.
         self._running.slots.tell_again(batch.released_slots)
         owners = self._running.slots.owners
-        # A sequence that started in it and has ended since has no slots, or another sequence has them.
+        # A sequence that started in the batch and has ended since has no slots, or they belong to another one.
         started = [
             owner
             for start in batch.starts
@@ -191,10 +194,10 @@ class Recovery:
         self.restart()
 
     def _users_of(self, batch: ScheduledBatch) -> list[LlmRequest]:
-        """The running sequences with adapters that a failed batch was to load, which have to be loaded again.
+        """Return the running sequences whose adapters were to be loaded by a failed batch.
 
-        Nobody knows whether these are in their pages. Sequences that use one without a row in this batch started
-        behind it, so nothing that was computed with it has come back yet.
+        It is unknown whether these adapters are in their pages, so they are loaded again. Sequences that use one
+        but had no row in this batch started later, so no result that used it has come back yet.
         """
         loaded = {load.adapter.handle for load in batch.adapter_loads}
         if not loaded:
@@ -207,13 +210,13 @@ class Recovery:
         ]
 
     def rows_came_back(self, llm_request: LlmRequest, num_tokens: int) -> None:
-        """Count rows of a void sequence as back; after the last of them it can `restart`."""
+        """Count rows of a void sequence as back; after the last one it can `restart`."""
         llm_request.num_scheduled_tokens -= num_tokens
         if llm_request.num_scheduled_tokens == 0:
             self._is_back.add(llm_request)
 
     def restart(self) -> None:
-        """Restart the void sequences that have nothing in flight any more; the oldest goes to the front."""
+        """Restart the void sequences with nothing left in flight; the oldest goes to the front of the queue."""
         if not self._is_back:
             return
         again = [r for r in self._running.sequences if r in self._is_back and r.is_void]
@@ -224,9 +227,9 @@ class Recovery:
             self._waiting.add_in_front(llm_request)
 
     def review(self, groups: Mapping[int, RequestGroup]) -> None:
-        """Clear the requests that are retried once all of them got past the point where they failed.
+        """Clear the requests being retried once all of them have passed the point of failure.
 
-        Those that had no room to run are the next to be retried.
+        Requests that had no room to run are retried next.
         """
         no_room: list[int] = []
         for request_id in self.isolation.retrying:
@@ -247,20 +250,20 @@ def rebuild(
     waiting: WaitingQueue,
     in_front: Collection[LlmRequest],
 ) -> list[LlmRequest]:
-    """After `schedule` raised half-way, make slots, block tables and the queue anew from the requests themselves.
+    """After `schedule` raised half-way, rebuild slots, block tables and the queue from the requests.
 
-    Nobody knows which of the scheduler's books were changed before it raised, nor whether they agree. The
-    requests' tokens, and what was sent of them, are not among these books, and all else follows from them: every
-    sequence gives up slots and blocks, and waits to be computed again from its known tokens. Afterwards no prefix
-    is in the cache.
+    It is unknown which of the scheduler's records were changed before the exception, and whether they are
+    consistent. The requests' tokens, and the counts of what was sent, are not affected, and everything else
+    follows from them: every sequence gives up slots and blocks, and waits to be recomputed from its known tokens.
+    The prefix cache is empty afterwards.
 
     Args:
         groups: All requests without a final response.
-        running, waiting: The books.
-        in_front: The sequences that wait before all others.
+        running, waiting: The records to rebuild.
+        in_front: The sequences to put in front of all others.
 
     Returns:
-        Sequences that had ended and were waiting for their batches in flight, which count for nothing now.
+        Sequences that had ended and were waiting for batches in flight, which are now ignored.
     """
     sequences = [sequence for group in groups for sequence in group.sequences]
     ended = [s for s in sequences if s.state is RequestState.FINISHED and s.slots]

@@ -1,8 +1,8 @@
 """The scheduler's metrics: counters and histograms since the start, and the counters of an iteration.
 
-The scheduler reports to `Observations` where something happens, on the loop thread; what happens to every row of
-every iteration is counted in bulk. `ServiceMetrics.snapshot` makes a frozen copy for threads that publish. Times
-are in seconds, as Prometheus wants them. Nothing here decides anything. Pure.
+The scheduler reports events to `Observations`, on the loop thread; events of every row in every iteration are
+counted in bulk. `ServiceMetrics.snapshot` makes a frozen copy for threads that publish metrics. Times are in
+seconds, as Prometheus wants them. This module decides nothing. Pure.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
-from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.kv.kv_cache_manager import KvCacheManager
-from inflight.core.report.stats import AdapterStats, IterationStats, StaticBatchStats
+from inflight.core.report.stats import AdapterStats, IterationCounts, StaticBatchStats
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.adapter_pages import AdapterPages
@@ -36,7 +36,7 @@ class HistogramSnapshot:
     """A histogram at one moment.
 
     Attributes:
-        bounds: Upper bounds of the buckets, ascending; a last one without a bound follows.
+        bounds: Upper bounds of the buckets, ascending; one more bucket without a bound follows.
         counts: Observations per bucket, len(bounds) + 1 of them; not cumulative.
         total: Sum of all observed values.
     """
@@ -100,7 +100,7 @@ class MetricsSnapshot:
 
 @dataclass(slots=True)
 class ServiceMetrics:
-    """Counters and histograms of everything since the start, which only grow, and what adapters are doing now.
+    """Counters and histograms since the start, which only grow, and gauges of adapters.
 
     Attributes:
         time_to_first_token: Seconds from arrival to a request's first token.
@@ -108,21 +108,21 @@ class ServiceMetrics:
         queue_time: Seconds from arrival to a request's first iteration.
         end_to_end: Seconds from arrival to the final response.
         prompt_tokens: Prompt tokens of ended requests.
-        output_tokens: Generated tokens of ended sequences; of a beam search, steps.
-        cancel_to_free: Seconds from a front end's stop to the moment slots and blocks were free.
-        guide_wait: Seconds from arrival to the iteration that knew that the request's guide can be followed.
-        finished: Ended sequences by reason.
-        failed: Requests that ended with an error, refused ones included, by its Triton code.
-        guides: Guides of requests that were "ready", and those that "failed".
-        running_by_adapter, waiting_by_adapter: Requests that run and that wait, by the name of their adapter;
-            those of adapters without a name are not counted. Of the moment, as `adapters`.
-        adapters: How many adapters there are, and where.
+        output_tokens: Generated tokens of ended sequences; for a beam search, the number of steps.
+        cancel_to_free: Seconds from a front end's stop to the release of slots and blocks.
+        guide_wait: Seconds from arrival to the iteration in which the request's guide was ready.
+        finished: Ended sequences by finish reason.
+        failed: Requests that ended with an error or were refused, by the error's Triton code.
+        guides: Guides of requests, by outcome: "ready" or "failed".
+        running_by_adapter, waiting_by_adapter: Requests running and waiting now, by the name of their adapter.
+            Adapters without a name are not counted.
+        adapters: The numbers of adapters now.
         num_preemptions: Pauses of sequences.
-        num_hit_tokens, num_missed_tokens: Tokens of full blocks that admissions found in the KV cache, and that
-            they did not find there; tokens generated before a pause are counted like those of prompts.
+        num_hit_tokens, num_missed_tokens: Tokens of full blocks that admissions found and did not find in the KV
+            cache. After a pause, generated tokens count as well as the prompt's.
         num_prompt_tokens: Prompt tokens of requests that have got their first token.
-        num_generated_tokens: Tokens that sequences were given, counted as they come; of a beam search, for each
-            beam one a step.
+        num_generated_tokens: Tokens given to sequences, counted as they arrive; a beam search counts one per beam
+            and step.
         num_draft_tokens, num_accepted_draft_tokens: Draft tokens that were verified, and those accepted.
     """
 
@@ -149,7 +149,7 @@ class ServiceMetrics:
     num_accepted_draft_tokens: int = 0
 
     def snapshot(self) -> MetricsSnapshot:
-        """A frozen copy of all of them."""
+        """Return a frozen copy of all metrics."""
         return MetricsSnapshot(*(_frozen(getattr(self, each.name)) for each in fields(MetricsSnapshot)))
 
 
@@ -160,7 +160,7 @@ def _frozen(value: Any) -> Any:
 
 
 def adapter_stats(num_stored: int, pages: AdapterPages) -> AdapterStats:
-    """The counters of LoRA adapters, of which `num_stored` are stored."""
+    """Return the counters of LoRA adapters, `num_stored` of which are in the cache."""
     return AdapterStats(
         num_stored=num_stored,
         num_resident=pages.num_residents,
@@ -172,7 +172,7 @@ def adapter_stats(num_stored: int, pages: AdapterPages) -> AdapterStats:
 
 
 def seconds(duration_ns: int) -> float:
-    """A duration in seconds from one in nanoseconds."""
+    """Convert nanoseconds to seconds."""
     return duration_ns * _NS
 
 
@@ -183,21 +183,21 @@ class Observations:
         metrics: Counters and histograms since the start.
     """
 
-    def __init__(self, config: SchedulerConfig, limits: EngineLimits) -> None:
+    def __init__(self, config: SchedulingConfig, limits: EngineLimits) -> None:
         self.metrics = ServiceMetrics()
         self._max_num_requests = limits.max_num_sequences
         self._max_num_tokens = config.max_num_tokens
         self._num_micro_batches = limits.num_micro_batches
-        is_static = config.policy is CapacitySchedulerPolicy.STATIC_BATCH
+        is_static = config.policy is CapacityPolicy.STATIC_BATCH
         self._static_batch = StaticBatchStats() if is_static else None
-        # By the time of their last token, how many sequences get another one in this update. A dict and no
-        # Counter, which takes longer: this is written for every token.
+        # Maps the time of the last token to the number of sequences with that time that get a token in this
+        # update. A dict, because it is updated for every token and a Counter is slower.
         self._gaps: dict[int, int] = {}
         self._num_new_tokens = 0
         self.begin_iteration()
 
     def begin_iteration(self) -> None:
-        """Set the counts of an iteration to 0."""
+        """Reset the counts of the current iteration."""
         self._num_new = 0
         self._num_paused = 0
         self._queue_ns = 0
@@ -221,18 +221,18 @@ class Observations:
             self.metrics.queue_time.observe(seconds(waited_ns))
 
     def looked_up(self, num_found: int, num_missed: int) -> None:
-        """Count the tokens of full blocks that an admission found in the cache, and those that it did not find."""
+        """Count the tokens of full blocks that an admission found in the cache and those it missed."""
         self.metrics.num_hit_tokens += num_found
         self.metrics.num_missed_tokens += num_missed
 
     def guide_known(self, group: RequestGroup, is_ready: bool, now_ns: int) -> None:
-        """Count a request whose guide has turned out to be usable, or not."""
+        """Count a guide that is ready or has failed."""
         self.metrics.guides["ready" if is_ready else "failed"] += 1
         if is_ready:
             self.metrics.guide_wait.observe(seconds(now_ns - group.arrival_ns))
 
     def adapters_now(self, stats: AdapterStats, groups: Iterable[RequestGroup]) -> None:
-        """Note where adapters are, and which requests run and wait with those that have names."""
+        """Record the state of adapters, and the running and waiting requests of named adapters."""
         self.metrics.adapters = stats
         running, waiting = Counter[str](), Counter[str]()
         for group in groups:
@@ -242,12 +242,12 @@ class Observations:
         self.metrics.running_by_adapter, self.metrics.waiting_by_adapter = running, waiting
 
     def paused(self, count: int) -> None:
-        """Count sequences that were paused so that others get their blocks."""
+        """Count sequences paused to give their blocks to others."""
         self._num_paused += count
         self.metrics.num_preemptions += count
 
     def gets_tokens(self, llm_request: LlmRequest, count: int, num_drafts: int = 0) -> None:
-        """Count the tokens that a sequence is about to get, one of which was chosen behind its drafts."""
+        """Count the tokens that a sequence is about to get; with drafts, one of them is not a draft."""
         last_ns = llm_request.last_token_ns
         self._gaps[last_ns] = self._gaps.get(last_ns, 0) + 1
         self._num_new_tokens += count
@@ -263,7 +263,7 @@ class Observations:
             self.metrics.time_to_first_token.observe(seconds(now_ns - llm_request.group.arrival_ns))
 
     def updated(self, now_ns: int) -> None:
-        """Add what one update gave to the metrics."""
+        """Add the counts of one update to the metrics."""
         for last_ns, count in self._gaps.items():
             if last_ns:
                 self.metrics.inter_token_latency.observe(seconds(now_ns - last_ns), count)
@@ -277,12 +277,12 @@ class Observations:
         self._num_new_tokens = 0
 
     def sequence_ended(self, llm_request: LlmRequest) -> None:
-        """Count a sequence that has ended and released what it held."""
+        """Count a sequence that has ended and released its slots and blocks."""
         self.metrics.finished[llm_request.finish_reason] += 1
         self.metrics.output_tokens.observe(llm_request.num_generated)
 
     def request_ended(self, group: RequestGroup, now_ns: int) -> None:
-        """Count a request that has its final response and released what it held."""
+        """Count a request that got its final response and released its slots and blocks."""
         self._num_completed += 1
         if group.error is not None:
             self.refused(group.error)
@@ -295,7 +295,8 @@ class Observations:
     # ---------------------------------------------------------------- static batches
 
     def count_static(self, batch: ScheduledBatch, is_new: bool, num_slots: int) -> None:
-        """Count an iteration of a static batch, which has `num_slots` slots now; `is_new` if it is the first."""
+        """Count an iteration of a static batch, which has `num_slots` slots now; `is_new` marks its first
+        iteration."""
         if self._static_batch is None:
             return
         before = StaticBatchStats() if is_new else self._static_batch
@@ -321,13 +322,13 @@ class Observations:
         num_waiting: int,
         kv_cache: KvCacheManager,
         adapters: AdapterStats,
-    ) -> IterationStats:
-        """The counters after the iteration that ran `batch`."""
+    ) -> IterationCounts:
+        """Return the counters after the iteration that ran `batch`."""
         context = [chunk for chunk in batch.context if not chunk.is_generation] if batch else []
         num_scheduled = (
             batch.num_rows - sum(len(group.slots) - 1 for group in batch.beam_groups) if batch else 0
         )
-        return IterationStats(
+        return IterationCounts(
             iteration=iteration,
             duration_ns=duration_ns,
             num_active_requests=num_active,

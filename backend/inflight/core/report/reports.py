@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from inflight.core.kv.kv_events import KvEvent
-from inflight.core.report.stats import KeptIteration, MemoryUsage, RequestStatsPerIteration
+from inflight.core.report.stats import KeptIteration, MemoryUsage, RequestCountsOfIteration
 
 
 class ReportKind(Enum):
@@ -19,16 +19,16 @@ class ReportKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """The reports since the last fetch, oldest first; only of the kind asked for.
+    """The reports since the last fetch, oldest first; only those of the requested kind.
 
     Attributes:
         iterations: Statistics of iterations.
         requests: Statistics of every request, by iteration.
-        kv_events: What has happened to the content of KV blocks.
-        memory: What the engine's process holds now, with `iterations`.
+        kv_events: Changes to the content of KV blocks.
+        memory: Current memory of the engine's process, with `iterations`.
     """
 
     iterations: tuple[KeptIteration, ...] = ()
-    requests: tuple[RequestStatsPerIteration, ...] = ()
+    requests: tuple[RequestCountsOfIteration, ...] = ()
     kv_events: tuple[KvEvent, ...] = ()
     memory: MemoryUsage = field(default_factory=MemoryUsage)

@@ -1,7 +1,7 @@
-"""The scheduler's present state: the answer to a `state` request, and the statistics of every request.
+"""The scheduler's current state, for answers to `state` requests, and the statistics of every request.
 
 `Introspection` reads the scheduler's parts between two iterations, on the loop thread, and changes nothing. It
-makes frozen values, which become JSON elsewhere.
+returns frozen values, which become JSON elsewhere.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacityPolicy
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.recover.recovery import Isolation
 from inflight.core.report.metrics import adapter_stats
-from inflight.core.report.stats import AdapterStats, RequestStage, RequestStats
+from inflight.core.report.stats import AdapterStats, RequestCounts, RequestStage
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.batch import ScheduledBatch
@@ -30,11 +30,11 @@ class WaitingState:
         request_id: The engine's id of the request.
         sequence_index: Index among the request's sequences.
         state: "WAITING", or "PAUSED" if it ran before.
-        why: A sentence that says what it waits for, such as "needs 12 blocks, 7 free".
+        why: A sentence that says what it is waiting for, such as "needs 12 blocks, 7 free".
         prompt_tokens: Length of its prompt.
-        generated_tokens: What it generated before it was paused.
-        max_new_tokens: Most tokens it may generate.
-        priority, client_id: As the request has them.
+        generated_tokens: Number of tokens generated before it was paused.
+        max_new_tokens: Maximum number of tokens it may generate.
+        priority, client_id: The request's priority and client id.
         waited_ms: Milliseconds since its arrival.
         deadline_ms: Milliseconds until it times out; None without a deadline.
     """
@@ -57,16 +57,16 @@ class RunningState:
     """A sequence that has slots.
 
     Attributes:
-        request_id, sequence_index: The sequence.
+        request_id, sequence_index: The sequence's ids.
         slots: Its slots; a beam search has several.
         phase: "context", "generation", or "ending" for a sequence that has ended and has rows in flight.
-        computed_tokens: Tokens whose keys and values are there.
+        computed_tokens: Tokens whose keys and values are in the cache.
         scheduled_tokens: Tokens in flight.
         context_tokens: Tokens that this run has to compute as context.
-        generated_tokens: Tokens generated so far.
-        max_new_tokens: Most tokens it may generate.
+        generated_tokens: Number of tokens generated so far.
+        max_new_tokens: Maximum number of tokens it may generate.
         blocks: KV blocks that it holds.
-        reserved_blocks: KV blocks reserved for it beyond these.
+        reserved_blocks: KV blocks reserved for it in addition.
         running_ms: Milliseconds since its first iteration.
         deadline_ms: Milliseconds until it times out; None without a deadline.
     """
@@ -93,9 +93,9 @@ class BlockMapState:
     Attributes:
         total: Number of blocks.
         held: Blocks in block tables of running sequences.
-        cached: Blocks in no table that are found by their content; they are evicted when they are needed.
-        empty: Blocks in no table whose content is worthless.
-        reserved: Cached and empty blocks that running sequences count on.
+        cached: Unreferenced blocks that can be found by content; they are evicted when needed.
+        empty: Unreferenced blocks without usable content.
+        reserved: Cached and empty blocks that running sequences have reserved.
         shared: Held blocks that are in more than one block table.
         tokens_per_block: Tokens per block.
     """
@@ -119,8 +119,8 @@ class SchedulerState:
         slots: Number of slots.
         free_slots: Number of slots that are free.
         generated_tokens: Tokens generated since the start, end ids included.
-        suspects: Requests that are retried apart, because an iteration with them failed.
-        waiting: The sequences that wait, in the order in which they will start.
+        suspects: Requests that are retried separately because an iteration with them failed.
+        waiting: Sequences that wait, in the order in which they will start.
         running: The sequences that have slots, oldest first.
         blocks: The states of the KV blocks.
         adapters: LoRA adapters, stored and on the device.
@@ -140,12 +140,13 @@ class SchedulerState:
 
 @dataclass(frozen=True, slots=True)
 class Introspection:
-    """The scheduler's parts, from which the values above and the statistics of requests are read.
+    """The scheduler's parts, and the functions that read state and statistics from them.
 
-    `num_adapters` is how many adapters are stored, `num_generated` how many tokens were generated since the start.
+    `num_adapters` is the number of stored adapters, `num_generated` the number of tokens generated since the
+    start.
     """
 
-    policy: CapacitySchedulerPolicy
+    policy: CapacityPolicy
     iteration: int
     now_ns: int
     groups: Iterable[RequestGroup]
@@ -182,7 +183,10 @@ class Introspection:
         )
 
     def _why(self, llm_request: LlmRequest, place: int) -> str:
-        """The reason why a sequence waits; exact for the first ones only, as it takes digests of whole prompts."""
+        """Return why a sequence waits.
+
+        Exact only for the first sequences, as it computes digests of whole prompts.
+        """
         if place >= _MOST_LOOKED_UP:
             return f"is behind {place} others"
         return self.admission.why_waiting(llm_request, self.isolation.retrying)
@@ -211,7 +215,7 @@ class Introspection:
     def _running(self, llm_request: LlmRequest) -> RunningState:
         blocks, reserved = self.kv_cache.held(llm_request.key)
         ending = llm_request.state is RequestState.FINISHED
-        # Rows in flight are not counted as computed: their iteration may be the one that hangs.
+        # Rows in flight are not counted as computed, as their iteration may be the one that hangs.
         in_context = llm_request.num_computed_tokens < llm_request.context_length
         return RunningState(
             request_id=llm_request.request_id,
@@ -248,8 +252,8 @@ class Introspection:
         deadline_ns = llm_request.group.deadline_ns
         return -self._since_ms(deadline_ns) if deadline_ns else None
 
-    def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestStats, ...]:
-        """The statistics of every sequence without its last response, after the iteration that ran `batch`."""
+    def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestCounts, ...]:
+        """Return statistics of every unfinished sequence after the iteration that ran `batch`."""
         slots = (*(c.slot for c in batch.context), *batch.generation_slots) if batch else ()
         owners = self.running.slots.owners
         scheduled = {owners[slot].key for slot in slots if slot in owners}
@@ -260,9 +264,9 @@ class Introspection:
             if llm_request.slots or llm_request.state is not RequestState.FINISHED
         )
 
-    def _request_stats(self, llm_request: LlmRequest, is_scheduled: bool) -> RequestStats:
+    def _request_stats(self, llm_request: LlmRequest, is_scheduled: bool) -> RequestCounts:
         blocks = self.running.block_counts(llm_request)
-        return RequestStats(
+        return RequestCounts(
             request_id=llm_request.request_id,
             sequence_index=llm_request.sequence_index,
             stage=_stage(llm_request),
@@ -282,7 +286,7 @@ _BEHIND_SIBLING = "is behind its request's first sequence, which computes the pr
 
 
 def _why_held(group: RequestGroup) -> str:
-    """The reason why a request is held before it is queued."""
+    """Return why a request is held outside of the queue."""
     missing: list[str] = []
     if group.awaits_guide:
         missing.append("its guide (guided_decoding_guide) is being compiled")

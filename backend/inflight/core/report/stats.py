@@ -1,7 +1,7 @@
-"""Statistics of one iteration: plain counters, and the JSON objects that are made of them.
+"""Statistics of one iteration: counters, and the JSON objects made from them.
 
-Keys, their spelling and the timestamp's format are the specification's (The Batch Manager, Statistics). What the
-Executor API makes of the same counters is in `executor_stats`.
+Keys, their spelling and the timestamp's format are the specification's (The Batch Manager, Statistics). The
+Executor API's statistics, made of the same counters, are in `inflight.executor_stats`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _SECONDS_FORMAT = "%m-%d-%Y %H:%M:%S"
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Memory that the engine's process holds, in bytes.
+    """Memory of the engine's process, in bytes.
 
     Attributes:
-        cpu: Memory of the host.
-        gpu: Memory of its devices.
-        pinned: The part of the host's memory that is locked in place for devices.
+        cpu: Host memory.
+        gpu: Device memory.
+        pinned: Page-locked host memory, which is part of `cpu`.
     """
 
     cpu: int = 0
@@ -34,12 +34,12 @@ class StaticBatchStats:
     """One static batch (V1), from its start until now.
 
     Attributes:
-        num_requests: Sequences that started in it.
-        num_slots: Most slots that it had at a time.
+        num_requests: Number of sequences started in it.
+        num_slots: Maximum number of slots it had at a time.
         num_context_tokens: Prompt tokens computed.
         num_generation_tokens: Tokens generated.
-        num_empty_slots: Slots times iterations in generation that waited for the batch's slowest; with several
-            micro-batches, of each one's share of the slots.
+        num_empty_slots: Slots times iterations of generation in which a slot stood empty until the batch's slowest
+            sequence ended. With several micro-batches, each one's share of the slots counts.
     """
 
     num_requests: int = 0
@@ -51,15 +51,15 @@ class StaticBatchStats:
 
 @dataclass(frozen=True, slots=True)
 class AdapterStats:
-    """How many LoRA adapters there are, where, and how often one was brought to the device or left it.
+    """Numbers of LoRA adapters stored and on the device, and counts of loads and evictions.
 
     Attributes:
-        num_stored: Adapters that requests may use.
-        num_resident: Those of them that are on the device.
-        num_pages: Pages of the device's memory for adapters.
-        num_used_pages: Pages of adapters that running sequences use.
-        num_loads: How often an adapter was put on the device, since the start.
-        num_evictions: How often one was taken off it to make room, since the start.
+        num_stored: Number of adapters that requests may use.
+        num_resident: Number of adapters on the device.
+        num_pages: Number of pages for adapters on the device.
+        num_used_pages: Number of pages held by adapters of running sequences.
+        num_loads: Number of times an adapter was put on the device, since the start.
+        num_evictions: Number of times an adapter was evicted from the device, since the start.
     """
 
     num_stored: int = 0
@@ -71,39 +71,38 @@ class AdapterStats:
 
 
 @dataclass(frozen=True, slots=True)
-class IterationStats:
+class IterationCounts:
     """Counters after an iteration.
 
     Attributes:
         iteration: Number of the iteration.
         duration_ns: Duration of the iteration, from getting requests to its responses.
         num_active_requests: Requests without a final response.
-        num_completed_requests: Requests whose final response this iteration made.
+        num_completed_requests: Requests that got their final response in this iteration.
         num_new_requests: Sequences that started for the first time in this iteration.
-        new_requests_queue_ns: Sum of the times that those waited.
-        max_num_requests: Most requests that can run at a time.
-        max_num_tokens: Most tokens in an iteration.
-        max_num_blocks: KV cache blocks.
-        num_free_blocks: Blocks that no running request holds; cached ones are among them.
+        new_requests_queue_ns: Total time that those sequences had waited.
+        max_num_requests: Maximum number of requests that can run at a time.
+        max_num_tokens: Maximum number of tokens per iteration.
+        max_num_blocks: Number of KV cache blocks.
+        num_free_blocks: Blocks that no running request holds, cached ones included.
         tokens_per_block: Tokens per block.
         num_scheduled_requests: Requests in this iteration's batch.
-        num_context_requests: Those of them in the context phase.
-        num_generation_requests: Those of them in the generation phase.
-        num_context_tokens: Tokens over the context chunks.
-        num_generated_tokens: Tokens that came back in this iteration for sequences that had not ended, end ids
-            included.
-        num_advanced_sequences: Sequences that got those tokens; a beam search counts as one.
+        num_context_requests: Requests of the batch in the context phase.
+        num_generation_requests: Requests of the batch in the generation phase.
+        num_context_tokens: Number of tokens in the context chunks.
+        num_generated_tokens: Tokens that came back in this iteration for unfinished sequences, end ids included.
+        num_advanced_sequences: Number of sequences that got those tokens; a beam search counts as one.
         num_draft_tokens: Draft tokens in this iteration's batch.
         num_accepted_draft_tokens: Draft tokens that were accepted.
         num_drafted_requests: Rows with draft tokens.
         micro_batch_id: Index among the micro-batches in flight.
-        num_waiting_requests: Sequences that do not run: never started, or paused.
+        num_waiting_requests: Sequences waiting for their first start, or paused.
         num_paused_requests: Pauses in this iteration.
         num_taken_blocks: Blocks taken from the free ones, since the start.
         num_reused_blocks: Blocks that admissions found in the cache, since the start.
-        num_missed_blocks: Full blocks that admissions did not find there, since the start.
+        num_missed_blocks: Full blocks that admissions did not find in the cache, since the start.
         static_batch: The static batch so far; None without static batching.
-        adapters: LoRA adapters, stored and on the device.
+        adapters: LoRA adapters stored and on the device.
     """
 
     iteration: int
@@ -137,22 +136,22 @@ class IterationStats:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that running requests hold."""
+        """Number of blocks that running requests hold."""
         return self.max_num_blocks - self.num_free_blocks
 
     @property
     def used_fraction(self) -> float:
-        """The part of all blocks that running requests hold, with six decimals."""
+        """The fraction of all blocks that running requests hold, rounded to six decimals."""
         return round(self.num_used_blocks / self.max_num_blocks, 6) if self.max_num_blocks else 0.0
 
     @property
     def cache_hit_rate(self) -> float:
-        """The part of the blocks looked for that were found, since the start."""
+        """The fraction of looked-up blocks that were found, since the start."""
         return hit_rate(self.num_reused_blocks, self.num_missed_blocks)
 
     @property
     def num_batched_requests(self) -> int:
-        """Requests of this iteration; with static batching, of the batch it belongs to. 0 when nothing runs."""
+        """Number of requests in this iteration, or with static batching in its batch; 0 when nothing runs."""
         if self.static_batch is None or not self.num_scheduled_requests:
             return self.num_scheduled_requests
         return self.static_batch.num_requests
@@ -160,16 +159,17 @@ class IterationStats:
     # ---------------------------------------------------------------- texts
 
     def to_json(self, wall_clock_s: float) -> str:
-        """The specification's JSON object for the way requests are batched.
+        """Return the specification's JSON object for the batching type in use.
 
-        With static batching, numbers of tokens and empty slots are those of the static batch so far.
-        `wall_clock_s` is seconds since the epoch.
+        With static batching, the token and empty-slot counts are those of the static batch so far. `wall_clock_s`
+        is seconds since the epoch.
         """
         stamp = time.strftime(_SECONDS_FORMAT, time.localtime(wall_clock_s))
         return json.dumps({"Timestamp": stamp, **self._common(), **self._kv_cache(), **self._batching()})
 
     def log_fields(self, wall_clock_s: float, memory: MemoryUsage) -> dict[str, int | float | str]:
-        """The line of the server's log: what `to_json` has and what later versions of the specification add.
+        """Return the fields of the server's log line: those of `to_json`, and later additions of the
+        specification.
 
         Every value but the timestamp is a number.
         """
@@ -183,7 +183,7 @@ class IterationStats:
         fields["Runtime CPU Memory Usage"] = memory.cpu
         fields["Runtime GPU Memory Usage"] = memory.gpu
         fields["Runtime Pinned Memory Usage"] = memory.pinned
-        # These are for disaggregated serving; here context and generation are computed in one place.
+        # Fields of disaggregated serving; here context and generation are computed in one process.
         fields |= {"KV cache transfer time": 0, "Request count": 0}
         return fields
 
@@ -222,14 +222,14 @@ class IterationStats:
 
 @dataclass(frozen=True, slots=True)
 class KeptIteration:
-    """The statistics of one iteration, with the time when they were taken, in seconds since the epoch."""
+    """The statistics of one iteration and when they were taken, in seconds since the epoch."""
 
-    stats: IterationStats
+    stats: IterationCounts
     wall_clock_s: float
 
 
 class RequestStage(Enum):
-    """The stage of a request: the Executor's `RequestStage`, same names and numbers.
+    """TensorRT-LLM's `RequestStage`, with the same names and numbers.
 
     No model here has an encoder.
     """
@@ -248,18 +248,18 @@ class RequestStage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestStats:
-    """One sequence after an iteration: the Executor's `RequestStats`.
+class RequestCounts:
+    """One sequence after an iteration, as in the Executor's `RequestStats`.
 
     Attributes:
-        request_id, sequence_index: The sequence.
+        request_id, sequence_index: The sequence's ids.
         stage: Its phase.
         context_prefill_position: Prompt tokens computed.
         num_generated_tokens: Tokens generated so far.
         num_generation_iterations: Iterations that gave it tokens.
         is_scheduled: Whether it was in this iteration's batch.
         is_paused: Whether it is paused.
-        num_new_blocks, num_reused_blocks, num_missed_blocks: KV blocks of the tokens it had at its starts.
+        num_new_blocks, num_reused_blocks, num_missed_blocks: KV blocks for the tokens known at its starts.
     """
 
     request_id: int
@@ -276,11 +276,11 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestStatsPerIteration:
-    """The statistics of every sequence after an iteration: the Executor's type of the same name."""
+class RequestCountsOfIteration:
+    """The counters of every sequence after an iteration: the Executor's `RequestStatsPerIteration`."""
 
     iteration: int
-    request_stats: tuple[RequestStats, ...]
+    request_stats: tuple[RequestCounts, ...]
 
 
 def microseconds(wall_clock_s: float) -> int:
@@ -289,16 +289,16 @@ def microseconds(wall_clock_s: float) -> int:
 
 
 def timestamp(wall_clock_s: float) -> str:
-    """Local time as the specification writes it, with microseconds."""
+    """Return local time in the specification's format, with microseconds."""
     whole, fraction = divmod(microseconds(wall_clock_s), 1_000_000)
     return f"{time.strftime(_SECONDS_FORMAT, time.localtime(whole))}.{fraction:06d}"
 
 
 def hit_rate(num_reused: int, num_missed: int) -> float:
-    """The part of what was looked for that was found; 0 if nothing was looked for."""
+    """Return the fraction of looked-up blocks that were found; 0 if none was looked up."""
     return ratio(num_reused, num_reused + num_missed)
 
 
 def ratio(count: int, of: int) -> float:
-    """`count` for each one of `of`; 0 of nothing."""
+    """Return `count` / `of`; 0 if `of` is 0."""
     return count / of if of else 0.0

@@ -1,8 +1,8 @@
-"""LoRA adapters and prompt tables as requests bring them, and what an iteration is told of adapters. Pure.
+"""LoRA adapters and prompt tables of requests, and the adapter changes of an iteration. Pure.
 
-The core knows an adapter by its **handle**, a number that rank 0's adapter cache gives whenever it stores one:
-the same adapter stored again has another handle. What a client calls it, a task id or a name, stays with the
-cache. The weights go through the core to the device as bytes that nobody here looks into.
+The core knows an adapter by its **handle**, a number that rank 0's adapter cache assigns whenever it stores one:
+an adapter stored again gets another handle. Task ids and names are known to the cache only. The weights pass
+through the core to the device as unread bytes.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
 
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, Name, Unsupported, joined
 
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of a number, by the data type of weights and tables."""
+"""Bytes per element, by data type of weights and tables."""
 
 
 class RawBuffer:
-    """Bytes that travel beside messages between processes, and not in them: each is copied no more than need be.
+    """Bytes that are sent between processes beside a message instead of inside it, with as few copies as possible.
 
     Attributes:
-        data: bytes, or anything else with a contiguous buffer, as a memoryview of a Triton tensor.
+        data: bytes, or another object with a contiguous buffer, such as a memoryview of a Triton tensor.
     """
 
     __slots__ = ("data",)
@@ -47,12 +47,12 @@ class RawBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A tensor of two dimensions in any of the data types that weights come in.
+    """A two-dimensional tensor of float32, float16 or bfloat16.
 
     Attributes:
-        shape: Rows and columns.
+        shape: Numbers of rows and columns.
         dtype: float32, float16 or bfloat16.
-        buffer: The numbers, row-major, in the machine's byte order.
+        buffer: The elements, row-major, in the machine's byte order.
     """
 
     shape: tuple[int, int]
@@ -66,13 +66,12 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """The low-rank matrices of an adapter, a row for each module of each layer that it changes.
+    """The low-rank matrices of an adapter, one row per adapted module of a layer.
 
     Attributes:
-        weights: [rows, width]: A [rank, in], then B [out, rank] with its scale, then for DoRA the magnitudes
-            [out], then zeros. Tensor `lora_weights`.
-        config: Per row, module id, layer, rank, and if it has a fourth number, whether magnitudes follow. Tensor
-            `lora_config`.
+        weights: [rows, width]. A row has A [rank, in], then B [out, rank] with the scale multiplied in, then for
+            DoRA the magnitudes [out], then padding zeros. Tensor `lora_weights`.
+        config: Per row: module id, layer, rank, and optionally whether magnitudes follow. Tensor `lora_config`.
     """
 
     weights: Matrix
@@ -81,14 +80,14 @@ class LoraWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoraRequest:
-    """The adapter that a request wants: by an id, a name or a folder; with weights, to be stored first.
+    """The adapter that a request uses: an id, a name or a folder, or an id with weights to store under it.
 
     Attributes:
-        task_id: Tensor `lora_task_id`, 0 .. 2**64 - 1.
-        name: Tensor `lora_name`: of an adapter that the server's operator has named.
-        path: Tensor `lora_path`: a folder below the server's `lora_dir`.
-        weights: Stored under `task_id` unless there is one of that id. They leave the request as soon as the
-            adapter cache has them: no iteration and no other rank sees them here.
+        task_id: The adapter's id, 0 .. 2**64 - 1. Tensor `lora_task_id`.
+        name: The name of an adapter that the operator has configured. Tensor `lora_name`.
+        path: A folder below the server's `lora_dir`. Tensor `lora_path`.
+        weights: Stored under `task_id` unless an adapter with that id exists. The adapter cache takes them out of
+            the request, so that no iteration and no other rank gets them with it.
     """
 
     task_id: int | None = None
@@ -97,53 +96,62 @@ class LoraRequest:
     weights: LoraWeights | None = None
 
     def validate(self, max_rank: int) -> None:
-        """Raise Unsupported if the engine takes no adapters, InvalidArgument unless exactly one is named.
+        """Raise Unsupported if the engine takes no adapters, InvalidArgument unless exactly one adapter is named.
 
         Args:
             max_rank: `ModelLimits.max_adapter_rank`.
         """
         if not max_rank:
             raise Unsupported(
-                "lora_task_id: this engine takes no LoRA adapters: lora_cache_gpu_memory_fraction is 0, or leaves "
-                "no room for one, as the log says"
+                Name("lora_task_id"),
+                ": this engine takes no LoRA adapters: lora_cache_gpu_memory_fraction is 0, or leaves no room for "
+                "one, as the log says",
             )
         self.check_names()
 
     def check_names(self) -> None:
-        """Raise InvalidArgument unless exactly one of id, name and path is given, and the id with weights."""
+        """Raise InvalidArgument unless exactly one of id, name and path is given, and an id if there are
+        weights."""
         given = {"lora_task_id": self.task_id, "lora_name": self.name, "lora_path": self.path}
         names = [name for name, value in given.items() if value not in (None, "")]
         if not names or (self.weights is not None and self.task_id is None):
-            raise InvalidArgument("lora_task_id must be set for LoRA inference")
+            raise InvalidArgument(Name("lora_task_id"), " must be set for LoRA inference")
         if len(names) > 1:
             raise InvalidArgument(
-                f"expected one of lora_task_id, lora_name and lora_path, got {' and '.join(names)} at once: send "
-                "one of them"
+                "expected one of ",
+                Name("lora_task_id"),
+                ", ",
+                Name("lora_name"),
+                " and ",
+                Name("lora_path"),
+                ", got ",
+                *joined(names, " and "),
+                " at once: send one of them",
             )
         if self.task_id is not None and not 0 <= self.task_id < 1 << 64:
-            raise InvalidArgument(f"lora_task_id must be in [0, 2**64), got {self.task_id}")
+            raise InvalidArgument(Name("lora_task_id"), f" must be in [0, 2**64), got {self.task_id}")
 
     @property
     def num_bytes(self) -> int:
-        """The size of the weights that the request brings, 0 if it brings none."""
+        """Size in bytes of the weights in the request; 0 without weights."""
         return 0 if self.weights is None else len(self.weights.weights.buffer)
 
     @property
     def label(self) -> str:
-        """The name, folder or id that people know the adapter by."""
+        """The adapter's name, folder or id, for messages."""
         return self.name or self.path or str(self.task_id)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """An adapter that the cache has: from this iteration on requests may use it, on every rank.
+    """An adapter in the cache. From this iteration on requests may use it, on every rank.
 
     Attributes:
-        handle: Its number, of no other.
-        digest: Of its content, 16 bytes: equal adapters have equal digests, whose KV blocks may be shared.
-        task_id: The id it is stored under; None for one with a name.
-        rank: Its largest rank; decides how many pages it takes on the device.
-        weights: Checked against the model.
+        handle: Its unique number.
+        digest: 16-byte digest of its content. Adapters with equal digests may share KV blocks.
+        task_id: The id it is stored under; None for a named adapter.
+        rank: Its largest rank, which decides how many pages it takes on the device.
+        weights: Its weights, already checked against the model.
     """
 
     handle: int
@@ -155,29 +163,29 @@ class StoredAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEvent:
-    """A request's adapter is there, or will never be.
+    """A request's adapter is stored, or could not be.
 
     Attributes:
         request_id: The request that waits for it.
-        handle: Of the adapter, which stays stored until this request has ended; -1 with an error.
-        error_code: Why it failed, as the code of an error of `inflight.errors`; "": it is ready.
-        error: The message of that error.
+        handle: The adapter's handle, or -1 with an error. The adapter stays stored until this request has ended.
+        error_kind: Why it failed, as the kind of an error of `inflight.errors`; "": it is ready.
+        error: The message of that error, its names marked.
     """
 
     request_id: int
     handle: int = -1
-    error_code: str = ""
+    error_kind: str = ""
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterUpdate:
-    """The news of adapters for an iteration, in the order in which it applies them: stored, ready, dropped.
+    """The adapter changes of an iteration, applied in this order: stored, events, dropped.
 
     Attributes:
-        stored: New ones.
+        stored: Newly stored adapters.
         events: Requests whose adapters are ready or have failed.
-        dropped: Handles of adapters that the cache has evicted or unloaded; no active request uses them.
+        dropped: Handles of evicted and unloaded adapters, which no active request uses.
     """
 
     stored: tuple[StoredAdapter, ...] = ()
@@ -194,7 +202,7 @@ class PromptTable:
 
     Attributes:
         rows: [rows, hidden_size]. Tensor `prompt_embedding_table`.
-        digest: Of the numbers, their type and shape, 16 bytes: a part of what KV blocks are found by.
+        digest: 16-byte digest of the elements, their type and shape; it is part of the keys of KV blocks.
     """
 
     rows: Matrix
@@ -202,21 +210,23 @@ class PromptTable:
 
     @classmethod
     def of(cls, rows: Matrix) -> PromptTable:
-        """The table with its digest, which takes some milliseconds for a megabyte."""
+        """Return the table with its digest; takes some milliseconds per megabyte."""
         digest = blake2b(rows.buffer.data, digest_size=16, key=f"{rows.dtype} {rows.shape}".encode())
         return cls(rows, digest.digest())
 
     @property
     def num_rows(self) -> int:
-        """How many virtual tokens there are."""
+        """Number of virtual tokens."""
         return self.rows.shape[0]
 
     def validate(self, hidden_size: int) -> None:
-        """Raise InvalidArgument unless a row is as wide as the model, Unsupported if `hidden_size` is 0."""
+        """Raise InvalidArgument unless the rows have the model's width, Unsupported if `hidden_size` is 0."""
         if not hidden_size:
-            raise Unsupported("prompt_embedding_table is not available: this engine takes no prompt tables")
+            raise Unsupported(
+                Name("prompt_embedding_table"), " is not available: this engine takes no prompt tables"
+            )
         if self.rows.shape[1] != hidden_size or not self.num_rows:
             raise InvalidArgument(
-                f"prompt_embedding_table must have shape [1, rows, {hidden_size}] with at least one row, got "
-                f"{[1, *self.rows.shape]}"
+                Name("prompt_embedding_table"),
+                f" must have shape [1, rows, {hidden_size}] with at least one row, got {[1, *self.rows.shape]}",
             )

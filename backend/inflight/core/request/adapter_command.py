@@ -16,14 +16,15 @@ class AdapterAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterCommand:
-    """A question or an order; answered with all adapters that there are then.
+    """A command about adapters; the answer lists all adapters afterwards.
 
     Attributes:
-        action: LIST asks; LOAD reads a folder into host memory now rather than with its first request; UNLOAD
-            frees what no request uses any more.
-        name: Of the adapter to load or unload.
-        task_id: Of the adapter to unload, instead of a name.
-        path: Of an adapter that has no name yet: a folder below the server's `lora_dir`. "": that of the name.
+        action: LIST changes nothing. LOAD reads a folder into host memory before the first request needs it.
+            UNLOAD frees an adapter once no request uses it.
+        name: The adapter to load or unload.
+        task_id: The adapter to unload, instead of a name.
+        path: The folder of an adapter that has no name yet, below the server's `lora_dir`; "": the named adapter's
+            folder.
     """
 
     action: AdapterAction
@@ -34,16 +35,16 @@ class AdapterCommand:
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """An adapter that requests can use, or could if it were right.
+    """An adapter that requests can use, or could use if it loaded without error.
 
     Attributes:
-        name: What its requests say in `lora_name`; "" for one that clients have sent.
-        task_id: What its requests say in `lora_task_id`; None for one with a name.
-        path: Its folder; "" for one that clients have sent.
-        is_loaded: Whether it is in host memory; one that is not is read with its first request.
+        name: Its `lora_name` in requests; "" for an adapter sent by a client.
+        task_id: Its `lora_task_id` in requests; None for a named adapter.
+        path: Its folder; "" for an adapter sent by a client.
+        is_loaded: Whether it is in host memory. If not, its first request loads it.
         rank: Its largest rank; 0 while it is not loaded.
-        num_bytes: Of host memory.
-        problem: Why its folder could not be loaded when that was last tried; "": it could, or nobody has tried.
+        num_bytes: Its size in host memory, in bytes.
+        problem: Why the last attempt to load its folder failed; "": it did not fail, or there was none.
     """
 
     name: str = ""

@@ -1,10 +1,11 @@
-"""One beam search's decisions: which continuations run on, which have finished, and when there is no more to find.
+"""The decisions of one beam search: which continuations run on, which have finished, and when the search ends.
 
-The device ranks continuations and the scheduler moves beams; this module decides in between: candidates come in,
-parents and tokens go out. It knows no slots, blocks or iterations. Tokens are linked backwards, from each beam's
-last one, so that a step costs the number of candidates and not the length. Pure; only the loop thread calls it.
+The device ranks continuations and the scheduler moves beams. This module decides in between: it takes candidates
+and returns parents and tokens. It knows no slots, blocks or iterations. Tokens are linked backwards from each
+beam's last one, so that a step costs O(candidates), independent of the length. Pure; only the loop thread calls
+it.
 
-Reference: transformers `GenerationMixin._beam_search`, whose tokens and scores these are:
+Reference: transformers `GenerationMixin._beam_search`; tokens and scores are the same:
 
     candidates  the max(2, 1 + number of end ids) * K best continuations of the K beams
     finish      the first K candidates, if they hit an end id, a stop word or the length limit; a later one that
@@ -25,9 +26,9 @@ from inflight.core.request.response import TopLogProbs
 from inflight.core.request.stop import FinishReason, StopWords
 
 _NO_SCORE = -1.0e9
-"""The score of a beam that is in its row only because every row needs one."""
+"""The score of a beam that only fills a row, because a search has a fixed number of rows."""
 _POSSIBLE = -1.0e8
-"""Scores below this come from banned tokens or have `_NO_SCORE` in them: such a beam is never returned."""
+"""Scores below this contain a banned token or `_NO_SCORE`: such a beam is never returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,9 @@ class BeamCandidates:
 
     Attributes:
         rows: Per candidate, the index of the row of the group that it continues.
-        token_ids: Per candidate, the token; GUIDE_END for a beam whose guide can only end.
-        scores: Per candidate, the row's score plus the token's log probability as the search sees it (after
-            bias, temperature, penalties and bans). beam_search_diversity_rate counts for the rank alone.
+        token_ids: Per candidate, the token; GUIDE_END for a beam whose guide allows nothing but the end.
+        scores: Per candidate, the row's score plus the token's log probability after bias, temperature, penalties
+            and bans. beam_search_diversity_rate changes the ranking only.
         log_probs: Per candidate, the model's own log probability of the token; empty if not wanted.
         top_log_probs: Per row of the group, its likeliest tokens; empty if not wanted.
         logits: Per row of the group, float32 [vocab_size] as bytes; empty if not wanted.
@@ -77,7 +78,7 @@ class Hypothesis:
 
 
 _NOTHING = Hypothesis((), _NO_SCORE, _NO_SCORE, FinishReason.LENGTH)
-"""What is returned in place of a beam for which the bans left no token."""
+"""Returned in place of a beam for which the bans left no token."""
 _NOT_BEGUN = Hypothesis((), 0.0, 0.0, FinishReason.NOT_FINISHED)
 """The hypothesis of every beam before the first step."""
 
@@ -108,7 +109,7 @@ def _path(node: _Node | None, most: int = -1) -> list[_Node]:
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
-    """A beam with the score that it is compared by; `node` is its last token, which may be an end id."""
+    """A beam with its score. `node` is its last token, which may be an end id."""
 
     cumulative: float
     score: float
@@ -121,10 +122,10 @@ class BeamSearch:
 
     Attributes:
         done: Whether the search has ended: then `hypotheses` is final and `advance` must not be called.
-        scores: Per row, the cumulative log probability of its beam; what a `BeamGroup` carries.
-        parents: Per running beam, after an `advance`: which of the rows before it the beam continues.
+        scores: Per row, the cumulative log probability of its beam, for the next `BeamGroup`.
+        parents: Per running beam, after an `advance`: the index of the row that the beam continues.
         token_ids: Per running beam, after an `advance`: its new token.
-        num_candidates: How many continuations `advance` wants to choose from.
+        num_candidates: Number of continuations that `advance` chooses from.
     """
 
     def __init__(self, request: Request) -> None:
@@ -151,7 +152,7 @@ class BeamSearch:
 
     @property
     def has_found_nothing(self) -> bool:
-        """Whether the search has ended without a single hypothesis: bans left no token for any beam."""
+        """Whether the search has ended without any hypothesis, because bans left no token for any beam."""
         return self.done and not self._ended
 
     def row_tokens(self, row: int) -> tuple[int, ...]:
@@ -165,7 +166,7 @@ class BeamSearch:
         running: list[tuple[int, _Node]] = []  # (rank, its last token)
         for rank, row in enumerate(candidates.rows):
             node = _Node(self._beams[row], candidates, rank)
-            reason = self._why_finished(node)
+            reason = self._finish_reason(node)
             if reason is FinishReason.NOT_FINISHED:
                 running.append((rank, node))
             elif rank < self._width and candidates.scores[rank] > _POSSIBLE:
@@ -173,10 +174,10 @@ class BeamSearch:
             if len(running) == self._width:
                 break
         self._ended = sorted(self._ended, key=lambda beam: -beam.score)[: self._width]
-        self._run_on(running, candidates)
+        self._continue_beams(running, candidates)
         self.done = self._has_ended()
 
-    def _why_finished(self, node: _Node) -> FinishReason:
+    def _finish_reason(self, node: _Node) -> FinishReason:
         if node.token_id in self._end_ids or node.token_id == GUIDE_END:
             return FinishReason.END_ID
         if self._stop_words.may_end_with(node.token_id, self._num_generated):
@@ -191,14 +192,14 @@ class BeamSearch:
         return _Ranked(cumulative, cumulative / self._divisor(self._num_generated), node, reason)
 
     def _divisor(self, length: int) -> float:
-        """The divisor of a score: `length ** length_penalty`, or the largest float where that overflows."""
+        """Return the divisor of a score: `length ** length_penalty`, or the largest float if that overflows."""
         try:
             return float(length) ** self._length_penalty
         except OverflowError:
             return sys.float_info.max
 
-    def _run_on(self, running: list[tuple[int, _Node]], candidates: BeamCandidates) -> None:
-        """Make the chosen candidates the running beams. Where there are too few, the last is repeated."""
+    def _continue_beams(self, running: list[tuple[int, _Node]], candidates: BeamCandidates) -> None:
+        """Make the chosen candidates the running beams; if there are too few, repeat the last one."""
         missing = self._width - len(running) if running else 0
         self.scores = tuple(candidates.scores[rank] for rank, _ in running) + (_NO_SCORE,) * missing
         running = running + running[-1:] * missing
@@ -220,7 +221,7 @@ class BeamSearch:
         return best / self._divisor(length) <= self._ended[-1].score
 
     def hypotheses(self) -> list[Hypothesis]:
-        """The outputs, best first, as many as the request wants back, as if the search ended now."""
+        """Return the `num_outputs` best outputs, best first, as if the search ended now."""
         wanted = self._request.sampling.num_outputs
         if not self._num_generated:
             return [_NOT_BEGUN] * wanted

@@ -1,4 +1,4 @@
-"""A sampling control: all that is known of it beside its type and its neutral value, for every protocol. Pure.
+"""The declaration of a sampling control: its properties besides type and neutral value, for every protocol. Pure.
 
 `sampling_config` declares the controls with these.
 """
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values that a control may have, or if it has several, each of them may be.
+    """The allowed values of a control, or of each element if the control is a list.
 
     Attributes:
-        text: For errors: "in [0, 1]".
-        contains: Whether a value is one of them; a NaN never is.
+        text: The range for error messages, such as "in [0, 1]".
+        contains: Whether a value is allowed; NaN never is.
     """
 
     text: str
@@ -25,15 +25,16 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class BodyField:
-    """A control's field in the body of the OpenAI API, with vLLM's additions.
+    """A control's field in the OpenAI API's request body, including vLLM's additions.
 
     Attributes:
-        default: Its default there.
-        bounds: What it is checked by there, in pydantic's words: {"ge": 0, "le": 1}.
+        default: The field's default.
+        bounds: The field's bounds as pydantic's keyword arguments, such as {"ge": 0, "le": 1}.
         of_openai: Whether OpenAI's own client has an argument for it.
-        is_number: Whether it is a number, as the control is. Fields of other types are `openai.protocol`'s.
-        meaning: What docs/openai.md says of it; "": the control's meaning.
-        name: The field; "": the control's name.
+        is_number: Whether the field is a number like the control. `openai.protocol` declares fields of other
+            types.
+        meaning: The field's description in docs/openai.md; "": the control's meaning.
+        name: The field's name; "": the control's name.
     """
 
     default: float = 0.0
@@ -46,11 +47,11 @@ class BodyField:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorField:
-    """A control's field in TensorRT-LLM's Executor API, where its default is None.
+    """A control's field in TensorRT-LLM's Executor API, whose default is None.
 
     Attributes:
-        range: The values that it may be assigned.
-        note: What docs/executor-fields.md says of it.
+        range: The allowed values of the field.
+        note: The field's description in docs/executor-fields.md.
         name: The field of its SamplingConfig; "": the control's name.
     """
 
@@ -64,9 +65,9 @@ class Setting:
     """How the playground shows a control, under the name of its field in a body.
 
     Attributes:
-        group: Title of the group that it stands in.
+        group: Title of the group it is shown in.
         hint: A sentence about it.
-        usual: The server's default, shown in the empty field; "": the body's.
+        usual: The placeholder for the default in the empty field; "": the body field's default.
     """
 
     group: str
@@ -76,26 +77,26 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """All that is known of a sampling control beside its neutral value, which its field's default is.
+    """The properties of a sampling control besides its neutral value, which is the default of its field.
 
     Attributes:
-        dtype: The type of its tensor; what it holds, if it is a list.
-        range: Its values.
-        meaning: A line that config.pbtxt, the reference pages and command lines say of it.
-        example: A value that asks for something.
-        tensor: The tensor that it comes by; "": its own name.
-        is_off: Whether a value asks for nothing although it is not the neutral one.
-        looks_back: Whether the device then needs the tokens so far. The host writes them, and so has to see them.
-        bans: Whether it may leave a sequence without a token to go on with.
-        draws: Whether it limits the tokens that are drawn from, without which a request is greedy.
-        text_names: The tensor's names in text models, the main one first; empty: its own.
-        aliases: Other names of the tensor in id models.
-        other_dtypes: More types that the tensor is read in.
-        body: Its field in OpenAI's body; None: it has none.
+        dtype: The type of its tensor, or of the elements of a list.
+        range: The allowed values.
+        meaning: One line of description for config.pbtxt, the reference pages and command lines.
+        example: A value other than the neutral one.
+        tensor: The name of its tensor; "": the control's name.
+        is_off: Whether a value other than the neutral one also means off.
+        looks_back: Whether the device then needs all tokens so far, which the host sends it and so must see first.
+        bans: Whether it may ban every possible next token.
+        draws: Whether it limits the tokens to sample from. Without any such control a request is greedy.
+        text_names: The tensor's names in text models, the main one first; empty: the tensor's name.
+        aliases: Further names of the tensor in id models.
+        other_dtypes: Further data types that the tensor may have.
+        body: Its field in the OpenAI body; None: it has none.
         executor: Its field in the Executor API; None: it has none.
-        client: The Python client's option; "": its own name; None: it has none.
-        on_command_line: Whether that is an option of the client's command line too.
-        setting: How the playground shows it; None: not at all.
+        client: The Python client's option; "": the control's name; None: it has none.
+        on_command_line: Whether the client's command line has the option too.
+        setting: How the playground shows it; None: it does not.
     """
 
     dtype: str
@@ -117,7 +118,7 @@ class Control:
     setting: Setting | None = None
 
     def named(self, name: str) -> Control:
-        """The control as the field `name` has it: each name that it leaves open is that one."""
+        """Return the control of the field `name`: every name left empty becomes `name`."""
         body, executor = self.body, self.executor
         return replace(
             self,

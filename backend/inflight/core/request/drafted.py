@@ -1,6 +1,6 @@
-"""A request for which another model drafts tokens, round by round, that the model itself verifies. Pure.
+"""A request answered by two models: a draft model proposes tokens, the target model verifies them. Pure.
 
-The engine knows nothing of it: `endpoint/drafting.py` makes ordinary requests of it, for both models.
+The engine does not know this type: `endpoint/drafting.py` turns it into ordinary requests for both models.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from inflight.core.request.request import ModelLimits, Request
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedRequest(Request):
-    """A `Request` that is answered by two models; it always streams.
+    """A `Request` answered by a draft model and a target model; it always streams.
 
     Attributes:
-        num_draft_tokens: Most tokens that the draft model proposes in a round. Tensor `num_draft_tokens`.
-        use_draft_logits: Accept drafts by chance, so that the output has the model's distribution; else as long
-            as they are the tokens that would have come anyway. Tensor `use_draft_logits`.
+        num_draft_tokens: Maximum number of tokens that the draft model proposes per round. Tensor
+            `num_draft_tokens`.
+        use_draft_logits: Whether to accept drafts by rejection sampling, which keeps the target model's
+            distribution. Otherwise a draft is accepted if it equals the target model's own token. Tensor
+            `use_draft_logits`.
     """
 
     num_draft_tokens: int = 1
@@ -27,23 +29,29 @@ class DraftedRequest(Request):
 
     @property
     def draft_length(self) -> int:
-        """Most draft tokens that are verified at a time."""
+        """Maximum number of draft tokens verified at a time."""
         return self.num_draft_tokens
 
     def validate(self, limits: ModelLimits) -> None:
-        """Raise InvalidArgument as `Request.validate`, and for what rounds have no way to keep up."""
+        """Raise InvalidArgument as `Request.validate` does, and for features that drafting does not support."""
         Request.validate(self, limits)
         if not 0 < self.num_draft_tokens <= limits.max_draft_length:
             raise InvalidArgument(
-                f"num_draft_tokens must be in [0, {limits.max_draft_length}] (0: none), "
-                f"got {self.num_draft_tokens}"
+                Name("num_draft_tokens"),
+                f" must be in [0, {limits.max_draft_length}] (0: none), got {self.num_draft_tokens}",
             )
-        for tensor, is_asked in self._unsupported().items():
-            if is_asked:
-                raise InvalidArgument(f"num_draft_tokens is {self.num_draft_tokens}: leave {tensor} out then")
+        for tensor, is_used in self._unsupported().items():
+            if is_used:
+                raise InvalidArgument(
+                    Name("num_draft_tokens"),
+                    f" is {self.num_draft_tokens}: leave ",
+                    Name(tensor),
+                    " out then",
+                )
 
     def _unsupported(self) -> dict[str, bool]:
-        """By tensor, whether the request uses what drafting does not support: each round is a new request."""
+        """By tensor, whether the request uses a feature that drafting does not support, as each round is a new
+        request."""
         return {
             "beam_width": self.sampling.uses_beams,
             "num_return_sequences": self.sampling.num_sequences > 1,
@@ -61,5 +69,5 @@ class DraftedRequest(Request):
         }
 
     def plain(self, **changes: Any) -> Request:
-        """The ordinary request with these fields changed."""
+        """Return the ordinary request, with these fields changed."""
         return Request(**({each.name: getattr(self, each.name) for each in fields(Request)} | changes))

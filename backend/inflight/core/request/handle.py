@@ -1,4 +1,4 @@
-"""A submitted request, as whoever submitted it holds it. Pure."""
+"""The handle of a submitted request, for the code that submitted it. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ StopRequest = Callable[[int, StopReason, int | None], None]
 
 @dataclass(frozen=True, slots=True)
 class RequestHandle:
-    """A request that an engine client has taken, until its final response has come.
+    """A submitted request, until its final response has come.
 
     Attributes:
-        request_id: The id that it runs under, and that its responses have.
-        stop_request: Ends requests of its client.
+        request_id: The engine's id of the request, which its responses carry.
+        stop_request: The client's `stop`.
     """
 
     request_id: int
     stop_request: StopRequest = field(repr=False)
 
     def stop(self, reason: StopReason = StopReason.CANCELLED, sequence_index: int | None = None) -> None:
-        """End the request early, or one of its sequences; nothing happens if that has ended."""
+        """End the request, or one of its sequences, early. Does nothing if it has already ended."""
         self.stop_request(self.request_id, reason, sequence_index)

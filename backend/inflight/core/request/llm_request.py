@@ -1,15 +1,15 @@
-"""The state of a sequence: its state machine as a table, and the counters that everything else follows from.
+"""The state of one sequence: the state machine as a table, and the progress counters.
 
     event      WAITING    RUNNING    PAUSED     FINISHED
     START      RUNNING    -          RUNNING    -
     PAUSE      -          PAUSED     -          -
     FINISH     FINISHED   FINISHED   FINISHED   -
 
-A dash is an illegal transition: it raises and changes nothing. There is no context or generation state: the
+A dash is an illegal transition, which raises and changes nothing. There is no context or generation state: the
 phase follows from how many of the known tokens are computed. Only the scheduler and its parts change this state.
 
-A request is one LlmRequest, or one for each of num_return_sequences; a beam search is one, in several slots. What
-belongs to the request as a whole is in its RequestGroup.
+A request has one LlmRequest per sequence, num_return_sequences in all. A beam search is a single LlmRequest with
+several slots. State that belongs to the whole request is in its RequestGroup.
 """
 
 from __future__ import annotations
@@ -54,31 +54,32 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
 
 
 class IllegalTransition(AssertionError):
-    """The scheduler asked for a transition that the table does not have: a defect, not a user's mistake."""
+    """The scheduler asked for a transition that the table does not have: a defect, not a user error."""
 
 
 class RequestGroup:
     """A request and its sequences.
 
     Attributes:
-        request: What was asked.
+        request: The client's request.
         sequences: Its sequences, by sequence index.
         num_unfinished: Sequences that still hold blocks or have not had their last response.
         error: Why the request failed, if it did; then it is the request's only last response.
-        context_log_probs: Log probabilities of the prompt tokens from the second on, as far as they are known.
-        context_logits: Logits of the prompt's rows, as far as they are known; float32 [rows, vocab_size] pieces.
-        context_outputs: For each of `OutputConfig.gathered_outputs` the prompt's rows, as far as they are known;
-            float32 [rows, width] pieces.
-        num_context_rows: Prompt positions whose outputs are known.
-        context_index: Index of the sequence that computes the prompt for all, and gives the context outputs.
-        has_context: Whether the prompt is computed, so that the other sequences need not wait any more.
-        awaits_guide: Whether its guide is not known to be usable yet.
-        awaits_adapter: Whether its adapter is not known to be stored yet.
+        context_log_probs: Log probabilities of the prompt tokens from the second one on, as far as computed.
+        context_logits: Logits of the prompt's rows, as far as computed; float32 [rows, vocab_size] pieces.
+        context_outputs: For each of `OutputConfig.gathered_outputs`, the prompt's rows as far as computed; float32
+            [rows, width] pieces.
+        num_context_rows: Number of prompt positions whose outputs are known.
+        context_index: Index of the sequence that computes the prompt for all sequences, and gives the context
+            outputs.
+        has_context: Whether the prompt is computed, so that the other sequences may start.
+        awaits_guide: Whether its guide is still being compiled.
+        awaits_adapter: Whether its adapter is still being fetched.
         adapter: Its adapter, once it is stored; None if it has none.
         arrival_ns: When the request arrived.
         deadline_ns: When it times out; 0: never.
-        stop_requested_ns: When a front end asked for its end; 0: nobody did.
-        is_to_end: Whether all its sequences are to end as soon as it is their turn, so that none is worth a start.
+        stop_requested_ns: When a front end asked for it to end; 0: no front end did.
+        is_to_end: Whether all its sequences are to end in one of the next iterations, so that none is started.
     """
 
     def __init__(self, request: Request, first_key: int, rules: CacheRules, now_ns: int) -> None:
@@ -109,16 +110,16 @@ class RequestGroup:
 
     @property
     def lacks_context(self) -> bool:
-        """Whether context outputs are wanted and some of them are still missing."""
+        """Whether context outputs are wanted and some are still missing."""
         return self.request.output.wants_context and self.num_context_rows < self.request.prompt_length
 
     def pass_context_on(self) -> LlmRequest | None:
-        """Choose another sequence to compute the prompt, because the one that was to do so has ended.
+        """Choose another sequence to compute the prompt after the one chosen first has ended.
 
-        Returns a sequence that never started, for which the others wait from now on; None if all context outputs
-        are there, or no such sequence is left.
+        Returns a sequence that never started, for which the others now wait; None if all context outputs are
+        computed or no such sequence is left.
         """
-        behind = self.sequences[self.context_index :]  # none waits before it
+        behind = self.sequences[self.context_index :]  # no sequence before it is waiting
         waiting = (s for s in behind if s.state is RequestState.WAITING)
         successor = next(waiting, None) if self.lacks_context else None
         if successor is not None:
@@ -131,41 +132,42 @@ class LlmRequest:
 
     Attributes:
         group: The request it belongs to.
-        request: What was asked.
-        sequence_index: Which of the request's sequences.
-        key: A number that no other sequence ever has.
-        rules: How its KV blocks are shared and kept; final once its request is held no longer.
+        request: The client's request.
+        sequence_index: Index among the request's sequences.
+        key: A number unique to this sequence since the start.
+        rules: How its KV blocks are shared and kept; final once the request is no longer held.
         state: Its state, see the table above.
-        prompt_length, max_length: Tokens at the start, and at the length limit.
-        streams_tokens_only: Whether its responses are deltas of nothing but tokens.
-        tokens: Prompt and generated tokens; of a beam search the generated ones are of no one beam.
-        slots: Its slots on the device while it is RUNNING, and after its end until its batches are back, else ();
-            a beam search has one for each beam.
-        context_length: How many of `tokens` this run has to compute as context: the prompt, and after a pause
-            what had been generated as well.
+        prompt_length, max_length: Number of tokens of the prompt, and of the sequence at its length limit.
+        streams_tokens_only: Whether its streamed responses carry nothing but new tokens.
+        tokens: Prompt and generated tokens. For a beam search only the number of generated tokens is meaningful.
+        slots: Its slots on the device, one per beam, while it is RUNNING and, after its end, until its batches in
+            flight are back; else ().
+        context_length: How many of `tokens` this run computes as context: the prompt, and after a pause also the
+            tokens generated before it.
         num_computed_tokens: Tokens whose keys and values are confirmed to be in the cache.
-        num_scheduled_tokens: Tokens in batches whose update has not come yet.
+        num_scheduled_tokens: Tokens in batches in flight, whose update has not come yet.
         is_void: Whether its rows in flight follow from a failed iteration, so that their tokens are dropped.
-        retry_until: The number of computed tokens from which on it is past the point where an iteration failed.
-        has_started: Whether it ever ran.
-        last_turn: When it was last chosen to generate, counted in micro-batches; 0 with one of them.
+        retry_until: Number of computed tokens at which it has passed the point where an iteration failed.
+        has_started: Whether it has ever run.
+        last_turn: The micro-batch in which it last generated, as a count of micro-batches; 0 without pipeline
+            stages.
         next_block_end: The number of computed tokens that fills the next block.
-        num_streamed_tokens: Generated tokens that responses have carried.
+        num_streamed_tokens: Generated tokens that responses have already carried.
         has_draft: Whether the request's own draft is still to be verified.
         needs_host: Whether its next row depends on the outcome of its rows in flight.
         beams: Its beam search, if it is one.
-        lookup: Guesses its draft tokens, if the request wants that.
+        lookup: The index that guesses its draft tokens; None without prompt lookup.
         stop_words: Its stop words, if it has any; None for a beam search.
         finish_reason: Why it ended.
         log_probs, drawn_log_probs, top_log_probs, logits, additional_outputs: Details (`TokenDetails`) of the
-            generated tokens that no response has carried yet, if the request wants them.
+            generated tokens that no response has carried yet; empty unless the request wants them.
         cum_log_prob: Sum of the log probabilities of all generated tokens.
-        first_scheduled_ns, first_token_ns, last_token_ns: Times of its first iteration, its first token and its
-            last one; 0 until then.
-        first_iteration, last_iteration: The iterations that gave it its first token and its last one.
+        first_scheduled_ns, first_token_ns, last_token_ns: Times of its first iteration, first token and latest
+            token; 0 until then.
+        first_iteration, last_iteration: The iterations that gave it its first and its latest token.
         num_iterations: Iterations that gave it tokens.
-        num_new_blocks, num_reused_blocks, num_missed_blocks: Block counts of its runs before the present one.
-        num_draft_tokens, num_accepted_tokens: Draft tokens verified, and of those accepted and kept.
+        num_new_blocks, num_reused_blocks, num_missed_blocks: Block counts of its runs before the current one.
+        num_draft_tokens, num_accepted_tokens: Draft tokens verified, and draft tokens accepted and kept.
     """
 
     __slots__ = (
@@ -280,7 +282,7 @@ class LlmRequest:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots that it runs in: one for each beam."""
+        """Number of slots that it needs: one per beam."""
         return self.request.sampling.beam_width
 
     @property
@@ -290,33 +292,36 @@ class LlmRequest:
 
     @property
     def in_context(self) -> bool:
-        """Whether known tokens are still to be scheduled; otherwise the device feeds its own last token."""
+        """Whether known tokens are still to be scheduled. Otherwise the device feeds back its own last token."""
         return self.num_computed_tokens + self.num_scheduled_tokens < self.context_length
 
     @property
     def leads(self) -> bool:
-        """Whether the sequence is the one that computes the prompt for all sequences of its request."""
+        """Whether this sequence computes the prompt for all sequences of its request."""
         return self.group.context_index == self.sequence_index
 
     @property
     def gives_context(self) -> bool:
-        """Whether its context rows have to give context outputs."""
+        """Whether its context rows must give context outputs."""
         return self.leads and self.group.lacks_context
 
     @property
     def draft_length(self) -> int:
-        """Draft tokens that its last context chunk has to carry."""
+        """Number of draft tokens that its last context chunk carries."""
         return self.request.draft_length if self.has_draft else 0
 
     def apply(self, event: RequestEvent) -> None:
-        """Change the state as the table says; IllegalTransition, with nothing changed, if it has no entry."""
+        """Change the state as the table says.
+
+        Raises IllegalTransition, and changes nothing, if it has no entry.
+        """
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             raise IllegalTransition(f"request {self.request_id} is {self.state.name}: cannot {event.name}")
         self.state = target
 
     def start(self, slots: tuple[int, ...], num_reused_tokens: int) -> None:
-        """Start or resume in these slots; the first `num_reused_tokens` tokens are in its block table already."""
+        """Start or resume in `slots`; the first `num_reused_tokens` tokens are in its block table already."""
         self.apply(RequestEvent.START)
         self.slots = slots
         self.has_started = True
@@ -324,17 +329,17 @@ class LlmRequest:
         self.num_computed_tokens = num_reused_tokens
 
     def pause(self) -> None:
-        """Give up slot and blocks; every token known so far is computed again on resumption."""
+        """Give up slots and blocks; on resumption every token known so far is computed again."""
         self.apply(RequestEvent.PAUSE)
         self.slots = ()
         self.num_computed_tokens = 0
         self.is_void = False
 
     def restart(self) -> None:
-        """Give up slots and blocks after a failed iteration, to be computed again up to where it was.
+        """Give up slots and blocks after a failed iteration; the known tokens are computed again.
 
-        The beams of a search cannot be computed from tokens alone: the search begins again, and what was streamed
-        of it is not streamed twice.
+        The beams of a search cannot be recomputed from tokens alone: the search begins again, and tokens that were
+        streamed before are not streamed twice.
         """
         self.pause()
         if self.beams is not None:
@@ -342,7 +347,10 @@ class LlmRequest:
             del self.tokens[self.prompt_length :]
 
     def forget_details(self) -> None:
-        """Drop the details that a response has carried: a long stream's logits would fill the memory."""
+        """Drop the details that a response has carried.
+
+        Otherwise the logits of a long stream would fill the memory.
+        """
         self.log_probs.clear()
         self.drawn_log_probs.clear()
         self.top_log_probs.clear()
@@ -350,7 +358,7 @@ class LlmRequest:
         self.additional_outputs.clear()
 
     def finish(self, reason: FinishReason) -> None:
-        """End for `reason`. The slots stay until the batches in flight have come back."""
+        """End with `reason`. The slots stay until the batches in flight are back."""
         self.apply(RequestEvent.FINISH)
         self.is_void = False
         self.finish_reason = reason

@@ -1,8 +1,8 @@
-"""Prompt lookup drafting: guesses a sequence's next tokens from what followed its last ones earlier.
+"""Prompt lookup drafting: guesses the next tokens from what followed the same n-gram earlier in the sequence.
 
-It knows nothing of requests or batches. Only the loop thread calls it.
-Reference: transformers `PromptLookupCandidateGenerator`, vLLM `NgramProposer`; both search the whole sequence at
-every step, this keeps an index.
+It knows nothing of requests or batches. Only the loop thread calls it. Reference: transformers
+`PromptLookupCandidateGenerator`, vLLM `NgramProposer`. Both search the whole sequence at every step; this module
+keeps an index.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 NGRAM_SIZES = (3, 2)
-"""Lengths of the n-grams that are looked up, longest first. Two tokens found again are followed by the same third
-one about half of the time, three by more. A single token is right in a quarter of the cases: on code and prose it
-saves a tenth of the iterations and costs half as many rows again."""
+"""Lengths of the n-grams that are looked up, longest first. After a repeated 2-gram the next token is the same
+about half of the time, after a 3-gram more often. A single token would be right a quarter of the time: on code and
+prose that saves a tenth of the iterations but adds half as many rows again."""
 
 
 class PromptLookup:
-    """An index of a sequence's n-grams: where each was seen last, and so what followed it.
+    """An index of a sequence's n-grams: the position of the token after the latest occurrence of each.
 
-    An appended token costs the same however long the sequence is.
+    Appending a token takes constant time, whatever the length of the sequence.
 
     Args:
         token_ids: The first tokens.
@@ -31,11 +31,11 @@ class PromptLookup:
         self.append(token_ids)
 
     def append(self, token_ids: Iterable[int]) -> None:
-        """Add tokens that the sequence now has for certain."""
+        """Append tokens that are final."""
         tokens, index = self._tokens, self._next_position
         for token_id in token_ids:
-            # The n-grams that end before this token: they have a next token now. Those that end with it have
-            # none, and so are not found as their own earlier occurrence.
+            # Index the n-grams that end before this token, which is now their next token. N-grams that end with
+            # this token are not indexed yet, so that they do not find themselves.
             position = len(tokens)
             for size in NGRAM_SIZES:
                 if size <= position:
@@ -43,9 +43,9 @@ class PromptLookup:
             tokens.append(token_id)
 
     def propose(self, max_tokens: int) -> tuple[int, ...]:
-        """At most `max_tokens` tokens that followed the most recent earlier occurrence of the longest n-gram.
+        """Return up to `max_tokens` tokens that followed the latest earlier occurrence of the longest n-gram.
 
-        Empty if the last tokens are new; fewer than `max_tokens` where the sequence's known tokens end.
+        Empty if no n-gram occurred before; shorter than `max_tokens` at the end of the sequence.
         """
         for size in NGRAM_SIZES:
             position = self._next_position.get(tuple(self._tokens[-size:]))

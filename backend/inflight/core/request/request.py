@@ -1,11 +1,11 @@
-"""Requests: a frozen Request and its parts, the limits of an engine, and the input of an iteration. Pure."""
+"""The frozen Request and its parts, the limits of an engine, and the input of an iteration. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
+from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import RetentionConfig
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest, PromptTable
@@ -17,12 +17,12 @@ from inflight.core.request.sampling_config import (
     check_token_ids,
 )
 from inflight.core.request.stop import StopSignal
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name, TooLong
 
 
 @dataclass(frozen=True, slots=True)
 class FloatTensor:
-    """A float32 tensor as the core sees it: a shape, and bytes that it hands through without looking inside.
+    """A float32 tensor as the core sees it: a shape, and bytes that are passed on unread.
 
     Attributes:
         shape: Lengths of the dimensions.
@@ -43,28 +43,28 @@ class FloatTensor:
 MAX_TOP_LOG_PROBS = 1024
 
 BATCHED_POST_PROCESSOR_NAME = "batched"
-"""TensorRT-LLM's name of the one logits post-processor that gets the rows of all its requests in one call."""
+"""TensorRT-LLM's name for the logits post-processor that gets the rows of all its requests in one call."""
 
 
 @dataclass(frozen=True, slots=True)
-class OutputConfig:
-    """TensorRT-LLM's `OutputConfig`, and this project's own.
+class OutputOptions:
+    """TensorRT-LLM's `OutputConfig`, with fields of this project's own.
 
-    All log probabilities are log_softmax of the model's logits as they come, in float32: before bias, penalties
-    and temperature. `generation_logits` are the same logits, so that one follows from the other.
+    All log probabilities are log_softmax, in float32, of the model's unchanged logits: before bias, penalties and
+    temperature. `generation_logits` are the same unchanged logits.
 
     Attributes:
         exclude_input_from_output: Leave the prompt out of the output ids of a non-streaming request. Streamed
             responses never carry the prompt. Tensor `exclude_input_in_output`.
         return_log_probs: Log probability of each generated token, and their sum. Tensor `return_log_probs`.
-        num_top_log_probs: How many of the likeliest tokens come back beside each generated token, with their log
+        num_top_log_probs: Number of most likely tokens to return for each generated token, with their log
             probabilities. Tensor `num_top_log_probs`.
         return_prompt_log_probs: Log probability of each prompt token. Tensor `return_prompt_log_probs`.
         return_context_logits: Logits after each prompt token. Tensor `return_context_logits`.
-        return_generation_logits: Logits that each generated token was chosen from. Tensor
+        return_generation_logits: Logits that each generated token was sampled from. Tensor
             `return_generation_logits`.
         return_perf_metrics: Times, KV blocks and draft counts. Tensor `return_perf_metrics`.
-        additional_outputs: Tensors of the model that come back beside the tokens. Tensor `additional_outputs`.
+        additional_outputs: Other tensors of the model to return. Tensor `additional_outputs`.
     """
 
     exclude_input_from_output: bool = False
@@ -74,70 +74,80 @@ class OutputConfig:
     return_context_logits: bool = False
     return_generation_logits: bool = False
     return_perf_metrics: bool = False
-    additional_outputs: tuple[AdditionalModelOutput, ...] = ()
+    additional_outputs: tuple[WantedOutput, ...] = ()
 
     @property
     def wants_details(self) -> bool:
-        """Whether generated tokens come with more than their ids."""
+        """Whether generated tokens are returned with log probabilities or logits."""
         return self.return_log_probs or self.num_top_log_probs > 0 or self.return_generation_logits
 
     @property
     def wants_context(self) -> bool:
-        """Whether anything of every prompt position comes back; then no part of the prompt is reused."""
+        """Whether outputs of every prompt position are returned, so that no part of the prompt may be reused."""
         return self.return_context_logits or self.return_prompt_log_probs or bool(self.gathered_outputs)
 
     @property
-    def gathered_outputs(self) -> tuple[AdditionalModelOutput, ...]:
-        """The additional outputs of which the prompt's rows are wanted."""
+    def gathered_outputs(self) -> tuple[WantedOutput, ...]:
+        """The additional outputs that are also wanted for the prompt."""
         return tuple(output for output in self.additional_outputs if output.gather_context)
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidArgument naming the tensor, what came and what was expected."""
         most = min(MAX_TOP_LOG_PROBS, vocab_size)
         if not 0 <= self.num_top_log_probs <= most:
-            raise InvalidArgument(f"num_top_log_probs must be in [0, {most}], got {self.num_top_log_probs}")
+            raise InvalidArgument(
+                Name("num_top_log_probs"), f" must be in [0, {most}], got {self.num_top_log_probs}"
+            )
 
     def validate_additional(self, offered: tuple[OfferedOutput, ...], uses_beams: bool) -> None:
-        """Raise InvalidArgument for additional outputs that the engine does not give."""
+        """Raise InvalidArgument for additional outputs that the engine does not offer."""
         names = [output.name for output in self.additional_outputs]
         if len(set(names)) < len(names):
-            raise InvalidArgument(f"additional_outputs has a name twice: {', '.join(names)}")
+            raise InvalidArgument(Name("additional_outputs"), f" has a name twice: {', '.join(names)}")
         by_name = {output.name: output for output in offered}
         for output in self.additional_outputs:
             if output.name not in by_name:
                 known = ", ".join(by_name) or "none"
                 raise InvalidArgument(
-                    f"additional_outputs: this engine has no output {output.name!r}; its parameter "
-                    f"additional_model_outputs has {known}"
+                    Name("additional_outputs"),
+                    f": this engine has no output {output.name!r}; its parameter "
+                    f"additional_model_outputs has {known}",
                 )
             if output.gather_context and not by_name[output.name].gather_context:
                 raise InvalidArgument(
-                    f"additional_outputs: {output.name} is not gathered for prompts; the parameter "
-                    f"additional_model_outputs would have to say {output.name}:context"
+                    Name("additional_outputs"),
+                    f": {output.name} is not gathered for prompts; the parameter "
+                    f"additional_model_outputs would have to say {output.name}:context",
                 )
         if names and uses_beams:
-            raise InvalidArgument("additional_outputs needs beam_width 1: the rows of a search change places")
+            raise InvalidArgument(
+                Name("additional_outputs"),
+                " needs ",
+                Name("beam_width"),
+                " 1: the rows of a search change places",
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits of a model for requests, known to every front end before it sends one.
+    """The limits that a model sets for requests. Every front end knows them.
 
     Attributes:
         vocab_size: Number of token ids; valid ids are 0 .. vocab_size - 1.
         max_sequence_length: Prompt and generated tokens together, in tokens.
         max_input_length: Longest prompt, in tokens.
-        num_blocks: KV cache blocks, all of which one request may have if it is alone.
+        num_blocks: KV cache blocks in total, the most that one request can use.
         tokens_per_block: Tokens per KV cache block.
-        max_beam_width: Most beams of a search.
-        max_draft_length: Most draft tokens verified at a time.
-        max_context_tokens: Most prompt and draft tokens together, where contexts are not split; else no bound.
+        max_beam_width: Maximum beam width.
+        max_draft_length: Maximum number of draft tokens verified at a time.
+        max_context_tokens: Maximum number of prompt and draft tokens together if contexts are not chunked;
+            otherwise a number too large to matter.
         logits_post_processors: Names that a request may give as its logits post-processor.
-        additional_outputs: What a request may ask for beside tokens and logits.
-        hidden_size: Width of the rows of prompt tables; 0: the engine takes none.
-        max_adapter_rank: Largest rank of LoRA adapters; 0: the engine takes none.
-        max_sequences_per_request: Most sequences of one request; front ends that take several prompts at a time
-            count those of all of them.
+        additional_outputs: The outputs besides tokens and logits that a request may ask for.
+        hidden_size: Row width of prompt tables; 0: the engine takes no prompt tables.
+        max_adapter_rank: Maximum rank of LoRA adapters; 0: the engine takes no adapters.
+        max_sequences_per_request: Maximum number of sequences of one request. Front ends that take several prompts
+            in one request count the sequences of all of them.
     """
 
     vocab_size: int
@@ -155,31 +165,33 @@ class ModelLimits:
     max_sequences_per_request: int = MAX_RETURN_SEQUENCES
 
     def kv_room(self, prompt_length: int, beam_width: int = 1) -> int:
-        """Most tokens that the KV cache has room to generate behind a prompt; below 0 if the prompt has none.
+        """Return how many tokens the KV cache has room to generate after a prompt; negative if the prompt does not
+        fit.
 
         Beams share the prompt's full blocks. The last generated token needs no room, as it is never fed back.
         """
         size = self.tokens_per_block
-        shared = prompt_length // size if beam_width > 1 else 0
-        return (shared + max(0, self.num_blocks - shared) // beam_width) * size + 1 - prompt_length
+        shared = min(prompt_length // size, self.num_blocks) if beam_width > 1 else 0
+        return (shared + (self.num_blocks - shared) // beam_width) * size + 1 - prompt_length
 
     def room(self, prompt_length: int, beam_width: int = 1) -> int:
-        """Most tokens that can be generated behind a prompt, by the model's length and the KV cache."""
+        """Return how many tokens can be generated after a prompt, limited by sequence length and KV cache."""
         return min(self.max_sequence_length - prompt_length, self.kv_room(prompt_length, beam_width))
 
     def check_sequences(self, num_prompts: int, num_sequences: int, name: str) -> None:
-        """Raise InvalidArgument if the prompts of one request ask for too many sequences together.
+        """Raise InvalidArgument if the prompts of one request ask for too many sequences in total.
 
         Args:
             num_prompts: How many prompts there are.
             num_sequences: How many sequences all of them ask for.
-            name: What the client calls `num_return_sequences`.
+            name: The input that asks for them, for the error.
         """
         if num_sequences > self.max_sequences_per_request:
             raise InvalidArgument(
-                f"{name}: {num_prompts} prompt{'s' if num_prompts > 1 else ''} asked for {num_sequences} "
+                Name(name),
+                f": {num_prompts} prompt{'s' if num_prompts > 1 else ''} asked for {num_sequences} "
                 f"sequences in one request, expected at most {self.max_sequences_per_request} "
-                "(max_sequences_per_request): send several requests"
+                "(max_sequences_per_request): send several requests",
             )
 
 
@@ -188,15 +200,15 @@ class ExternalDraft:
     """TensorRT-LLM's `ExternalDraftTokensConfig`: a guess at the first generated tokens, verified in one pass.
 
     Attributes:
-        token_ids: The guess. Tensor `draft_input_ids` [1, n].
-        logits: [n, vocab_size] float32: softmax of row i is the distribution that token i was drawn from. With
-            them a token is accepted with probability min(1, target / draft), so that the output's distribution
-            does not change; without, as long as it is the one that would have been generated anyway. Tensor
-            `draft_logits`.
-        acceptance_threshold: With logits, accept a token where target / draft reaches it, instead of by chance.
+        token_ids: The guessed tokens. Tensor `draft_input_ids` [1, n].
+        logits: [n, vocab_size] float32; softmax of row i is the distribution that token i was sampled from. With
+            logits, a token is accepted with probability min(1, target / draft), which keeps the target's
+            distribution. Without, tokens are accepted as long as they equal the ones that would have been
+            generated anyway. Tensor `draft_logits`.
+        acceptance_threshold: With logits, accept a token if target / draft >= threshold instead of by chance.
             Tensor `draft_acceptance_threshold`.
-        ends_sequence: The sequence ends with LENGTH once the draft is verified, after the accepted tokens and one
-            more: for whoever drafts the next tokens behind these.
+        ends_sequence: Whether the sequence ends with LENGTH once the draft is verified, after the accepted tokens
+            and one more, so that the caller can draft the next tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -217,31 +229,33 @@ class Request:
         end_ids: Token ids that end the sequence; they are not returned. Tensor `end_id`.
         pad_id: Fills ragged outputs of several beams; None means -1. Tensor `pad_id`.
         sampling: How tokens are chosen.
-        output: What comes back.
-        stop_words: Token sequences that end the output once generated; they are returned. A prompt's tokens are
-            no part of one. Tensor `stop_words_list`.
-        stop_words_after: A stop word that is complete with so many generated tokens, or fewer, ends nothing.
-        bad_words: Token sequences whose last token is banned where the others stand before it, prompt included.
-            Tensor `bad_words_list`.
+        output: The outputs to return.
+        stop_words: Token sequences that end the output once generated; they are returned. A stop word must lie
+            wholly within the generated tokens. Tensor `stop_words_list`.
+        stop_words_after: A stop word that is complete within this many generated tokens is ignored.
+        bad_words: Token sequences that must not appear: the last token is banned whenever the others precede it,
+            prompt included. Tensor `bad_words_list`.
         embedding_bias: [vocab_size], added to the logits. Tensor `embedding_bias`.
         draft: Draft tokens for the first generated ones. Tensors `draft_*`.
-        prompt_lookup_num_tokens: Most tokens to guess in an iteration from what followed the last few tokens
-            earlier in this sequence; 0: none. Tensor `prompt_lookup_num_tokens`.
-        logits_post_processor_name: Which function of the server's operator changes its logits before anything
-            else does; "": none. Tensor of the same name.
+        prompt_lookup_num_tokens: Maximum number of draft tokens per iteration from prompt lookup; 0: off. Tensor
+            `prompt_lookup_num_tokens`.
+        logits_post_processor_name: Name of the operator's function that changes its logits before all controls;
+            "": none. Tensor of the same name.
         identity: What its KV blocks depend on besides its tokens.
         retention: How long its KV blocks are worth keeping afterwards.
         priority: 0 .. 1; waiting requests of a higher priority go first. Tensor `priority`.
-        client_id: Whose request it is; clients of one priority get equal shares. Tensor `client_id`.
-        allotted_time_ms: From arrival; then it ends with TIMED_OUT. 0: no deadline. Tensor `allotted_time_ms`.
-        arrival_time_ns: When the engine's client took it; the clock of `IterationInput.now_ns`; 0: unknown.
-        guide: What the generated text has to look like; None: anything. Tensors `guided_decoding_*`.
-        lora: The adapter that changes the model for it; None: the bare model. Tensors `lora_*`.
-        prompt_table: Embeddings that prompt ids from vocab_size on stand for; None: there are no such ids. Tensor
+        client_id: The client that sent it; clients of one priority get equal shares. Tensor `client_id`.
+        allotted_time_ms: Time from arrival after which it ends with TIMED_OUT; 0: no deadline. Tensor
+            `allotted_time_ms`.
+        arrival_time_ns: When the engine client took it, by the clock of `IterationInput.now_ns`; 0: unknown.
+        guide: The format demanded of the generated text; None: any. Tensors `guided_decoding_*`.
+        lora: The LoRA adapter to use; None: the base model. Tensors `lora_*`.
+        prompt_table: Embeddings for prompt ids >= vocab_size; None: there are no such ids. Tensor
             `prompt_embedding_table`.
-        is_continuation: It goes on where an answered request of this engine ended: neither a drain nor a full
-            queue turns it away.
-        may_be_continued: If it ends with LENGTH, a drain waits a moment for the request that continues it.
+        is_continuation: Whether it continues a request that this engine has answered; such a request is accepted
+            during a drain and with a full queue.
+        may_be_continued: Whether a continuation may follow if it ends with LENGTH; a drain waits a moment for
+            that.
     """
 
     request_id: int
@@ -251,7 +265,7 @@ class Request:
     end_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
+    output: OutputOptions = field(default_factory=OutputOptions)
     stop_words: tuple[tuple[int, ...], ...] = ()
     stop_words_after: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -278,12 +292,12 @@ class Request:
 
     @property
     def max_sequence_length(self) -> int:
-        """Prompt and generated tokens at the length limit."""
+        """Number of prompt and generated tokens at the length limit."""
         return len(self.input_token_ids) + self.max_new_tokens
 
     @property
     def max_kv_tokens(self) -> int:
-        """KV entries of one sequence at the length limit: the last generated token is never fed back."""
+        """Number of KV entries of one sequence at the length limit. The last generated token is never fed back."""
         return len(self.input_token_ids) + self.max_new_tokens - 1
 
     @property
@@ -293,7 +307,7 @@ class Request:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the device needs the tokens so far to choose the next one."""
+        """Whether the device needs all tokens so far to choose the next one."""
         return (
             self.sampling.looks_back
             or bool(self.logits_post_processor_name)
@@ -302,15 +316,15 @@ class Request:
 
     @property
     def starts_with_tokens(self) -> bool:
-        """Whether a slot is told the tokens so far when the sequence starts or resumes there."""
+        """Whether the device gets the tokens so far when the sequence starts or resumes in a slot."""
         return self.looks_back or self.guide is not None
 
     @property
     def needs_host(self) -> bool:
-        """Whether its next token waits for the host to look at the one before; else the device goes on alone.
+        """Whether the host must see each token before the next one is chosen. Otherwise the device goes on alone.
 
-        The host decides about drafts, describes tokens, calls logits post-processors, follows guides, and does
-        what sampling controls need it for.
+        The host verifies drafts, computes token details, calls logits post-processors and follows guides; see also
+        `SamplingConfig.needs_host`.
         """
         return (
             self.sampling.needs_host
@@ -324,8 +338,8 @@ class Request:
 
     @property
     def banning_tensors(self) -> list[str]:
-        """Names of the tensors that may leave a sequence without a token to go on with."""
-        asked = {
+        """Names of the tensors that may ban every possible next token."""
+        banning = {
             "logits_post_processor_name": bool(self.logits_post_processor_name),
             "embedding_bias": self.embedding_bias is not None,
             "min_length": bool(
@@ -336,29 +350,34 @@ class Request:
         }
         for name, control in CONTROLS.items():
             if control.bans:
-                asked[control.tensor] = asked.get(control.tensor, True) and self.sampling.uses(name)
-        return [name for name, is_asked in asked.items() if is_asked]
+                banning[control.tensor] = banning.get(control.tensor, True) and self.sampling.uses(name)
+        return [name for name, bans in banning.items() if bans]
 
     def without_weights(self) -> Request:
-        """The same request without the weights of its adapter, for whoever does not hand them on."""
+        """Return the same request without its adapter's weights."""
         if self.lora is None or self.lora.weights is None:
             return self
         return replace(self, lora=replace(self.lora, weights=None))
 
     def max_kv_blocks(self, tokens_per_block: int) -> int:
-        """KV blocks at the length limit; beams share the prompt's full blocks and nothing else for certain."""
+        """Return the KV blocks needed at the length limit.
+
+        Beams are certain to share only the prompt's full blocks.
+        """
         shared = self.prompt_length // tokens_per_block if self.sampling.uses_beams else 0
         return shared + self.sampling.beam_width * (-(-self.max_kv_tokens // tokens_per_block) - shared)
 
     def validate(self, limits: ModelLimits) -> None:
-        """Raise InvalidArgument, with what would fit, if this request can never run on such a model."""
+        """Raise InvalidArgument, naming a value that would fit, if this request can never run on such a model."""
         self.sampling.validate(limits.vocab_size)
         self.output.validate(limits.vocab_size)
         self.output.validate_additional(limits.additional_outputs, self.sampling.uses_beams)
         if not self.input_token_ids:
-            raise InvalidArgument("input_ids is empty: a request needs at least one prompt token")
+            raise InvalidArgument(Name("input_ids"), " is empty: a request needs at least one prompt token")
         if self.max_new_tokens < 1:
-            raise InvalidArgument(f"request_output_len must be at least 1, got {self.max_new_tokens}")
+            raise InvalidArgument(
+                Name("request_output_len"), f" must be at least 1, got {self.max_new_tokens}"
+            )
         self.identity.validate(self.prompt_length)
         self.retention.validate()
         limits.check_sequences(1, self.sampling.num_sequences, "num_return_sequences")
@@ -376,72 +395,88 @@ class Request:
 
     def _validate_queueing(self) -> None:
         if not 0.0 <= self.priority <= 1.0:
-            raise InvalidArgument(f"priority must be in [0, 1], got {self.priority}")
+            raise InvalidArgument(Name("priority"), f" must be in [0, 1], got {self.priority}")
         if not 0 <= self.client_id < 1 << 64:
-            raise InvalidArgument(f"client_id must be in [0, 2**64), got {self.client_id}")
+            raise InvalidArgument(Name("client_id"), f" must be in [0, 2**64), got {self.client_id}")
         if self.allotted_time_ms < 0:
             raise InvalidArgument(
-                f"allotted_time_ms must be >= 0 (0: no deadline), got {self.allotted_time_ms}"
+                Name("allotted_time_ms"), f" must be >= 0 (0: no deadline), got {self.allotted_time_ms}"
             )
 
     def _validate_prompt_ids(self, limits: ModelLimits) -> None:
-        """Ids from vocab_size on are virtual: the rows of the prompt table."""
+        """Check prompt ids; ids >= vocab_size are virtual and stand for rows of the prompt table."""
         vocab_size, highest = limits.vocab_size, max(self.input_token_ids)
         table = self.prompt_table
         if table is None:
             try:
                 check_token_ids("input_ids", self.input_token_ids, vocab_size)
             except InvalidArgument as error:
-                hint = "; ids from there on stand for rows of prompt_embedding_table, which is missing"
-                raise InvalidArgument(f"{error}{hint if highest >= vocab_size else ''}") from None
+                if highest < vocab_size:
+                    raise
+                raise InvalidArgument(
+                    *error.args,
+                    "; ids from there on stand for rows of ",
+                    Name("prompt_embedding_table"),
+                    ", which is missing",
+                ) from None
             return
         table.validate(limits.hidden_size)
         if table.num_rows > limits.max_sequence_length:
             raise InvalidArgument(
-                f"prompt_embedding_table has {table.num_rows} rows, more than the {limits.max_sequence_length} "
-                "tokens that a sequence can have: send those that the prompt names"
+                Name("prompt_embedding_table"),
+                f" has {table.num_rows} rows, more than the {limits.max_sequence_length} tokens that a sequence "
+                "can have: send those that the prompt names",
             )
         check_token_ids("input_ids", self.input_token_ids, vocab_size + table.num_rows)
         if highest >= vocab_size and self.output.return_prompt_log_probs:
             raise InvalidArgument(
-                "return_prompt_log_probs is true, but rows of prompt_embedding_table, which input_ids has, are no "
-                "tokens of the vocabulary and have no probability: leave one of the two out"
+                Name("return_prompt_log_probs"),
+                " is true, but rows of ",
+                Name("prompt_embedding_table"),
+                ", which ",
+                Name("input_ids"),
+                " has, are no tokens of the vocabulary and have no probability: leave one of the two out",
             )
 
     def _validate_ids(self, vocab_size: int) -> None:
         for end_id in self.end_ids:
             if not 0 <= end_id < vocab_size:
                 raise InvalidArgument(
-                    f"end_id must be in [0, {vocab_size - 1}], got {end_id}; no end id is -1 in the tensor, and "
-                    "an empty end_ids in a Request"
+                    Name("end_id"),
+                    f" must be in [0, {vocab_size - 1}], got {end_id}; no end id is -1 in the tensor, and "
+                    "an empty end_ids in a Request",
                 )
         for name, words in (("stop_words_list", self.stop_words), ("bad_words_list", self.bad_words)):
             for word in words:
                 if not word:
-                    raise InvalidArgument(f"{name} has an empty word")
+                    raise InvalidArgument(Name(name), " has an empty word")
                 check_token_ids(name, word, vocab_size)
         bias = self.embedding_bias
         if bias is not None and bias.shape != (vocab_size,):
-            raise InvalidArgument(f"embedding_bias must have shape [1, {vocab_size}], got {[1, *bias.shape]}")
+            raise InvalidArgument(
+                Name("embedding_bias"), f" must have shape [1, {vocab_size}], got {[1, *bias.shape]}"
+            )
 
     def _validate_lengths(self, limits: ModelLimits) -> None:
         if self.prompt_length > limits.max_input_length:
-            raise InvalidArgument(
-                f"input_ids has {self.prompt_length} tokens; this server takes prompts of at most "
-                f"{limits.max_input_length} tokens{self._remedy(limits)}"
+            raise TooLong(
+                Name("input_ids"),
+                f" has {self.prompt_length} tokens; this server takes prompts of at most "
+                f"{limits.max_input_length} tokens{self._remedy(limits)}",
             )
         room = limits.max_sequence_length - self.prompt_length
         if self.max_new_tokens > room:
-            raise InvalidArgument(
-                f"request_output_len is {self.max_new_tokens}, but after {self.prompt_length} prompt tokens at "
-                f"most {max(room, 0)} fit in the model's sequence length of {limits.max_sequence_length}"
+            raise TooLong(
+                Name("request_output_len"),
+                f" is {self.max_new_tokens}, but after {self.prompt_length} prompt tokens at most {max(room, 0)} "
+                f"fit in the model's sequence length of {limits.max_sequence_length}",
             )
         needed = self.max_kv_blocks(limits.tokens_per_block)
         if needed > limits.num_blocks:
             self._refuse_blocks(needed, limits)
 
     def _remedy(self, limits: ModelLimits) -> str:
-        """The end of the message for a prompt that is too long for one iteration, but not for the model."""
+        """Return the end of the error for a prompt that fits the model but not one iteration."""
         if not limits.max_context_tokens < self.prompt_length < limits.max_sequence_length:
             return ""
         return (
@@ -452,32 +487,37 @@ class Request:
     def _refuse_blocks(self, needed: int, limits: ModelLimits) -> None:
         size, beams = limits.tokens_per_block, self.sampling.beam_width
         fits = limits.kv_room(self.prompt_length, beams)
-        of_beams = f" and beam_width {beams}" if beams > 1 else ""
-        raise InvalidArgument(
-            f"{self.prompt_length} prompt tokens, request_output_len {self.max_new_tokens}{of_beams} need "
-            f"{needed * size} tokens of KV cache; it holds {limits.num_blocks * size}, "
-            f"so request_output_len can be at most {max(fits, 0)}"
+        beam_clause = (" and ", Name("beam_width"), f" {beams}") if beams > 1 else ()
+        raise TooLong(
+            f"{self.prompt_length} prompt tokens, ",
+            Name("request_output_len"),
+            f" {self.max_new_tokens}",
+            *beam_clause,
+            f" need {needed * size} tokens of KV cache; it holds {limits.num_blocks * size}, so ",
+            Name("request_output_len"),
+            f" can be at most {max(fits, 0)}",
         )
 
     def _validate_beams(self, limits: ModelLimits) -> None:
         width = self.sampling.beam_width
         if width > limits.max_beam_width:
             raise InvalidArgument(
-                f"beam_width must be at most {limits.max_beam_width} on this server, got {width}"
+                Name("beam_width"), f" must be at most {limits.max_beam_width} on this server, got {width}"
             )
         candidates = width * max(2, 1 + len(self.end_ids))
         if self.sampling.uses_beams and candidates > limits.vocab_size:
             raise InvalidArgument(
-                f"beam_width {width} needs {candidates} candidates, the vocabulary has {limits.vocab_size}"
+                Name("beam_width"),
+                f" {width} needs {candidates} candidates, the vocabulary has {limits.vocab_size}",
             )
 
     def _validate_drafts(self, limits: ModelLimits) -> None:
         lookup, width = self.prompt_lookup_num_tokens, self.sampling.beam_width
         if lookup < 0:
-            raise InvalidArgument(f"prompt_lookup_num_tokens must be >= 0 (0: off), got {lookup}")
+            raise InvalidArgument(Name("prompt_lookup_num_tokens"), f" must be >= 0 (0: off), got {lookup}")
         if width > 1 and (lookup or self.draft):
             name = "draft_input_ids" if self.draft else "prompt_lookup_num_tokens"
-            raise InvalidArgument(f"{name} needs beam_width 1, got {width}")
+            raise InvalidArgument(Name(name), " needs ", Name("beam_width"), f" 1, got {width}")
         if self.draft:
             self._validate_external_draft(self.draft, limits)
 
@@ -490,40 +530,51 @@ class Request:
             problem = "Batched logits post processor is not defined"
         else:
             problem = f"LogitsPostProcessor {name[:100]} not found"
-        raise InvalidArgument(f"{problem}: logits_post_processor_name is {name[:100]!r}, {expected}")
+        raise InvalidArgument(
+            f"{problem}: ", Name("logits_post_processor_name"), f" is {name[:100]!r}, {expected}"
+        )
 
     def _validate_external_draft(self, draft: ExternalDraft, limits: ModelLimits) -> None:
         length, threshold = len(draft.token_ids), draft.acceptance_threshold
         if not length:
-            raise InvalidArgument("draft_input_ids is empty: leave it out, or send at least one token")
+            raise InvalidArgument(
+                Name("draft_input_ids"), " is empty: leave it out, or send at least one token"
+            )
         check_token_ids("draft_input_ids", draft.token_ids, limits.vocab_size)
         most = min(limits.max_draft_length, limits.max_context_tokens - self.prompt_length)
         if length > most:
             raise InvalidArgument(
-                f"Draft tokens length ({length}) exceeds maximum draft tokens length ({max(most, 0)}): "
-                "draft_input_ids is too long"
+                f"Draft tokens length ({length}) exceeds maximum draft tokens length ({max(most, 0)}): ",
+                Name("draft_input_ids"),
+                " is too long",
             )
         if length >= self.max_new_tokens:
             raise InvalidArgument(
-                f"draft_input_ids has {length} tokens, which request_output_len {self.max_new_tokens} has no "
-                f"room for: send at most {self.max_new_tokens - 1}"
+                Name("draft_input_ids"),
+                f" has {length} tokens, which ",
+                Name("request_output_len"),
+                f" {self.max_new_tokens} has no room for: send at most {self.max_new_tokens - 1}",
             )
         wanted = (length, limits.vocab_size)
         if draft.logits is not None and draft.logits.shape != wanted:
             raise InvalidArgument(
-                f"draft_logits must have shape {[1, *wanted]}: one row for each of draft_input_ids; "
-                f"got {[1, *draft.logits.shape]}"
+                Name("draft_logits"),
+                f" must have shape {[1, *wanted]}: one row for each of ",
+                Name("draft_input_ids"),
+                f"; got {[1, *draft.logits.shape]}",
             )
         if threshold is not None and not 0.0 <= threshold < float("inf"):
-            raise InvalidArgument(f"draft_acceptance_threshold must be a finite number >= 0, got {threshold}")
+            raise InvalidArgument(
+                Name("draft_acceptance_threshold"), f" must be a finite number >= 0, got {threshold}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class IterationInput:
-    """Everything that enters one iteration and is not a function of earlier state.
+    """All input of one iteration that is not a function of earlier state.
 
-    Rank 0 makes it inside GetInferenceRequests. It is what a broadcast carries to other ranks and what a
-    recording keeps; `now_ns` is the only clock the core sees.
+    Rank 0 makes it inside GetInferenceRequests. It is broadcast to the other ranks and recorded in traces.
+    `now_ns` is the only clock that the core sees.
 
     Attributes:
         iteration: Count of iterations, from 0.
@@ -531,7 +582,7 @@ class IterationInput:
         new_requests: Requests that arrive with this iteration, in order.
         stops: Requests to end early.
         guides: Requests whose guides are ready or have failed.
-        adapters: What has become of adapters, and of requests that wait for one.
+        adapters: Changes of the stored adapters, and requests whose adapters are ready or have failed.
     """
 
     iteration: int
@@ -544,19 +595,19 @@ class IterationInput:
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
-    """The facts that a front end needs to check and build requests; constant while the engine lives.
+    """The facts about an engine that a front end needs to check and build requests; constant while the engine
+    lives.
 
     Attributes:
-        limits: What requests may ask for.
+        limits: The limits for requests.
         model_path: The checkpoint folder.
-        tokenizer_dir: Folder with tokenizer.json; "" if there is none, then only ids are served.
-        eos_token_ids: End ids of the checkpoint's generation_config.json (else config.json): where requests
-            that come as text end, unless they say otherwise.
-        default_end_ids: End ids of requests that come as ids and have no end_id; the specification's default
-            is none.
+        tokenizer_dir: Folder with tokenizer.json; "" if there is none, so that only token ids are served.
+        eos_token_ids: End ids of the checkpoint's generation_config.json (else config.json): the default end ids
+            of requests that come as text.
+        default_end_ids: Default end ids of requests that come as token ids; the specification's default is none.
         exclude_input_from_output: Server-wide default of the `exclude_input_in_output` tensor.
         dtype: Type of the weights: float32, bfloat16, float16 or int8.
-        state_enabled: Whether front ends tell their clients the whole state (`state` requests).
+        state_enabled: Whether front ends answer `state` requests in full.
         adapter_commands_enabled: Whether `lora_command` requests are answered.
     """
 

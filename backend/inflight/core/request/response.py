@@ -1,4 +1,4 @@
-"""Responses to front ends, and how waiting responses of one sequence are joined into one. Pure."""
+"""Responses to front ends, and merging several waiting responses of a sequence into one. Pure."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _R = TypeVar("_R", bound="Response")
 
 @dataclass(frozen=True, slots=True)
 class PerfMetrics:
-    """Times and counts of a sequence. Times are monotonic, in nanoseconds; 0 for what has not happened yet.
+    """Times and counts of a sequence. Times are monotonic, in nanoseconds; 0 if not reached yet.
 
     Attributes:
         arrival_time_ns: When the request was queued. Output `arrival_time_ns`.
         first_scheduled_time_ns: When its first iteration began. Output `first_scheduled_time_ns`.
-        first_token_time_ns: When the first token was there. Output `first_token_time_ns`.
-        last_token_time_ns: When the last token was there; 0 until then. Output `last_token_time_ns`.
-        num_new_blocks: KV blocks that it took for the tokens it began with; those of generated ones are not
+        first_token_time_ns: When the first token was chosen. Output `first_token_time_ns`.
+        last_token_time_ns: When the last token was chosen; 0 until the sequence ends. Output `last_token_time_ns`.
+        num_new_blocks: KV blocks taken for the tokens known at its starts; blocks for generated tokens are not
             counted. Output `kv_cache_alloc_new_blocks`.
-        num_reused_blocks: KV blocks it found in the cache. Output `kv_cache_reused_blocks`.
-        num_missed_blocks: Full blocks of known tokens that it did not find there. Output `kv_cache_missed_blocks`.
+        num_reused_blocks: KV blocks found in the cache. Output `kv_cache_reused_blocks`.
+        num_missed_blocks: Full blocks of known tokens not found in the cache. Output `kv_cache_missed_blocks`.
         num_draft_tokens: Draft tokens verified. Output `total_draft_tokens`.
-        num_accepted_draft_tokens: Of those, accepted and not behind the sequence's end. Output
+        num_accepted_draft_tokens: Draft tokens accepted and kept, not past the sequence's end. Output
             `total_accepted_draft_tokens`.
-        first_iteration, last_iteration: The iterations that gave the first and the last token so far.
+        first_iteration, last_iteration: The iterations that gave the first and the latest token.
     """
 
     arrival_time_ns: int = 0
@@ -48,13 +48,13 @@ class PerfMetrics:
 
     @property
     def acceptance_rate(self) -> float:
-        """The part of the verified draft tokens that was accepted; 0 without drafts."""
+        """The fraction of verified draft tokens that was accepted; 0 without drafts."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TopLogProbs:
-    """The likeliest tokens beside one that was chosen, likeliest first.
+    """The most likely tokens at one position, most likely first.
 
     Attributes:
         token_ids: The tokens, num_top_log_probs of them.
@@ -66,14 +66,14 @@ class TopLogProbs:
 
 
 @dataclass(frozen=True, slots=True)
-class AdditionalOutput:
-    """TensorRT-LLM's class of the same name, with a tensor for each row of the result.
+class ReturnedOutput:
+    """TensorRT-LLM's `AdditionalOutput`, with one tensor per sequence or beam of the result.
 
     Attributes:
         name: `context_` or `generation_` and the output's name.
-        tensors: [n, width] each. Of `context_` one tensor, with a row for each prompt token. Of `generation_` one
-            for each sequence of the result, with a row for each of its tokens in this response, of the position
-            that the token was chosen from. [0, 0] where there are no rows.
+        tensors: Each [n, width]. A `context_` output has one tensor, with a row per prompt token. A `generation_`
+            output has one tensor per sequence of the result, with a row per token in this response, from the
+            position that the token was sampled at. [0, 0] if there are no rows.
     """
 
     name: str
@@ -81,7 +81,7 @@ class AdditionalOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SequenceResult:
     """TensorRT-LLM's `Result` for one sequence, or for the beams of one search, best first.
 
     Attributes:
@@ -89,30 +89,30 @@ class Result:
             with beams, everything generated so far. Otherwise: the prompt, unless excluded, and everything
             generated. End ids are not returned. Tensor `output_ids`.
         num_input_tokens: Prompt tokens. Tensor `num_input_tokens`.
-        num_output_tokens: Per beam, how many of its ids at the end are generated tokens. Tensor
+        num_output_tokens: Per beam, the number of generated tokens at the end of its ids. Tensor
             `num_output_tokens`.
         finish_reasons: Per beam; NOT_FINISHED until its last response. Tensor `finish_reason`.
-        sequence_index: Which of num_return_sequences; 0 with beams. Tensor `sequence_index`.
+        sequence_index: Index among num_return_sequences; 0 for a beam search. Tensor `sequence_index`.
         is_sequence_final: Whether this is the sequence's last response.
-        is_cumulative: Whether it repeats what earlier responses carried, as streamed beams do, instead of adding
-            to it.
-        log_probs: Per beam, of each generated token in this response; None if not wanted. Tensor
-            `output_log_probs`.
-        model_log_probs: Per beam, the model's own log probabilities of the same tokens, where `log_probs` are of
-            the distribution that a token was drawn from; None where these are the model's own already.
-        cum_log_probs: Per beam, of everything generated so far: of a sequence the sum of the model's own; of a
-            beam the sum that it is ranked by (divided by length ** length_penalty), which is of log
-            probabilities after penalties, bias and temperature and has the end id's in it. Tensor `cum_log_probs`.
+        is_cumulative: Whether it repeats the tokens of earlier responses, as streamed beams do, instead of adding
+            to them.
+        log_probs: Per beam, the log probability of each generated token in this response; None if not wanted.
+            Tensor `output_log_probs`.
+        model_log_probs: Per beam, the model's own log probabilities of the same tokens, if `log_probs` are taken
+            from the distribution that the tokens were sampled from; None if `log_probs` are the model's own.
+        cum_log_probs: Per beam, over everything generated so far. For a sequence, the sum of the model's own log
+            probabilities. For a beam, the sum that it is ranked by (before division by length ** length_penalty):
+            log probabilities after penalties, bias and temperature, the end id's included. Tensor `cum_log_probs`.
         top_log_probs: Per beam, one for each generated token in this response. Tensors `top_log_prob_ids` and
             `top_log_probs`.
-        prompt_log_probs: One per prompt token, the first 0.0; in the sequence's first response alone.
-        context_logits: [prompt tokens, vocab_size]; in the sequence's first response alone. Of a sequence that was
-            cut short in its prompt, these two have the rows that were computed.
-        generation_logits: Per beam [tokens in this response, vocab_size], or [0, 0] without tokens; None with
+        prompt_log_probs: One per prompt token, the first 0.0; only in the sequence's first response.
+        context_logits: [prompt tokens, vocab_size]; only in the sequence's first response. If the sequence was
+            stopped within its prompt, context_logits and prompt_log_probs have only the rows that were computed.
+        generation_logits: Per beam [tokens in this response, vocab_size], or [0, 0] without tokens; None for
             streamed beams.
         perf_metrics: Times and counts; None if not wanted.
-        additional_outputs: What the request's `OutputConfig.additional_outputs` ask for; those of the prompt in
-            the sequence's first response alone.
+        additional_outputs: The tensors named in the request's `OutputConfig.additional_outputs`; those of the
+            prompt only in the sequence's first response.
         num_iterations: Iterations that have given the sequence tokens so far.
     """
 
@@ -131,12 +131,12 @@ class Result:
     generation_logits: tuple[FloatTensor, ...] | None = None
     perf_metrics: PerfMetrics | None = None
     model_log_probs: tuple[tuple[float, ...], ...] | None = None
-    additional_outputs: tuple[AdditionalOutput, ...] = ()
+    additional_outputs: tuple[ReturnedOutput, ...] = ()
     num_iterations: int = 0
 
     @property
     def carries_tokens_only(self) -> bool:
-        """Whether the result is a delta with nothing but tokens."""
+        """Whether the result is a delta with tokens only."""
         return (
             self.log_probs is None
             and self.top_log_probs is None
@@ -150,13 +150,13 @@ class Result:
 
     @property
     def num_tensor_bytes(self) -> int:
-        """Bytes of the logits and additional outputs that come with this result's tokens."""
+        """Size in bytes of the logits and additional outputs of this result's tokens."""
         tensors = chain(self.generation_logits or (), *(output.tensors for output in self.additional_outputs))
         return sum(len(tensor.data) for tensor in tensors)
 
     @property
     def was_cut_short(self) -> bool:
-        """Whether the sequence was cancelled or ran out of time: it may lack what it was still to generate."""
+        """Whether the sequence was cancelled or timed out, so that it may be incomplete."""
         return self.finish_reasons[0] in CUT_SHORT
 
 
@@ -165,14 +165,14 @@ class Response:
     """One call of the SendResponse callback. Specification: Get and Send Callbacks.
 
     Attributes:
-        request_id: Whose response it is.
+        request_id: The id of the request.
         result: The outputs of one of its sequences, or None with an error.
         error: Why the request failed; then `is_final` is true.
         is_final: Whether this is the request's last response. Its id may be used again afterwards.
     """
 
     request_id: int
-    result: Result | None = None
+    result: SequenceResult | None = None
     error: InflightError | None = None
     is_final: bool = False
 
@@ -183,7 +183,7 @@ class Response:
 
 
 def merge_responses(responses: Sequence[_R]) -> _R:
-    """Join consecutive responses of one sequence into one; if the last is an error, the error alone."""
+    """Merge consecutive responses of one sequence into one; if the last is an error, return only that."""
     last = responses[-1]
     if len(responses) == 1 or last.result is None:
         return last
@@ -191,10 +191,10 @@ def merge_responses(responses: Sequence[_R]) -> _R:
     return replace(last, result=_merge(results))
 
 
-def _merge(results: list[Result]) -> Result:
+def _merge(results: list[SequenceResult]) -> SequenceResult:
     last = results[-1]
     if last.carries_tokens_only and results[0].carries_tokens_only:
-        return Result(
+        return SequenceResult(
             _join([r.output_token_ids for r in results]),
             last.num_input_tokens,
             (sum(r.num_output_tokens[0] for r in results),),
@@ -228,20 +228,20 @@ def _merge(results: list[Result]) -> Result:
 
 
 def _join(parts: Iterable[tuple[tuple[_T, ...], ...]]) -> tuple[tuple[_T, ...], ...]:
-    """The first beam of every part, one after another: results that are joined have one beam."""
+    """Concatenate the first beam of every part. Merged results have a single beam."""
     return (tuple(chain.from_iterable(part[0] for part in parts)),)
 
 
-def _join_logits(results: list[Result]) -> tuple[FloatTensor, ...] | None:
+def _join_logits(results: list[SequenceResult]) -> tuple[FloatTensor, ...] | None:
     parts = [r.generation_logits[0] for r in results if r.generation_logits is not None]
     return (_concatenate_rows(parts),) if parts else None
 
 
-def _join_additional(results: list[Result]) -> tuple[AdditionalOutput, ...]:
+def _join_additional(results: list[SequenceResult]) -> tuple[ReturnedOutput, ...]:
     parts: dict[str, list[FloatTensor]] = {}
     for output in chain.from_iterable(result.additional_outputs for result in results):
         parts.setdefault(output.name, []).append(output.tensors[0])
-    return tuple(AdditionalOutput(name, (_concatenate_rows(each),)) for name, each in parts.items())
+    return tuple(ReturnedOutput(name, (_concatenate_rows(each),)) for name, each in parts.items())
 
 
 def _concatenate_rows(tensors: list[FloatTensor]) -> FloatTensor:

@@ -1,7 +1,7 @@
-"""Makes the responses of a sequence: from an LlmRequest to a Result.
+"""Makes the responses of a sequence: turns an LlmRequest into a SequenceResult.
 
-This module selects the tokens and details that a response carries, and counts what was streamed already.
-`outcomes.py` and `endings.py` call it, on the loop thread.
+Selects the tokens and details that a response carries, and counts what has been streamed. `outcomes.py` and
+`endings.py` call it, on the loop thread.
 """
 
 from __future__ import annotations
@@ -15,40 +15,44 @@ from inflight.core.kv.kv_cache_manager import BlockCounts
 from inflight.core.request.beam_search import BeamSearch
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
 from inflight.core.request.request import FloatTensor, Request
-from inflight.core.request.response import AdditionalOutput, PerfMetrics, Response, Result
+from inflight.core.request.response import PerfMetrics, Response, ReturnedOutput, SequenceResult
 from inflight.core.request.stop import CUT_SHORT, FinishReason
 
 BlockCounter = Callable[[LlmRequest], BlockCounts]
-"""Returns how many KV blocks a sequence took new at its starts, found in the cache and missed there."""
+"""Returns the KV blocks of a sequence over all its starts: newly taken, found in the cache, missed in the
+cache."""
 
 
 def make_response(llm_request: LlmRequest, block_counts: BlockCounter, is_final: bool = False) -> Response:
-    """The response with the sequence's result (`make_result`); `is_final` if no other sequence has one to come."""
+    """Return the response with the sequence's result (`make_result`).
+
+    `is_final`: no other sequence has a response to come.
+    """
     return Response(llm_request.request_id, make_result(llm_request, block_counts), None, is_final)
 
 
 def ended_before_start(request: Request, reason: FinishReason) -> list[Response]:
-    """The last responses of a request all of whose sequences have ended before anything was computed."""
+    """Return the last responses of a request whose sequences all ended before anything was computed."""
     sequences = RequestGroup(request, 0, CacheRules(None), request.arrival_time_ns).sequences
     for llm_request in sequences:
         llm_request.finish(reason)
     return [make_response(each, lambda _: BlockCounts(0, 0, 0), each is sequences[-1]) for each in sequences]
 
 
-def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> Result:
-    """The result of a sequence now: what is new since the last call, or everything, as the request wants it.
+def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> SequenceResult:
+    """Return a sequence's current result: everything new since the last call, or everything, as the request asks.
 
     Args:
-        llm_request: The sequence. What the result carries is counted as streamed, and its details are dropped.
+        llm_request: The sequence. The tokens in the result are counted as streamed, and their details are dropped.
         block_counts: Called if the request wants perf metrics.
     """
     request, reason = llm_request.request, llm_request.finish_reason
     if reason is FinishReason.NOT_FINISHED and llm_request.streams_tokens_only:
         return _delta(llm_request)
     if llm_request.beams is not None:
-        result = _of_beams(llm_request, llm_request.beams)
+        result = _beams_result(llm_request, llm_request.beams)
     else:
-        result = _of_sequence(llm_request)
+        result = _sequence_result(llm_request)
     if request.output.return_perf_metrics:
         result = replace(result, perf_metrics=_metrics(llm_request, block_counts(llm_request)))
     return result
@@ -57,11 +61,11 @@ def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> Result:
 _RUNS_ON = (FinishReason.NOT_FINISHED,)
 
 
-def _delta(llm_request: LlmRequest) -> Result:
-    """A result with new tokens alone; it is made for every stream in every iteration, and so has to be cheap."""
+def _delta(llm_request: LlmRequest) -> SequenceResult:
+    """Return a result with new tokens only. It runs for every stream in every iteration, so it has to be cheap."""
     tokens = tuple(llm_request.tokens[llm_request.prompt_length + llm_request.num_streamed_tokens :])
     llm_request.num_streamed_tokens += len(tokens)
-    return Result(
+    return SequenceResult(
         (tokens,),
         llm_request.prompt_length,
         (len(tokens),),
@@ -71,13 +75,13 @@ def _delta(llm_request: LlmRequest) -> Result:
     )
 
 
-def _of_sequence(llm_request: LlmRequest) -> Result:
+def _sequence_result(llm_request: LlmRequest) -> SequenceResult:
     request, reason = llm_request.request, llm_request.finish_reason
     first = llm_request.num_streamed_tokens
     tokens = tuple(llm_request.tokens[request.prompt_length + first :])
     llm_request.num_streamed_tokens += len(tokens)
     echoed = not (request.streaming or request.output.exclude_input_from_output)
-    result = Result(
+    result = SequenceResult(
         ((*request.input_token_ids, *tokens) if echoed else tokens,),
         request.prompt_length,
         (len(tokens),),
@@ -105,15 +109,15 @@ def _of_sequence(llm_request: LlmRequest) -> Result:
     return _with_context(result, llm_request) if first == 0 else result
 
 
-def _of_beams(llm_request: LlmRequest, beams: BeamSearch) -> Result:
+def _beams_result(llm_request: LlmRequest, beams: BeamSearch) -> SequenceResult:
     request, output = llm_request.request, llm_request.request.output
     best, reason = beams.hypotheses(), llm_request.finish_reason
     final = reason is not FinishReason.NOT_FINISHED
-    # A reason that comes from outside, or that the search has not ended, holds for all its beams.
+    # A finish reason from outside, and NOT_FINISHED, hold for all beams.
     is_common = not final or reason in CUT_SHORT
     echoed = not (request.streaming or output.exclude_input_from_output)
     prompt = request.input_token_ids if echoed else ()
-    result = Result(
+    result = SequenceResult(
         tuple((*prompt, *beam.token_ids) for beam in best),
         request.prompt_length,
         tuple(len(beam.token_ids) for beam in best),
@@ -132,40 +136,40 @@ def _of_beams(llm_request: LlmRequest, beams: BeamSearch) -> Result:
     return _with_context(result, llm_request) if first else result
 
 
-def _additional_outputs(llm_request: LlmRequest) -> tuple[AdditionalOutput, ...]:
+def _additional_outputs(llm_request: LlmRequest) -> tuple[ReturnedOutput, ...]:
     rows = llm_request.additional_outputs
     return tuple(
-        AdditionalOutput(GENERATION + output.name, (_stacked([row[index] for row in rows]),))
+        ReturnedOutput(GENERATION + output.name, (_stacked([row[index] for row in rows]),))
         for index, output in enumerate(llm_request.request.output.additional_outputs)
     )
 
 
-def _with_context(result: Result, llm_request: LlmRequest) -> Result:
+def _with_context(result: SequenceResult, llm_request: LlmRequest) -> SequenceResult:
     group, output = llm_request.group, llm_request.request.output
     if not output.wants_context:
         return result
     return replace(
         result,
         prompt_log_probs=(0.0, *group.context_log_probs) if output.return_prompt_log_probs else None,
-        context_logits=_of_prompt(group.context_logits, group) if output.return_context_logits else None,
+        context_logits=_prompt_rows(group.context_logits, group) if output.return_context_logits else None,
         additional_outputs=(*_gathered_outputs(group), *result.additional_outputs),
     )
 
 
-def _gathered_outputs(group: RequestGroup) -> Iterator[AdditionalOutput]:
+def _gathered_outputs(group: RequestGroup) -> Iterator[ReturnedOutput]:
     for output, pieces in zip(group.request.output.gathered_outputs, group.context_outputs, strict=True):
-        yield AdditionalOutput(CONTEXT + output.name, (_of_prompt(pieces, group),))
+        yield ReturnedOutput(CONTEXT + output.name, (_prompt_rows(pieces, group),))
 
 
-def _of_prompt(pieces: list[bytes], group: RequestGroup) -> FloatTensor:
-    """The prompt's rows as one tensor. They are kept only if other sequences are still to carry them."""
+def _prompt_rows(pieces: list[bytes], group: RequestGroup) -> FloatTensor:
+    """Return the prompt's rows as one tensor. They are kept only if other sequences still have to return them."""
     tensor = _stacked(pieces, group.num_context_rows)
     pieces[:] = [tensor.data] if len(group.sequences) > 1 else []
     return tensor
 
 
 def _stacked(pieces: list[bytes] | tuple[bytes, ...], num_rows: int | None = None) -> FloatTensor:
-    """A tensor [rows, values of a row] from pieces of rows; each piece is one row unless `num_rows` is given."""
+    """Return a tensor [rows, row width] from pieces of rows; each piece is one row unless `num_rows` is given."""
     data = b"".join(pieces)
     rows = len(pieces) if num_rows is None else num_rows
     return FloatTensor((rows, len(data) // (4 * rows) if rows else 0), data)

@@ -1,9 +1,9 @@
 """How the next token is chosen from the logits: one frozen value per request.
 
-Every sampling control is declared here, once, for every protocol: its field has the type and the neutral value,
-and beside it stand its range, its meaning, and what tensors, bodies, Executor, client and playground call it
-where that is not the field's name. `inflight.control_files` writes from this what those need as files. How a
-control changes logits is a step of `inflight.sampling.pipeline`.
+Every sampling control is declared here, once for all protocols. Its field has the type and the neutral value; the
+declaration adds the range, the meaning, and its names as a tensor, in bodies, in the Executor, the client and the
+playground where they differ from the field's name. `inflight.control_files` writes the generated files from this.
+The effect of a control on logits is a step of `inflight.sampling.pipeline`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from inflight.core.request.control import BodyField, Control, ExecutorField, Range, Setting
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 
 MAX_BEAM_WIDTH = 1024
 MAX_RETURN_SEQUENCES = 1024
 MAX_INT32 = (1 << 31) - 1
 NO_REPEAT_OFF = 1 << 30
-"""What TensorRT-LLM's code takes for an absent no_repeat_ngram_size; 0, as documented, means the same here."""
+"""TensorRT-LLM's internal value for an absent no_repeat_ngram_size; it means off here, as does the documented
+0."""
 SMALLEST, LARGEST = 1e-10, 1e10
-"""What logits may be divided by, or multiplied with; LARGEST is also the most that is added to them or taken
-from them. Other numbers have no use, and float32 arithmetic with them ends in infinity or NaN."""
+"""Bounds of a factor or divisor of logits. LARGEST also bounds what is added or subtracted. Numbers outside of
+these have no use, and in float32 lead to infinity or NaN."""
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -46,7 +47,7 @@ _TOKEN_IDS = Range("token ids", lambda value: True)  # `check_token_ids` knows t
 
 
 def _declaring(control: Callable[_P, Control]) -> Callable[Concatenate[_T, _P], _T]:
-    """A function that makes a field of its first argument, the neutral value, and of a control's arguments."""
+    """Return a function that declares a field from its neutral value and the control's arguments."""
 
     def declare(neutral: _T, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         return field(default=neutral, metadata={"control": control(*args, **kwargs)})
@@ -61,15 +62,17 @@ _CHOICE, _REPETITION = "Choice of tokens", "Repetition"
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """TensorRT-LLM's `SamplingConfig`. Of the controls that limit a draw, those declared first are applied first.
+    """TensorRT-LLM's `SamplingConfig`. Controls that limit the tokens to sample from apply in order of
+    declaration.
 
-    A control's `meaning` says what it does; `inflight.sampling.pipeline` says in which order all are applied.
+    A control's `meaning` describes its effect; `inflight.sampling.pipeline` has the order of all controls.
 
-    `num_return_sequences` None means 1, or all beams. The default 0 of `random_seed` is a seed like any other:
-    identical requests give identical tokens. With no control set that `draws` the request is greedy, whatever the
-    temperature. A beam search with enough finished beams ends, by `early_stopping`: 1: at once. 0: when no running
-    beam is better at its present length. Other: when none can become better. A finished beam's score is its
-    cumulative log probability divided by generated_length ** length_penalty, the end id counted.
+    `num_return_sequences` None means 1, or for a beam search all beams. The default 0 of `random_seed` is an
+    ordinary seed: identical requests give identical tokens. If no control with `draws` is set, the request is
+    greedy, whatever the temperature. Once a beam search has beam_width finished beams, `early_stopping` decides
+    when it ends: 1, at once; 0, when no running beam scores better at its current length; other values, when no
+    running beam can become better. The score of a finished beam is its cumulative log probability divided by
+    generated_length ** length_penalty, the end id counted.
     """
 
     beam_width: int = _declare(
@@ -360,7 +363,7 @@ class SamplingConfig:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0.0 or self.top_k == 1 or not any(self.uses(name) for name in DRAWING)
 
     @property
@@ -370,30 +373,30 @@ class SamplingConfig:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are generated apart from one another; a beam search is one."""
+        """Number of sequences that are generated independently; a beam search is one."""
         return 1 if self.uses_beams else self.num_return_sequences or 1
 
     @property
     def num_outputs(self) -> int:
-        """Rows of a response: the beams that come back, else 1."""
+        """Number of rows of a response: the returned beams of a beam search, else 1."""
         return (self.num_return_sequences or self.beam_width) if self.uses_beams else 1
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens seen have their logits changed."""
+        """Whether a repetition, presence or frequency penalty is in effect."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def looks_back(self) -> bool:
-        """Whether the device needs the tokens so far to choose the next one."""
+        """Whether the device needs all tokens so far to choose the next one."""
         return any(self.uses(name) for name in _LOOKING_BACK)
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host has to see a token before the next one is chosen.
+        """Whether the host must see each token before the next one is chosen.
 
-        It writes what is looked back at, ranks beams, and finds out whether a top_p alone was reached by few
-        tokens.
+        The host sends the device the tokens that penalties look back at, ranks beams, and checks whether the
+        candidates that the device keeps were enough for a top_p without top_k.
         """
         return (
             self.uses_beams
@@ -402,7 +405,7 @@ class SamplingConfig:
         )
 
     def uses(self, name: str) -> bool:
-        """Whether the control `name` has a value that asks for something."""
+        """Whether the control `name` has an effect."""
         value = getattr(self, name)
         return value != NEUTRAL[name] and not CONTROLS[name].is_off(value)
 
@@ -415,12 +418,16 @@ class SamplingConfig:
         returned, width = self.num_return_sequences, self.beam_width
         most = width if self.uses_beams else MAX_RETURN_SEQUENCES
         if returned is not None and not 1 <= returned <= most:
-            which = " (beam_width)" if self.uses_beams else ""
-            raise InvalidArgument(f"num_return_sequences must be in [1, {most}]{which}, got {returned}")
+            which = (" (", Name("beam_width"), ")") if self.uses_beams else ()
+            raise InvalidArgument(
+                Name("num_return_sequences"), f" must be in [1, {most}]", *which, f", got {returned}"
+            )
         if len(self.logit_bias_ids) != len(self.logit_bias_values):
             raise InvalidArgument(
-                f"logit_bias_ids has {len(self.logit_bias_ids)} token ids and logit_bias_values "
-                f"{len(self.logit_bias_values)} values: send one value for each id"
+                Name("logit_bias_ids"),
+                f" has {len(self.logit_bias_ids)} token ids and ",
+                Name("logit_bias_values"),
+                f" {len(self.logit_bias_values)} values: send one value for each id",
             )
 
 
@@ -438,12 +445,13 @@ _LOOKING_BACK = [name for name, control in CONTROLS.items() if control.looks_bac
 
 
 def check_token_ids(tensor: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
-    """Raise InvalidArgument about `tensor` if one of its token ids, of which there is one at least, is none."""
+    """Raise InvalidArgument, naming `tensor`, unless all its token ids (at least one) are in [0, vocab_size)."""
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise InvalidArgument(
-            f"{tensor} must be in [0, {vocab_size - 1}], got {wrong} at position {token_ids.index(wrong)}"
+            Name(tensor),
+            f" must be in [0, {vocab_size - 1}], got {wrong} at position {token_ids.index(wrong)}",
         )
 
 
@@ -456,4 +464,4 @@ def _check(control: Control, value: Any, vocab_size: int) -> None:
     for position, each in enumerate(values):
         if not control.range.contains(each):
             where = f" at position {position}" if several else ""
-            raise InvalidArgument(f"{control.tensor} must be {control.range.text}, got {each}{where}")
+            raise InvalidArgument(Name(control.tensor), f" must be {control.range.text}, got {each}{where}")

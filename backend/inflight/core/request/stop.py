@@ -1,4 +1,4 @@
-"""The ends of generation: finish reasons, stop signals from outside, and stop words. Pure."""
+"""Reasons for generation to end: finish reasons, stop signals from front ends, and stop words. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class FinishReason(IntEnum):
-    """TensorRT-LLM's `FinishReason`, same names and numbers."""
+    """TensorRT-LLM's `FinishReason`, with the same names and numbers."""
 
     NOT_FINISHED = 0
     END_ID = 1
@@ -28,7 +28,7 @@ class StopReason(Enum):
 
 
 CUT_SHORT: frozenset[FinishReason] = frozenset({FinishReason.TIMED_OUT, FinishReason.CANCELLED})
-"""Finish reasons that come from outside: the last response carries what was generated until then."""
+"""Finish reasons caused from outside. The last response carries what was generated until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +52,26 @@ FINISH_REASON_OF_STOP: dict[StopReason, FinishReason] = {
 
 
 _WORD = -1
-"""A key of the tree that is no token id; it marks the end of a word."""
+"""A key of the tree that is not a token id; it marks the end of a word."""
 
 
 class StopWords:
     """The stop words of one request: token sequences that end an output. Immutable.
 
-    A token that ends no word costs one dictionary look-up, and any other token at most one for each token of the
-    longest word, however many words there are. Stop strings in text are found by the front ends. Specification:
-    Inference Request, `stop_words_list`.
+    A token that ends no word costs one dictionary look-up, and any other token at most one per token of the
+    longest word, for any number of words. Front ends handle stop strings in text. Specification: Inference
+    Request, `stop_words_list`.
 
     Args:
         words: Token ids of each word, at least one.
-        after: A word that is complete with so many generated tokens, or fewer, ends nothing.
+        after: A word that is complete within this many generated tokens is ignored.
     """
 
     def __init__(self, words: Iterable[tuple[int, ...]], after: int = 0) -> None:
         self._after = after
         self._tree: dict[int, Any] = {}  # by the last token, then the one before it, and so on
         self.longest = 0
-        """Tokens of the longest word; 0 without words."""
+        """Number of tokens of the longest word; 0 without words."""
         for word in words:
             node = self._tree
             for token_id in reversed(word):
@@ -83,15 +83,15 @@ class StopWords:
         return bool(self._tree)
 
     def may_end_with(self, token_id: int, num_generated: int) -> bool:
-        """Whether a word that counts may end with this token, the last of so many generated ones."""
+        """Whether a word may end with this token, which is generated token number `num_generated`."""
         return num_generated > self._after and token_id in self._tree
 
     def matches(self, tokens: Sequence[int], num_generated: int) -> bool:
-        """Whether `tokens` ends with a word that counts.
+        """Whether `tokens` ends with a stop word.
 
         Args:
-            tokens: The known tokens of a sequence, at least one; only the last `longest` of them are read.
-            num_generated: How many of them, at the end, are generated; a word has to lie wholly within these.
+            tokens: The known tokens of a sequence, at least one. Only the last `longest` of them are read.
+            num_generated: Number of generated tokens at the end of `tokens`; a word has to lie within these.
         """
         if num_generated <= self._after:
             return False

@@ -1,16 +1,16 @@
 """The pages for adapters on the device: their owners, and the running sequences that use them.
 
-An adapter takes as many pages as its rank needs when the first sequence with it starts; they need not lie side by
-side. It stays there when its last sequence leaves, and is **idle** then: it gives its pages up when another one
-needs them, the adapter that has been idle for longest first. An adapter that is in use stays.
+When the first sequence with an adapter starts, the adapter takes as many pages as its rank needs; they need not be
+adjacent. It stays there when its last sequence leaves, and is **idle** then: its pages are taken when another
+adapter needs them, the adapter that has been idle longest first. An adapter in use stays.
 
-Sequences whose adapters find no room are overtaken by others. For the first of them a **claim** is made, so that
-this ends: until it has its pages, no sequence behind it takes pages, or begins to use an idle adapter, or one of
-those that have been on the device for longest, as many as the claim takes. These become idle in time, because all
-that runs ends. The claim is made anew whenever sequences are let in. As the order in which adapters came does not
-change, it is made on the same ones.
+Sequences whose adapters find no room are overtaken by others. To bound that, the first of them makes a **claim**:
+until its adapter has its pages, no sequence behind it takes pages, or starts using an idle adapter or one of the
+oldest residents, as many as the claim needs. Those residents become idle in time, because every running sequence
+ends. The claim is computed anew at every admission; since the order of the residents does not change, it falls on
+the same ones.
 
-Deterministic: all ranks do the same. Only the loop thread calls this. Pure.
+Deterministic: all ranks decide alike. Only the loop thread calls this. Pure.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from inflight.errors import InvalidArgument
 
 @dataclass(slots=True, eq=False)
 class _Resident:
-    """An adapter in its pages."""
+    """An adapter that has pages on the device."""
 
     handle: int
     pages: tuple[int, ...]
     num_users: int = 0
-    is_void: bool = False  # its pages are free as soon as nobody uses it
+    is_void: bool = False  # its pages are freed as soon as no sequence uses it
 
 
 class AdapterPages:
-    """The device's pages for adapters. Loads are told to the device with the next batch (`collect_loads`).
+    """The device's pages for adapters. The device is told of loads with the next batch (`collect_loads`).
 
     Attributes:
-        num_loads: How often an adapter was put on the device, since the start.
-        num_evictions: How often one was taken off it to make room, since the start.
+        num_loads: Number of times an adapter was put on the device, since the start.
+        num_evictions: Number of times an adapter was evicted to make room, since the start.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
@@ -50,10 +50,10 @@ class AdapterPages:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what is where, even if the books do not agree; the counts since the start stay."""
+        """Forget all residents, even if the records are inconsistent; counts since the start stay."""
         self._free = list(range(self._limits.num_adapter_pages))  # a heap: the lowest are taken first
-        self._residents: dict[int, _Resident] = {}  # by handle, those that came first in front
-        self._idle: OrderedDict[int, _Resident] = OrderedDict()  # those idle for longest in front
+        self._residents: dict[int, _Resident] = {}  # by handle, oldest first
+        self._idle: OrderedDict[int, _Resident] = OrderedDict()  # longest idle first
         self._num_idle_pages = 0
         self._used_by: dict[int, _Resident] = {}  # by sequence key
         self._loads: list[AdapterLoad] = []
@@ -65,20 +65,20 @@ class AdapterPages:
 
     @property
     def num_residents(self) -> int:
-        """Adapters on the device."""
+        """Number of adapters on the device."""
         return len(self._residents)
 
     @property
     def num_free(self) -> int:
-        """Pages that are free, or of idle adapters."""
+        """Number of pages that are free or belong to idle adapters."""
         return len(self._free) + self._num_idle_pages
 
     def num_pages(self, adapter: StoredAdapter) -> int:
-        """How many pages an adapter takes."""
+        """Return how many pages an adapter takes."""
         return self._limits.adapter_pages(adapter.rank)
 
     def check_fits(self, adapter: StoredAdapter) -> None:
-        """Raise InvalidArgument if an adapter would not fit if it were alone."""
+        """Raise InvalidArgument if an adapter would not fit even if it were the only one."""
         limits = self._limits
         if adapter.rank > limits.max_adapter_rank or self.num_pages(adapter) > limits.num_adapter_pages:
             room = min(limits.max_adapter_rank, limits.num_adapter_pages * limits.adapter_page_rank)
@@ -90,21 +90,22 @@ class AdapterPages:
     # ---------------------------------------------------------------- who may start
 
     def may_start(self, adapter: StoredAdapter, claimed: Collection[int] | None) -> bool:
-        """Whether a sequence may start with an adapter now.
+        """Whether a sequence may start with this adapter now.
 
         Args:
             adapter: Its adapter.
-            claimed: The handles of `claim`, if somebody before it waits for pages; else None.
+            claimed: The handles of `claim`, if a sequence before it waits for pages; otherwise None.
         """
         if adapter.handle in self._residents:
             return claimed is None or adapter.handle not in claimed
         return claimed is None and self.num_pages(adapter) <= self.num_free
 
     def claim(self, adapter: StoredAdapter) -> frozenset[int]:
-        """Handles of adapters that nobody else is to begin to use, until one that has no room gets its pages."""
+        """Return the adapters that no other sequence may start using until `adapter` gets its pages, by handle."""
         claimed = set(self._idle)
         lacking = self.num_pages(adapter) - self.num_free
-        # Pages of adapters that were forgotten become free, too, but are not counted: one more may be claimed.
+        # Pages of void adapters become free too but are not counted, so one adapter more than needed may be
+        # claimed.
         for handle, resident in self._residents.items():
             if lacking <= 0:
                 break
@@ -116,7 +117,8 @@ class AdapterPages:
     # ---------------------------------------------------------------- who uses what
 
     def acquire(self, key: int, adapter: StoredAdapter) -> None:
-        """A sequence starts: its adapter is put on the device if it is not there; `may_start` has said so."""
+        """Start a sequence with an adapter, which is loaded if it is not on the device; `may_start` must have
+        held."""
         assert key not in self._used_by, f"sequence {key} has an adapter already"
         resident = self._residents.get(adapter.handle)
         if resident is None:
@@ -142,7 +144,7 @@ class AdapterPages:
             self._num_idle_pages -= len(resident.pages)
 
     def release(self, key: int) -> None:
-        """A sequence has left, which may have had no adapter."""
+        """Release a sequence's adapter, if it has one."""
         resident = self._used_by.pop(key, None)
         if resident is None:
             return
@@ -156,20 +158,21 @@ class AdapterPages:
             self._num_idle_pages += len(resident.pages)
 
     def first_page(self, key: int) -> int:
-        """The first page of a sequence's adapter, by which the device knows it; -1 without one."""
+        """Return the first page of a sequence's adapter, which identifies it on the device; -1 without an
+        adapter."""
         resident = self._used_by.get(key)
         return -1 if resident is None else resident.pages[0]
 
     def collect_loads(self) -> tuple[AdapterLoad, ...]:
-        """The adapters that took pages since the last call."""
+        """Return the adapters that took pages since the last call."""
         loads, self._loads = tuple(self._loads), []
         return loads
 
     # ---------------------------------------------------------------- what is no longer there
 
     def forget(self, handles: Iterable[int]) -> None:
-        """Let no sequence start with what these adapters left on the device: it is not stored any more, or nobody
-        knows whether it got there. Their pages are free as soon as no sequence uses them.
+        """Let no sequence start with these adapters' pages, because they are no longer stored or may be
+        incomplete. Their pages are freed as soon as no sequence uses them.
         """
         for handle in handles:
             if (resident := self._residents.get(handle)) is not None:

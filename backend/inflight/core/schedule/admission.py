@@ -1,7 +1,8 @@
-"""Decides who may start: owns the waiting queue, and checks that slots and KV blocks suffice for the first in it.
+"""Admission: owns the waiting queue and decides which waiting sequences start.
 
-It asks the capacity scheduler how much a sequence has to reserve, the KV cache manager what of it is there
-already, and the pages for adapters whether its adapter has room. The scheduler calls it, on the loop thread.
+It checks slots, asks the capacity scheduler how many blocks a sequence has to reserve, the KV cache manager how
+many of them are cached, and the adapter pages whether its adapter has room. The scheduler calls it, on the loop
+thread.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from inflight.core.request.request import Request
 from inflight.core.schedule.capacity_scheduler import CapacityScheduler
 from inflight.core.schedule.running import Running
 from inflight.core.schedule.waiting_queue import WaitingQueue
-from inflight.errors import Unavailable
+from inflight.errors import QueueFull
 
 _MOST_PASSED_OVER = 64
-"""Most sequences that `admit` passes over: each of them is looked at again in every iteration."""
+"""Maximum number of sequences that `admit` skips; each of them is examined again in every iteration."""
 
 
 class _Obstacle(Enum):
-    """The first thing that keeps a sequence from starting, in the order in which it is looked for."""
+    """The first obstacle to a sequence's start, in the order in which they are checked."""
 
     SLOTS = auto()
     TO_END = auto()
@@ -33,7 +34,7 @@ class _Obstacle(Enum):
 
 
 _PASSED_OVER = _Obstacle.TO_END, _Obstacle.ADAPTER_PAGES, _Obstacle.PROMISED_BLOCK
-"""Obstacles of one sequence alone: those behind it may start. Behind the other obstacles nobody starts."""
+"""Obstacles that concern one sequence only: later sequences may start. With any other obstacle none may."""
 
 
 class Admission:
@@ -42,7 +43,7 @@ class Admission:
     Attributes:
         waiting: The waiting queue.
         held: Requests whose guides or adapters are not ready, by id: none of their sequences is in the queue yet.
-        considered: The sequences that `admit` looked at, let in or not, since the scheduler cleared this.
+        considered: The sequences that `admit` examined since the scheduler last cleared this, started or not.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class Admission:
         self._max_queue_size = max_queue_size
 
     def check_queue(self, request: Request) -> None:
-        """Raise Unavailable if the queue is full for this request.
+        """Raise QueueFull if the queue is full for this request.
 
-        Requests that fit into free slots, and those of lower priorities, do not count. What continues a request
-        that was let in is let in itself.
+        Requests that fit into free slots, and those of lower priorities, are not counted. A continuation of an
+        accepted request is always accepted.
         """
         bound = self._max_queue_size
         if not bound or request.is_continuation:
@@ -72,9 +73,9 @@ class Admission:
             return
         before = sum(each.sampling.num_sequences for each in held if each.priority >= request.priority)
         if self.waiting.num_new(request.priority) + before > room:
-            # The first sentence is Triton's own, of its dynamic batcher, the second TensorRT-LLM's: clients look
-            # for either.
-            raise Unavailable(
+            # The first sentence is that of Triton's dynamic batcher, the second TensorRT-LLM's: clients look for
+            # either.
+            raise QueueFull(
                 "Exceeds maximum queue size. "
                 f"Maximum queue size of {bound} has been reached, please try again later"
             )
@@ -85,9 +86,9 @@ class Admission:
         self.waiting.hold(group.sequences[0])
 
     def release_if_ready(self, group: RequestGroup) -> None:
-        """Queue a request that was held, if it waits for neither guide nor adapter any more.
+        """Queue a held request once it waits for neither guide nor adapter.
 
-        If its first sequence has ended since, another computes the prompt.
+        If its first sequence has ended meanwhile, another one computes the prompt.
         """
         if group.is_held:
             return
@@ -99,7 +100,7 @@ class Admission:
             self.pass_prompt_on(group)
 
     def pass_prompt_on(self, group: RequestGroup) -> None:
-        """Go on with the request's other sequences, as the one that was to compute the prompt has ended."""
+        """Start the request's other sequences after the one that was to compute the prompt has ended."""
         successor = group.pass_context_on()
         if successor is not None:
             self.waiting.add_in_front(successor)
@@ -107,9 +108,9 @@ class Admission:
             self.queue_siblings(group)
 
     def queue_siblings(self, group: RequestGroup) -> None:
-        """Queue the request's other sequences, now that its prompt is computed and its full blocks can be found.
+        """Queue the request's other sequences, now that the blocks of its prompt are cached.
 
-        If the sequence that was to compute the prompt ended before, the next one computes it, and the others wait
+        If the sequence that was to compute the prompt ended early, the next one computes it and the others wait
         for its blocks.
         """
         if group.has_context:
@@ -120,16 +121,16 @@ class Admission:
                 self.waiting.add_in_front(sibling)
 
     def admit(self, claimed_blocks: int, retrying: Collection[int]) -> Iterator[tuple[LlmRequest, int]]:
-        """Let sequences in, in order, while slots and blocks beyond `claimed_blocks` last.
+        """Start waiting sequences in order, as long as slots and blocks beyond `claimed_blocks` last.
 
-        A sequence whose prompt a running sequence is just computing is passed over, and is the first again the
-        next time: it will find more in the cache. So is one that is to end, and one whose adapter has no room on
-        the device; the first of the latter has a claim on it (`adapter_pages.py`). If requests are `retrying`, no
-        others are let in.
+        A sequence whose prompt is being computed by a running sequence is skipped and keeps its place: it will
+        find more in the cache. A sequence that is to end is skipped, and so is one whose adapter has no room on
+        the device; the first of these makes a claim (`adapter_pages.py`). If requests are `retrying`, only those
+        start.
 
         Yields:
-            A sequence whose blocks are set aside, to be started before the next is asked for, and how many of its
-            tokens they hold already.
+            A sequence whose blocks are reserved, and the number of its tokens that they already hold. The caller
+            must start it before asking for the next.
         """
         passed: list[tuple[LlmRequest, bool]] = []
         is_filled = bool(self._running.sequences)
@@ -165,14 +166,15 @@ class Admission:
         claimed: Collection[int] | None,
         num_free_blocks: int,
     ) -> _Obstacle | tuple[PrefixMatch, int]:
-        """Name the obstacle of a sequence; if there is none, return its cached prefix and the blocks it reserves.
+        """Return the obstacle to a sequence's start, or, if there is none, its cached prefix and the blocks to
+        reserve.
 
         Args:
             llm_request: The sequence.
-            is_retry: Whether the requests of an iteration that failed are tried again.
+            is_retry: Whether requests of a failed iteration are being retried.
             is_filled: Whether a static batch is running.
-            claimed: Adapters that a sequence before it has claimed.
-            num_free_blocks: Blocks that it may reserve.
+            claimed: Adapters claimed by a sequence before it.
+            num_free_blocks: Number of blocks that it may reserve.
         """
         group = llm_request.group
         if llm_request.num_slots > self._running.slots.num_free:
@@ -185,15 +187,16 @@ class Admission:
         if group.adapter is not None and not self._running.adapter_pages.may_start(group.adapter, claimed):
             return _Obstacle.ADAPTER_PAGES
         match, num_blocks, needed = self.blocks_needed(llm_request)
-        # Who is to fill a static batch does not wait for a prompt: it would wait for the end of the batch.
+        # A sequence that fills a static batch does not wait for a promised block: the batch would close before
+        # that.
         if match.is_promised and not fills_batch:
             return _Obstacle.PROMISED_BLOCK
         return _Obstacle.BLOCKS if needed > num_free_blocks else (match, num_blocks)
 
     def _in_turn(self, retrying: Collection[int]) -> Iterator[LlmRequest]:
-        """Sequences in the order of their turns, if each is removed from the queue before the next is asked for.
+        """Yield sequences in order; the caller must remove each one from the queue before asking for the next.
 
-        Requests that are retried ran before, so they are in front, and nobody else needs to be looked at.
+        Retried requests ran before, so they are at the front, and no other sequence is examined.
         """
         if retrying:
             ids = set(retrying)
@@ -203,16 +206,16 @@ class Admission:
             yield llm_request
 
     def blocks_needed(self, llm_request: LlmRequest) -> tuple[PrefixMatch, int, int]:
-        """A sequence's cached prefix, the blocks that it reserves, and how many of these must be free."""
+        """Return a sequence's cached prefix, the blocks it reserves, and how many of them must be free."""
         num_blocks = self._capacity.blocks_to_reserve(llm_request, self._kv_cache.tokens_per_block)
         if llm_request.gives_context:
-            match = PrefixMatch()  # every row of its context is wanted
+            match = PrefixMatch()  # every row of its context must be computed
         else:
             match = self._kv_cache.match_prefix(llm_request.key, llm_request.tokens, llm_request.rules)
         return match, num_blocks, num_blocks - match.num_held
 
     def why_waiting(self, llm_request: LlmRequest, retrying: Collection[int]) -> str:
-        """A sentence for people that says what a sequence waits for."""
+        """Return a sentence for people that says what a sequence is waiting for."""
         if retrying and llm_request.request_id not in retrying:
             return "an iteration failed: the requests that were in it are tried again apart"
         slots, pages = self._running.slots, self._running.adapter_pages

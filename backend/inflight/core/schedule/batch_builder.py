@@ -1,8 +1,8 @@
-"""Puts a ScheduledBatch together: the rows of those who run now, with the KV blocks that each of them needs.
+"""Builds a ScheduledBatch: the rows of the selected sequences and the KV blocks that they need.
 
-Who runs, and with how many rows, is decided before. Nothing here can fail but growth outside of a reservation,
-whose sequence is left out. What a sequence gets is counted as in flight. The scheduler calls this, on the loop
-thread.
+The sequences and their numbers of rows are decided before. Nothing here can fail except growth beyond a
+reservation, whose sequence is then left out. Scheduled tokens are counted as in flight. The scheduler calls this,
+on the loop thread.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class BatchBuilder:
     """The rows and deltas of one iteration; `build` freezes them.
 
     Args:
-        kv_cache: Whose blocks the rows get.
-        adapter_pages: Where the adapters of rows are on the device.
-        vocab_size: Ids from there on are rows of prompt tables, which nobody generates.
+        kv_cache: The source of the rows' blocks.
+        adapter_pages: The pages of the rows' adapters.
+        vocab_size: Ids >= vocab_size stand for rows of prompt tables and are never generated.
     """
 
     def __init__(self, kv_cache: KvCacheManager, adapter_pages: AdapterPages, vocab_size: int) -> None:
@@ -51,7 +51,7 @@ class BatchBuilder:
         return bool(self._starts)
 
     def add_start(self, llm_request: LlmRequest) -> None:
-        """Start a sequence, which has slots, a block table and perhaps an adapter, on the device."""
+        """Start a sequence on the device. It must have slots, a block table and, if it uses one, adapter pages."""
         request, slot = llm_request.request, llm_request.slots[0]
         token_ids = tuple(llm_request.tokens) if request.starts_with_tokens else ()
         adapter = self._adapter_pages.first_page(llm_request.key)
@@ -62,7 +62,7 @@ class BatchBuilder:
         self._append_blocks(slot, self._kv_cache.block_table(llm_request.key))
 
     def add_rows(self, selected: MicroBatch) -> None:
-        """Add the rows of every sequence that was selected."""
+        """Add the rows of every selected sequence."""
         for llm_request, num_rows in selected.context:
             self._extend(llm_request, llm_request.next_position + num_rows)
             self._add_chunk(llm_request, num_rows)
@@ -74,11 +74,11 @@ class BatchBuilder:
             self._new_blocks.append((slot, block_ids))
 
     def _extend(self, llm_request: LlmRequest, num_tokens: int) -> None:
-        """Give a sequence the blocks that `num_tokens` tokens need."""
+        """Give a sequence the blocks for `num_tokens` tokens."""
         self._append_blocks(llm_request.slots[0], self._kv_cache.extend(llm_request.key, num_tokens))
 
     def _add_chunk(self, llm_request: LlmRequest, num_rows: int) -> None:
-        """The next rows of a context; behind the last of them the request's own draft, if there is one."""
+        """Add the next rows of a context; after its last row the request's own draft, if there is one."""
         start, draft = llm_request.next_position, llm_request.draft_length
         end = start + num_rows
         is_last = end == llm_request.context_length + draft
@@ -99,7 +99,7 @@ class BatchBuilder:
             self._add_beam_group(llm_request.slots, llm_request.beams)
 
     def _add_generation(self, sequences: list[LlmRequest], num_free_rows: int) -> None:
-        """Rows of sequences in generation. A sequence that lacks a block is left out of this iteration."""
+        """Add rows of sequences in generation. A sequence that lacks a block is left out of this iteration."""
         kv_cache, size = self._kv_cache, self._kv_cache.tokens_per_block
         generation_slots = self._generation_slots
         for llm_request in sequences:
@@ -122,9 +122,9 @@ class BatchBuilder:
             generation_slots.append(llm_request.slots[0])
 
     def _look_up(self, llm_request: LlmRequest, num_free_rows: int) -> tuple[int, ...]:
-        """A sequence's draft tokens, as many as rows, room in its own blocks and the length limit allow.
+        """Return a sequence's draft tokens, as many as free rows, its own blocks and the length limit allow.
 
-        They end before what followed earlier is a row of a prompt table.
+        They end before the first token that is a row of a prompt table.
         """
         request = llm_request.request
         room = self._kv_cache.num_certain_tokens(llm_request.key) - len(llm_request.tokens)
@@ -136,7 +136,7 @@ class BatchBuilder:
         return tuple(takewhile(lambda token_id: token_id < self._vocab_size, draft))
 
     def _add_draft(self, llm_request: LlmRequest, draft: tuple[int, ...]) -> None:
-        """A sequence in generation with a guess at what follows its last token."""
+        """Add a sequence in generation with draft tokens after its last token."""
         start = llm_request.num_computed_tokens
         token_ids = (llm_request.tokens[start], *draft)
         self._context.append(
@@ -144,7 +144,7 @@ class BatchBuilder:
         )
 
     def _add_beams(self, llm_request: LlmRequest, search: BeamSearch, num_tokens: int) -> None:
-        """A row for each running beam, which goes on from its parent with its new token."""
+        """Add a row for each running beam, which continues its parent with a new token."""
         slots, growth = llm_request.slots, self._kv_cache.grow_beams(llm_request.key, num_tokens)
         self._block_copies += growth.copies
         self._moves += [
@@ -163,7 +163,7 @@ class BatchBuilder:
     def build(
         self, iteration: int, micro_batch_id: int, released_slots: tuple[int, ...], samples_on_device: bool
     ) -> ScheduledBatch:
-        """The finished batch."""
+        """Return the finished batch."""
         return ScheduledBatch(
             iteration=iteration,
             micro_batch_id=micro_batch_id,

@@ -1,18 +1,17 @@
-"""Decides who may hold KV blocks: which sequences are paused, and how many blocks a new one reserves.
+"""Decides how KV blocks are shared out: how many a new sequence reserves, and which sequences are paused.
 
 The two policies differ in one number, the blocks that a sequence reserves at admission:
 
     GUARANTEED_NO_EVICT   all it can ever need, so that growth never fails
     MAX_UTILIZATION       its context and one token; when growth finds no block, the last-started is paused
 
-STATIC_BATCH reserves as GUARANTEED_NO_EVICT does, and admits only when nothing runs. Among requests of
-different priorities, lower ones are paused first. A beam search reserves all it can ever need under either, and
-is never paused: its beams would have to be computed again one by one.
+STATIC_BATCH reserves like GUARANTEED_NO_EVICT, and admits only when nothing runs. Requests of lower priority are
+paused first. Under either policy a beam search reserves all it can ever need and is never paused, because its
+beams would have to be recomputed one by one.
 
-Waiting requests are admitted in their order, until the first that does not fit: overtaking would let small
-requests starve a large one. The policies ask the KV cache manager and change nothing; the scheduler applies what
-they decide.
-Reference: TensorRT-LLM `batch_scheduler_policy`.
+Waiting requests are admitted in order, up to the first that does not fit: with overtaking, small requests could
+starve a large one. The policies query the KV cache manager and change nothing; the scheduler applies their
+decisions.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacityPolicy
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.llm_request import LlmRequest, RequestState
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The effect of letting the running requests grow by one iteration.
+    """The plan for letting the running requests grow by one iteration.
 
     Attributes:
-        paused: Requests to pause for it, in this order.
-        num_blocks: Unreserved blocks that the others will take; not to be given to new requests.
-        is_short: Whether there are too few blocks for all.
+        paused: Requests to pause, in this order.
+        num_blocks: Unreserved blocks that the other requests will take, so that new requests must not.
+        is_short: Whether there are too few blocks for all requests.
     """
 
     paused: tuple[LlmRequest, ...] = ()
@@ -44,29 +43,31 @@ class GuaranteedNoEvict:
     """Reserves at admission all that a sequence can ever need, and never pauses one.
 
     Args:
-        fills_batches_once: Whether requests are admitted only when none runs (V1 batching).
+        fills_batches_once: Whether requests are admitted only when none runs (static batching, V1).
     """
 
     def __init__(self, fills_batches_once: bool = False) -> None:
         self.fills_batches_once = fills_batches_once
 
     def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
-        """Blocks to reserve at admission: for all tokens but the last generated one, which is never fed back."""
+        """Return the blocks to reserve at admission: for all tokens but the last generated one, which is never fed
+        back."""
         return request.request.max_kv_blocks(tokens_per_block)
 
     def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
-        """Growth needs nothing: reservations cover it."""
+        """Plan no change: reservations cover all growth."""
         return Growth()
 
 
 class MaxUtilization:
-    """Reserves a sequence's context, and pauses the last-started one when blocks run out; it resumes by itself."""
+    """Reserves a sequence's context, and pauses the sequence started last when blocks run out; it resumes
+    later."""
 
     fills_batches_once = False
 
     def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
-        """Blocks to reserve at admission: for the known tokens, the draft and one more, so that a resumed sequence
-        gets further than it was.
+        """Return the blocks to reserve at admission: for the known tokens, the draft and one more token, so that a
+        resumed sequence makes progress.
         """
         if request.beams is not None:
             return request.request.max_kv_blocks(tokens_per_block)
@@ -74,12 +75,13 @@ class MaxUtilization:
         return -(-num_tokens // tokens_per_block)
 
     def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
-        """How the running sequences, oldest first, get the blocks for their next token.
+        """Plan how the running sequences, oldest first, get blocks for their next token.
 
-        From the oldest of the highest priority on, a sequence that needs a block takes it from the other end.
+        Starting with the oldest of the highest priority, a sequence that needs a block takes it from the other end
+        of the list.
 
-        A request with tokens in flight cannot be paused; where that leaves too few blocks, the requests that
-        lack one are left out of the iteration.
+        A request with tokens in flight cannot be paused. If that leaves too few blocks, the requests that lack one
+        are left out of the iteration.
         """
         growing = [(r, missing) for r in running if (missing := self._missing_blocks(r, kv_cache))]
         unreserved = kv_cache.num_unreserved
@@ -108,7 +110,8 @@ class MaxUtilization:
 
     @staticmethod
     def _missing_blocks(request: LlmRequest, kv_cache: KvCacheManager) -> int:
-        """Blocks beyond the reservation for the next token: one at the start of a block, else none."""
+        """Return the blocks needed beyond the reservation for the next token: one at the start of a block, else
+        none."""
         position = request.next_position
         if position % kv_cache.tokens_per_block or position >= request.request.max_kv_tokens:
             return 0
@@ -120,8 +123,8 @@ class MaxUtilization:
 CapacityScheduler = GuaranteedNoEvict | MaxUtilization
 
 
-def make_capacity_scheduler(policy: CapacitySchedulerPolicy) -> CapacityScheduler:
-    """The capacity scheduler of a policy."""
-    if policy is CapacitySchedulerPolicy.MAX_UTILIZATION:
+def make_capacity_scheduler(policy: CapacityPolicy) -> CapacityScheduler:
+    """Return the capacity scheduler for a policy."""
+    if policy is CapacityPolicy.MAX_UTILIZATION:
         return MaxUtilization()
-    return GuaranteedNoEvict(fills_batches_once=policy is CapacitySchedulerPolicy.STATIC_BATCH)
+    return GuaranteedNoEvict(fills_batches_once=policy is CapacityPolicy.STATIC_BATCH)

@@ -1,22 +1,22 @@
-"""Decides who runs in this iteration, and with how many tokens: fills `max_num_tokens` rows of one forward pass.
+"""Decides which sequences run in this iteration, with how many tokens each, up to `max_num_tokens` rows.
 
-Without chunked context, contexts go first, whole and first come, first served, then one token for every request
-in generation; if that left some of those without a row, generation goes first the next time, so that prompts
-that keep coming cannot stop a running stream. With chunked context, generation always goes first, and contexts
-fill what is left in chunks that end on a block boundary:
+Without chunked context, contexts go first, whole and first come, first served, then one token for every request in
+generation. If that left a request in generation without a row, generation goes first the next time, so that a flow
+of prompts cannot stall running streams. With chunked context, generation always goes first, and contexts fill the
+remaining rows in chunks that end on a block boundary:
 
     FIRST_COME_FIRST_SERVED   the oldest as far as there are rows, then the next
     EQUAL_PROGRESS            a block for each in turn, oldest first, so that short prompts do not wait for a long
                               one's end; with room for one block only it is the same
 
-A resumed context longer than max_num_tokens is always chunked: its request was accepted, so it has to run. A
-beam search in generation takes a row for each beam. Draft tokens that a request brought stand behind its
-context, in the same chunk as its last token.
+A resumed context longer than max_num_tokens is always chunked, because its request was accepted and has to run. A
+beam search in generation takes one row per beam. A request's own draft tokens follow its context, in the same
+chunk as its last token.
 
-With several micro-batches, one for each pipeline stage, a sequence in generation waits while anything of it is in
-flight: the first stage needs the token that the last one chooses. Those that wait for no token share the
-micro-batches evenly, beam searches counted as one each, so that every stage has work; who has not run for the
-longest time goes first. A context chunk may follow another one in flight.
+With several micro-batches, one per pipeline stage, a sequence in generation waits while any of its rows is in
+flight, as the first stage needs the token that the last stage samples. The sequences that do not wait are shared
+out evenly among the micro-batches, a beam search counted as one, so that every stage has work; the one that has
+not run for the longest time goes first. A context chunk may follow another one in flight.
 
 Only the loop thread calls this.
 Reference: TensorRT-LLM `MicroBatchScheduler`, `enable_chunked_context`, `ContextChunkingPolicy`.
@@ -27,12 +27,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from inflight.config import ContextChunkingPolicy, SchedulerConfig
+from inflight.config import ChunkingPolicy, SchedulingConfig
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.schedule.batch import EngineLimits
 
 Chunks = list[tuple[LlmRequest, int]]
-"""Sequences, and how many rows of context each gets."""
+"""Sequences and the number of context rows of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class MicroBatch:
     """The sequences that run in an iteration.
 
     Attributes:
-        context: Sequences in the context phase, and how many rows each gets, draft tokens included.
+        context: Sequences in the context phase and the number of rows of each, draft tokens included.
         generation: Sequences in the generation phase.
-        num_free_rows: Rows that nobody was given.
+        num_free_rows: Number of rows left over.
     """
 
     context: Chunks
@@ -53,21 +53,21 @@ class MicroBatch:
 class MicroBatchScheduler:
     """Selects the rows of each iteration from the running sequences."""
 
-    def __init__(self, config: SchedulerConfig, limits: EngineLimits) -> None:
+    def __init__(self, config: SchedulingConfig, limits: EngineLimits) -> None:
         self._max_num_tokens = config.max_num_tokens
         self._tokens_per_block = limits.tokens_per_block
         self._chunked = config.enable_chunked_context
-        is_equal = config.context_chunking_policy is ContextChunkingPolicy.EQUAL_PROGRESS
+        is_equal = config.context_chunking_policy is ChunkingPolicy.EQUAL_PROGRESS
         self._equal_progress = self._chunked and is_equal
         self._num_micro_batches = limits.num_micro_batches
         self._generation_was_left_out = False
         self._turn = 0
 
     def select(self, running: Iterable[LlmRequest], num_in_flight: int = 0) -> MicroBatch:
-        """Choose from `running`, oldest first, for one more micro-batch beside `num_in_flight`."""
+        """Select rows from `running`, oldest first, for one more micro-batch besides `num_in_flight` others."""
         in_context: list[LlmRequest] = []
         ready: list[LlmRequest] = []
-        num_waiting = 0  # for their tokens
+        num_waiting = 0  # sequences that wait for their token
         is_pipelined = self._num_micro_batches > 1
         for request in running:
             if request.state is RequestState.FINISHED:  # it only waits for its batches in flight
@@ -94,11 +94,11 @@ class MicroBatchScheduler:
         return MicroBatch(context, generation, budget)
 
     def _share(self, ready: list[LlmRequest], num_waiting: int, num_in_flight: int) -> list[LlmRequest]:
-        """The sequences in generation that this micro-batch gets, so that the other micro-batches get as many."""
+        """Return this micro-batch's share of the sequences in generation."""
         num_micro_batches = self._num_micro_batches
-        of_all = -(-(len(ready) + num_waiting) // num_micro_batches)
-        of_ready = -(-len(ready) // max(1, num_micro_batches - num_in_flight))
-        return sorted(ready, key=lambda request: request.last_turn)[: min(of_all, of_ready)]
+        fair_share = -(-(len(ready) + num_waiting) // num_micro_batches)
+        remaining_share = -(-len(ready) // max(1, num_micro_batches - num_in_flight))
+        return sorted(ready, key=lambda request: request.last_turn)[: min(fair_share, remaining_share)]
 
     def _note_turn(self, generation: list[LlmRequest]) -> None:
         self._turn += 1
@@ -107,7 +107,7 @@ class MicroBatchScheduler:
 
     @staticmethod
     def _select_generation(ready: list[LlmRequest], budget: int) -> tuple[list[LlmRequest], int]:
-        """As many sequences as there are rows for, oldest first; and how many rows are left."""
+        """Return as many sequences as there are rows for, oldest first, and how many rows are left."""
         for index, request in enumerate(ready):
             rows = 1 if request.beams is None else request.num_slots
             if rows > budget:
@@ -116,7 +116,7 @@ class MicroBatchScheduler:
         return ready, budget
 
     def _select_context(self, waiting: Sequence[LlmRequest], budget: int) -> tuple[Chunks, int]:
-        """The sequences that get rows of context; and how many rows are left."""
+        """Return the sequences that get context rows, and how many rows are left."""
         if self._equal_progress and len(waiting) > 1:
             return self._share_equally(waiting, budget)
         selected: Chunks = []
@@ -129,7 +129,10 @@ class MicroBatchScheduler:
         return selected, budget
 
     def _share_equally(self, waiting: Sequence[LlmRequest], budget: int) -> tuple[Chunks, int]:
-        """A block for each in turn, oldest first; the end of a context, with its drafts, cannot be divided."""
+        """Give each sequence one block in turn, oldest first.
+
+        The end of a context, with its drafts, is indivisible.
+        """
         rows = dict.fromkeys(range(len(waiting)), 0)
         unfinished = list(rows)
         while unfinished:
@@ -145,7 +148,8 @@ class MicroBatchScheduler:
         return [(waiting[index], count) for index, count in rows.items() if count], budget
 
     def _next_piece(self, request: LlmRequest, num_granted: int) -> tuple[int, bool]:
-        """Rows from `num_granted` on to the next place where a chunk may end; and whether that is the end."""
+        """Return the number of rows up to the next place where a chunk may end, and whether the context ends
+        there."""
         position = request.next_position + num_granted
         end = (position // self._tokens_per_block + 1) * self._tokens_per_block
         if end < request.context_length:
@@ -159,6 +163,7 @@ class MicroBatchScheduler:
             return remaining
         if not self._chunked and request.context_length + request.draft_length <= self._max_num_tokens:
             return 0
-        # A chunk that is not the last ends before the context does: the drafts need a last token to stand behind.
+        # A chunk that is not the last must end before the context does, because drafts have to follow a last
+        # token.
         end = min(start + budget, request.context_length - 1) // size * size
         return max(0, end - start)

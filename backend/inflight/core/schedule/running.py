@@ -1,7 +1,7 @@
-"""The sequences that run, in the order in which they started, and the device's slots that they have.
+"""The running sequences, in order of admission, and the device's slots.
 
-This module owns the list and the slots. Block tables are released with these, and pages for adapters are taken and
-released. It decides nothing. The scheduler calls it, on the loop thread.
+Owns the list of running sequences and the slots. Releasing them also releases block tables and adapter pages.
+Decides nothing. The scheduler calls it, on the loop thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inflight.core.schedule.batch import EngineLimits
 
 
 class Slots:
-    """The device's slots: which are free, and whose the others are. The lowest are taken first.
+    """The device's slots: the free ones, and the owners of the others. The lowest free slots are taken first.
 
     Attributes:
         count: Number of slots.
@@ -35,31 +35,31 @@ class Slots:
         return len(self._free)
 
     def take(self, owner: LlmRequest, count: int) -> tuple[int, ...]:
-        """Give the lowest `count` free slots to a sequence; there must be as many."""
+        """Give the lowest `count` free slots to a sequence; at least `count` must be free."""
         slots = tuple(heapq.heappop(self._free) for _ in range(count))
         self.owners.update(dict.fromkeys(slots, owner))
         return slots
 
     def release(self, slots: Iterable[int]) -> None:
-        """Free these slots, of which the next batch tells the device."""
+        """Free these slots; the next batch reports them to the device."""
         for slot in slots:
             del self.owners[slot]
             heapq.heappush(self._free, slot)
             self._released.append(slot)
 
     def clear(self) -> None:
-        """Free all slots, of which the next batch tells the device."""
+        """Free all slots; the next batch reports them to the device."""
         self.owners.clear()
         self._free = list(range(self.count))
         self._released = list(range(self.count))
 
     def tell_again(self, slots: Iterable[int]) -> None:
-        """Tell the device once more of slots freed earlier, but not of those that have been taken since."""
+        """Report slots freed earlier to the device again, except those that have been taken since."""
         known = {*self._released, *self.owners}
         self._released += [slot for slot in slots if slot not in known]
 
     def collect_released(self) -> tuple[int, ...]:
-        """The slots freed since the last call."""
+        """Return the slots freed since the last call."""
         released, self._released = tuple(self._released), []
         return released
 
@@ -70,7 +70,7 @@ class Running:
     Attributes:
         sequences: The sequences, in order of admission.
         slots: The device's slots.
-        adapter_pages: The device's pages for adapters, and which of the sequences uses which.
+        adapter_pages: The device's pages for adapters and their users.
     """
 
     def __init__(self, limits: EngineLimits, kv_cache: KvCacheManager) -> None:
@@ -80,7 +80,7 @@ class Running:
         self._kv_cache = kv_cache
 
     def start(self, llm_request: LlmRequest, num_reused_tokens: int) -> None:
-        """Give slots to a sequence whose blocks are reserved, and pages to its adapter unless it has some."""
+        """Give slots to a sequence whose blocks are reserved, and load its adapter if necessary."""
         if llm_request.group.adapter is not None:
             self.adapter_pages.acquire(llm_request.key, llm_request.group.adapter)
         slots = self.slots.take(llm_request, llm_request.num_slots)
@@ -90,7 +90,7 @@ class Running:
         self.sequences.append(llm_request)
 
     def leave(self, llm_request: LlmRequest) -> None:
-        """Release a sequence's blocks, slots and adapter, if it has any."""
+        """Release a sequence's blocks, slots and adapter, if it has them."""
         if llm_request.slots:
             self.sequences.remove(llm_request)
             counts = self.block_counts(llm_request)
@@ -102,14 +102,14 @@ class Running:
         self.slots.release(llm_request.slots)
 
     def clear(self) -> None:
-        """Release all slots, blocks and pages for adapters, even if the books about them do not agree."""
+        """Release all slots, blocks and adapter pages, even if their records are inconsistent."""
         self.sequences.clear()
         self.slots.clear()
         self.adapter_pages.clear()
         self._kv_cache.clear()
 
     def block_counts(self, llm_request: LlmRequest) -> BlockCounts:
-        """Blocks of a sequence's known tokens that were new, reused and missed, over all its starts."""
+        """Return how many blocks of a sequence's known tokens were new, reused and missed, over all its starts."""
         new, reused = llm_request.num_new_blocks, llm_request.num_reused_blocks
         missed = llm_request.num_missed_blocks
         if not llm_request.slots:

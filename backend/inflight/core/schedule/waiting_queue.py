@@ -1,15 +1,16 @@
-"""The requests that wait, by priority, and within a priority with equal shares for all clients.
+"""The waiting requests, by priority, and within a priority with equal shares for all clients.
 
     priority   higher ones first, always
     in front   of its priority: what ran before (paused), and sequences whose prompt their sibling has computed
     clients    of one priority take turns by start-time fair queueing: the client that was served least, in tokens,
                goes next; each client's own requests go in order of arrival
 
-A sequence is charged its prompt and all it may generate when it starts, and gets back what it did not generate
-when it ends. A client that had nothing waiting begins where the one served last stands, or where it stood itself
-if that is further, leaving out of both what is charged for sequences that still run: nobody saves up shares,
-nobody sheds his by sending one request at a time, and nobody waits for what others may generate and will not. When
-nobody is left all begin anew. Requests without a client id are one client's.
+A sequence is charged its prompt and all tokens it may generate when it starts; the tokens it did not generate are
+refunded when it ends. A client that had nothing waiting starts level with the client served last, or at its own
+account if that is higher; charges for sequences that still run are left out of both. So no client can save up
+shares, none can shed its charges by sending one request at a time, and none has to wait for tokens that others may
+generate but will not. When no client is left, all accounts start anew. Requests without a client id belong to one
+common client.
 
 Deterministic; only the loop thread calls it. Reference: Goyal, Vin, Cheng, "Start-time Fair Queueing" (1996).
 """
@@ -25,9 +26,9 @@ from heapq import heapify, heappop, heappush
 from inflight.core.request.llm_request import LlmRequest, RequestState
 
 _MOST_ABSENT = 1024
-"""Clients without requests that are remembered because they had more than their share."""
+"""Maximum number of clients without requests that are remembered because they had more than their share."""
 _MOST_FOLLOWED = 8
-"""Levels whose turns are kept up to date at every charge; there may be as many levels as requests."""
+"""Maximum number of levels whose turns are updated at every charge; there may be as many levels as requests."""
 
 
 class _Level:
@@ -36,9 +37,9 @@ class _Level:
     def __init__(self) -> None:
         self.front: OrderedDict[int, LlmRequest] = OrderedDict()
         self.clients: dict[int, OrderedDict[int, LlmRequest]] = {}
-        # A heap of (served, key of the first, client); some are stale.
+        # A heap of (served, key of the client's first sequence, client); some entries are outdated.
         self.turns: list[tuple[int, int, int]] = []  # up to date while the level is followed
-        self.num_new = 0  # sequences, siblings that are still to come included
+        self.num_new = 0  # sequences that never ran, including siblings not queued yet
 
     def __bool__(self) -> bool:
         return bool(self.front) or bool(self.clients)
@@ -46,13 +47,13 @@ class _Level:
 
 @dataclass(slots=True)
 class _Client:
-    """The account of a client whose sequences wait or run.
+    """The account of a client with waiting or running sequences.
 
     Attributes:
-        served: Tokens that were charged, for sequences that still run all that they may take.
-        promised: The part of `served` that was charged for sequences that still run.
-        num_present: Its sequences that wait, held ones too, or run.
-        num_queued: Its sequences that wait and never ran; of a request only the first is counted.
+        served: Tokens charged, including all that running sequences may still generate.
+        promised: The part of `served` charged for sequences that still run.
+        num_present: Number of its waiting (including held) and running sequences.
+        num_queued: Number of its waiting requests that never ran.
     """
 
     served: int
@@ -71,33 +72,35 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._levels: dict[float, _Level] = {}
         self._priorities: list[float] = []  # negated, so that the first is the highest
-        self._followed: dict[float, _Level] = {}  # those that were first, the latest last
+        self._followed: dict[float, _Level] = {}  # recently first levels, the latest last
         self._size = 0
         self._num_new = 0
         self._clients: dict[int, _Client] = {}
-        self._absent: dict[int, int] = {}  # what was settled of others who had more than their share
-        self._virtual_time = 0  # the most that was settled of anybody who started a sequence
+        # Settled tokens of clients without requests that had more than their share.
+        self._absent: dict[int, int] = {}
+        self._virtual_time = 0  # maximum of settled tokens over the clients that started a sequence
 
     def __len__(self) -> int:
         return self._size
 
     def num_new(self, priority: float) -> int:
-        """Sequences of requests that never ran and have this priority or a higher one; O(levels)."""
+        """Return the number of sequences that never ran and have at least this priority; O(levels)."""
         return sum(level.num_new for at, level in self._levels.items() if at >= priority)
 
     @property
     def num_new_at_all(self) -> int:
-        """Sequences of requests that never ran."""
+        """Number of sequences of requests that never ran."""
         return self._num_new
 
-    # ---------------------------------------------------------------- who comes and goes
+    # ---------------------------------------------------------------- entering and leaving
 
     def hold(self, llm_request: LlmRequest) -> None:
-        """Count a new request's first sequence for its client, without queueing it yet."""
+        """Count a held request's first sequence for its client, without queueing it."""
         self._enter(llm_request.request.client_id)
 
     def add(self, llm_request: LlmRequest, was_held: bool = False) -> None:
-        """Queue a new request's first sequence, which may have been held, behind the others of its client."""
+        """Queue a new request's first sequence behind the others of its client; `was_held` if `hold` has counted
+        it."""
         client = llm_request.request.client_id
         account = self._clients[client] if was_held else self._enter(client)
         if not account.num_queued:
@@ -105,7 +108,7 @@ class WaitingQueue:
         self._add_new(llm_request, account)
 
     def _add_new(self, llm_request: LlmRequest, account: _Client, is_first: bool = False) -> None:
-        """Queue a sequence that never ran, behind the others of its client or before them."""
+        """Queue a sequence that never ran behind the others of its client, or, if `is_first`, before them."""
         request = llm_request.request
         client, level = request.client_id, self._level(request.priority)
         account.num_queued += 1
@@ -119,7 +122,8 @@ class WaitingQueue:
             self._push_turn(level, client)
 
     def add_in_front(self, llm_request: LlmRequest) -> None:
-        """Queue a sequence that ran before, or whose prompt is computed, before all others of its priority."""
+        """Queue a sequence that ran before, or whose prompt is computed, in front of all others of its
+        priority."""
         front = self._level(llm_request.request.priority).front
         front[llm_request.key] = llm_request
         front.move_to_end(llm_request.key, last=False)
@@ -133,7 +137,7 @@ class WaitingQueue:
             self._add_new(llm_request, self._clients[llm_request.request.client_id], is_first=True)
 
     def remove(self, llm_request: LlmRequest) -> bool | None:
-        """Remove a sequence; returns whether it was in front, None if it was not in the queue."""
+        """Remove a sequence; return whether it was in front, or None if it was not in the queue."""
         request = llm_request.request
         level = self._levels.get(request.priority)
         if level is None:
@@ -157,7 +161,7 @@ class WaitingQueue:
         return was_in_front
 
     def first(self) -> LlmRequest | None:
-        """The sequence whose turn it is; None if nobody waits."""
+        """Return the sequence whose turn it is; None if the queue is empty."""
         if not self._priorities:
             return None
         priority = -self._priorities[0]
@@ -174,12 +178,12 @@ class WaitingQueue:
             heappop(level.turns)
 
     def in_front(self) -> Iterator[LlmRequest]:
-        """The sequences in front of their priorities, in order; the queue must not change meanwhile."""
+        """Yield the sequences in front of their priorities, in order; the queue must not change meanwhile."""
         for negated in self._priorities:
             yield from self._levels[-negated].front.values()
 
     def in_order(self) -> Iterator[LlmRequest]:
-        """The sequences in order, clients by their next turns; for people to look at."""
+        """Yield the sequences in order, clients by their next turns, for people to read."""
         for negated in self._priorities:
             level = self._levels[-negated]
             yield from level.front.values()
@@ -199,9 +203,9 @@ class WaitingQueue:
         self._serve(client, _cost(llm_request))
 
     def leave(self, llm_request: LlmRequest) -> None:
-        """Note that a sequence has ended; its client gets back what was charged and not generated."""
+        """Note that a sequence has ended, and refund its client the tokens charged but not generated."""
         if not llm_request.has_started and llm_request.sequence_index > 0:
-            return  # it was never counted
+            return  # it was not counted
         client = llm_request.request.client_id
         account = self._clients[client]
         if llm_request.has_started:
@@ -210,16 +214,16 @@ class WaitingQueue:
             self._serve(client, -unused * llm_request.num_slots)
         account.num_present -= 1
         if account.num_present == 0:
-            self._part_with(client)
+            self._drop_account(client)
 
     def rebuild(self, sequences: Iterable[LlmRequest], in_front: Collection[LlmRequest]) -> None:
-        """Set the queue up anew, whatever state it is in; what clients were served is kept.
+        """Rebuild the queue, whatever state it is in; the clients' accounts are kept.
 
         Args:
-            sequences: All sequences without their last response, none of which runs. Those that have ended, and
-                those that wait for their prompt, are not queued, but count for their clients.
-            in_front: The sequences that go before all others of their priority, in this order. Behind them are the
-                others that ran before, oldest first.
+            sequences: All unfinished sequences; none of them runs. Ended sequences, and those that wait for their
+                prompt, are not queued but count for their clients.
+            in_front: The sequences to put in front of all others of their priority, in this order. The others that
+                ran before follow, oldest first.
         """
         present = sorted(sequences, key=lambda sequence: sequence.key)
         self._levels, self._priorities, self._followed = {}, [], {}
@@ -238,7 +242,7 @@ class WaitingQueue:
             self.add_in_front(sequence)
 
     def _recount(self, present: list[LlmRequest]) -> None:
-        """Count the clients' sequences anew, and charge them only for those that have started."""
+        """Recount the clients' sequences, and charge clients only for those that have started."""
         known, self._clients = self._clients, {}
         for sequence in present:
             if sequence.sequence_index and not sequence.has_started:
@@ -251,7 +255,7 @@ class WaitingQueue:
                 account.served += _cost(sequence)
                 account.promised += _cost(sequence)
 
-    def _part_with(self, client: int) -> None:
+    def _drop_account(self, client: int) -> None:
         """Drop the account of a client without sequences; remember one that had more than its share."""
         settled = self._clients.pop(client).settled
         if not self._clients:
@@ -302,7 +306,7 @@ class WaitingQueue:
 
 
 def _is_queued(llm_request: LlmRequest) -> bool:
-    """Whether a sequence that does not run belongs in the queue: not if it is held, or waits for its prompt."""
+    """Whether a sequence that does not run belongs in the queue: not if it is held or waits for its prompt."""
     if llm_request.group.is_held:
         return False
     if llm_request.state is RequestState.WAITING:
@@ -311,6 +315,6 @@ def _is_queued(llm_request: LlmRequest) -> bool:
 
 
 def _cost(llm_request: LlmRequest) -> int:
-    """The cost of a sequence: the tokens of its prompt, and all that it may generate in every slot."""
+    """Return the cost of a sequence: the tokens of its prompt, and all that it may generate in every slot."""
     most_new = llm_request.max_length - llm_request.prompt_length
     return llm_request.prompt_length + most_new * llm_request.num_slots

@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: one interface, and what implements it on torch's tensors."""
+"""Attention over the paged KV cache: one interface, and its implementations on torch's tensors."""

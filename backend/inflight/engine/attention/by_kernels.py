@@ -1,4 +1,4 @@
-"""Implements `Attention` by kernels in Triton's language: blocks of any size, and batches that can be recorded."""
+"""`Attention` by kernels in Triton's language: for blocks of any size, and for batches that can be recorded."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from inflight.sampling.transfer import upload
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """All rows of a batch, for one window: what the kernels take beside queries, keys and values.
+    """The plan of a batch's rows for one window: the kernels' arguments besides queries, keys and values.
 
-    With `chunks`, the plan of the rows before `generation_begin`, another attention computes those.
+    If `chunks` is set, it is the plan of the rows before `generation_begin`, computed by another attention.
     """
 
     tables: Tensor
@@ -40,15 +40,15 @@ class KernelPlan:
 
 
 class KernelAttention:
-    """An `Attention` of one call for all context chunks, and two for generation rows.
+    """An `Attention` with one kernel call for all context chunks, and two for generation rows.
 
     Args:
-        decoder: As this rank computes it.
-        for_chunks: Computes context chunks of batches without `FixedRows` in the place of the kernel here: torch's
-            is written for the processor that it runs on.
+        decoder: The decoder, as this rank computes it.
+        for_chunks: Computes context chunks of batches without `FixedRows` instead of the kernel here, as torch's
+            kernel is written for the processor that it runs on; None: the kernel here computes them.
 
     Raises:
-        CannotAttend: Its heads are too wide.
+        CannotAttend: The heads are too wide.
     """
 
     has_fixed_shapes = True
@@ -88,7 +88,7 @@ class KernelAttention:
         cache: KvCache,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Leaves rows unwritten that are neither a chunk's nor generate."""
+        """Leaves rows unwritten that belong neither to a chunk nor to generation."""
         pages, rows = cache.pages(layer), plan.rows
         read = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         scores = plan.window, self._scale, self._soft_cap, sinks, cache.scales(layer)
@@ -106,7 +106,7 @@ class KernelAttention:
 
 
 def _chunks_of(packed: PackedBatch) -> PackedBatch:
-    """The same batch without its generation rows."""
+    """Return the same batch without its generation rows."""
     begin, count = packed.generation_begin, len(packed.chunks)
     return replace(
         packed,

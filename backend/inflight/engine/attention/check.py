@@ -1,8 +1,8 @@
-"""Whether a device computes a model's attention rightly: it is tried, and compared with plain matrix products.
+"""Checks whether a device computes a model's attention correctly, by comparison with plain matrix products.
 
-Which dtypes, head sizes, block sizes and processors a kernel takes changes with torch and with what else is
-installed, and what is accepted may still be computed wrongly. So nothing of that is known here. Kernels work on
-tiles of rows, and defects are found where one is full or has a single row: hence the numbers of rows tried.
+The dtypes, head sizes, block sizes and processors that a kernel supports change with torch and other packages, and
+an accepted configuration may still be computed wrongly. So none of that is hard-coded here. Kernels work on tiles
+of rows, and defects show where a tile is full or has a single row: hence the numbers of rows tried.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def check_attention(
     device: torch.device,
     rounding: KvRounding | None = None,
 ) -> None:
-    """Compare `attention` with plain matrix products, on generation rows, alone and beside chunks.
+    """Compare `attention` with plain matrix products on generation rows, alone and beside chunks.
 
-    Chunks have as many rows as tiles have, one less and one more, with a prefix before them and without.
+    Chunks have as many rows as tiles have, one less and one more, with and without a prefix before them.
 
     Args:
-        attention: What is tried.
-        decoder: As this rank computes it: its heads count.
+        attention: The attention to check.
+        decoder: The decoder, as this rank computes it, whose heads are used.
         tokens_per_block: Tokens per KV block.
-        windows: Of the layers.
-        dtype: Of queries, keys and values.
-        device: Where they are.
-        rounding: How keys and values are stored.
+        windows: Windows of the layers.
+        dtype: Data type of queries, keys and values.
+        device: The device to check on.
+        rounding: How the KV cache stores keys and values; None: unrounded.
 
     Raises:
-        CannotAttend: It raises, or computes something else.
+        CannotAttend: It raises, or its results are wrong.
     """
     windows = tuple(dict.fromkeys(windows))
     longest = max(_prefix(tokens_per_block) + max(_CHUNK_ROWS), *_LONG)
-    num_blocks = max(3, -(-longest // tokens_per_block))  # of each sequence
+    num_blocks = max(3, -(-longest // tokens_per_block))  # per sequence
     shape = replace(decoder, num_layers=1)
     cache = KvCache(shape, _SEQUENCES * num_blocks, tokens_per_block, dtype, device, rounding)
     tables = torch.arange(cache.num_blocks, device=device).view(_SEQUENCES, num_blocks).flip(1)
@@ -86,7 +86,7 @@ def check_attention(
 
 
 def _prefix(tokens_per_block: int) -> int:
-    """Tokens before a chunk: it begins inside a block, if those are of more than one."""
+    """Return a number of tokens before a chunk, so that it begins inside a block if blocks have several tokens."""
     return max(1, tokens_per_block - 4)
 
 
@@ -121,7 +121,7 @@ def pack_rows(
 
 
 def fixed_rows(packed: PackedBatch) -> FixedRows:
-    """The same rows, and room for others that the batch does not have."""
+    """Return the same rows in fixed arrays with unused room."""
     device, begin, count = packed.positions.device, packed.generation_begin, len(packed.positions)
     tiles = [*cut_into_tiles(packed.chunks), [0, 0, 0, 0]]
     rows = [*range(begin, count), -1]
@@ -138,16 +138,16 @@ def _compare(
     windows: Sequence[AttentionWindow | None],
     cache: KvCache,
 ) -> None:
-    """`given` is what `attention` takes: `packed`, or the same as it is recorded."""
+    """Compare the results; `given` is the argument for `attention`: `packed`, or its recorded form."""
     expected = oracle.plan(packed, cache, windows)
     try:
         plans = attention.plan(given, cache, windows)
         found = {window: attention.attend(*heads, 0, plans[window], cache, sinks) for window in windows}
-    except Exception as error:  # a kernel that cannot do it may raise anything
+    except Exception as error:  # an unsupported kernel may raise anything
         raise CannotAttend(str(error).split("\n")[0]) from error
     for window in windows:
         error = (found[window] - oracle.attend(*heads, 0, expected[window], cache, sinks)).abs().max()
-        if not error < _TOLERANCE:  # nor where it is nan
+        if not error < _TOLERANCE:  # true for NaN too
             raise CannotAttend(f"its results are off by {float(error):.3g} with {_described(packed, window)}")
 
 

@@ -1,4 +1,5 @@
-"""Finds the attention that computes a model on a device: each is tried when a model is loaded. Loading thread."""
+"""Chooses the attention that computes a model on a device: each is tried when the model is loaded. Loading
+thread."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
 
 _log = logging.getLogger(__name__)
-_HOPPER = 9  # the one generation that FlashAttention 3 is for
+_HOPPER = 9  # the only generation that FlashAttention 3 supports
 
 _Found = TypeVar("_Found", bound=Attention)
 
@@ -34,10 +35,12 @@ def find_attention(
     device: torch.device,
     say: Callable[..., None] = _log.warning,
 ) -> Attention:
-    """The first attention that computes this model correctly there: over blocks in place, by kernels in Triton's
-    language (and torch's for chunks that are not recorded) or by torch's alone; gathered; or by plain products.
+    """Return the first attention that computes this model correctly on the device.
 
-    On a CPU nothing is tried: gathered. `say` is called as a logger is, with why it is not the one before.
+    They are tried in this order: over blocks in place, by kernels in Triton's language (and torch's for chunks
+    that are not recorded) or by torch's kernel alone; over gathered blocks; by plain matrix products. On a CPU,
+    attention over gathered blocks is used without a trial. `say` is called like a logger's method with the reason
+    why an earlier one is not used.
     """
     if device.type != "cuda":
         return gathering(held)
@@ -85,7 +88,7 @@ def find_attention(
 def _find_gathering(
     held: DecoderConfig, dtype: torch.dtype, check: Callable[[Attention], None], say: Callable[..., None]
 ) -> Attention:
-    """Attention over gathered blocks, by plain products where `check` refuses torch's own operator."""
+    """Return attention over gathered blocks, by plain products if `check` refuses torch's own operator."""
     gathered = gathering(held)
     try:
         check(gathered)
@@ -103,10 +106,11 @@ def _find_gathering(
 def torch_paged_attention(
     device: torch.device, decoder: DecoderConfig, rounding: KvRounding | None = None
 ) -> PagedAttention:
-    """torch's own, by FlashAttention 2, or by 3 where that is installed and the processor is one for it.
+    """Return torch's own paged attention, by FlashAttention 2, or 3 where installed and supported by the
+    processor.
 
     Raises:
-        CannotAttend: This torch has none, or none that computes this model's scores or reads such a KV cache.
+        CannotAttend: This torch has none, or it cannot compute this model's scores or read such a KV cache.
     """
     if rounding is not None:
         raise CannotAttend(f"it does not read KV blocks in {rounding.name}")
@@ -120,8 +124,8 @@ def torch_paged_attention(
     is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
     if is_hopper and importlib.util.find_spec("flash_attn_interface") is not None:
         _try(lambda: activate_flash_attention_impl("FA3"))
-    # FlashAttention 2 wants to be told where each sequence's keys begin, and 3 refuses that beside block tables.
-    kernel = cast(VarlenAttention, varlen_attn)  # it returns a pair only if asked for more than its result
+    # FlashAttention 2 needs the beginnings of each sequence's keys; 3 refuses them together with block tables.
+    kernel = cast(VarlenAttention, varlen_attn)  # it returns a pair only if asked for the log-sum-exps
     if decoder.attention_scale is not None:
         if "scale" not in inspect.signature(varlen_attn).parameters:
             raise CannotAttend("it has no scale of its own for scores")
@@ -136,12 +140,12 @@ def torch_paged_attention(
 
 
 def triton_attention(decoder: DecoderConfig, for_chunks: PagedAttention | None = None) -> Attention:
-    """Attention by the kernels in Triton's language, over blocks of any size.
+    """Return attention by kernels in Triton's language, over blocks of any size.
 
-    `for_chunks` computes the chunks of batches that are not recorded, if there is one.
+    `for_chunks` computes the chunks of batches that are not recorded; None: the kernels compute them too.
 
     Raises:
-        CannotAttend: There is no package `triton`, or the model's heads are too wide.
+        CannotAttend: The package `triton` is missing, or the model's heads are too wide.
     """
     if importlib.util.find_spec("triton") is None:
         raise CannotAttend("the package triton is not installed")
@@ -153,5 +157,5 @@ def triton_attention(decoder: DecoderConfig, for_chunks: PagedAttention | None =
 def _try(activate: Callable[[], None]) -> None:
     try:
         activate()
-    except Exception as error:  # a package that was built for another torch may raise anything
+    except Exception as error:  # a package built for another torch may raise anything
         _log.warning("FlashAttention 2 is used: 3 is installed, but cannot be activated: %s", error)

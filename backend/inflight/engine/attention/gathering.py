@@ -1,13 +1,13 @@
-"""Attention over gathered KV blocks: what is read is copied together, then attended to in one piece.
+"""Attention over gathered KV blocks: the blocks are copied into one piece, then attended to.
 
-It runs everywhere. `GATHERING` takes torch's scaled dot product attention, `BY_PRODUCTS` plain matrix products.
+It runs everywhere. `GATHERING` uses torch's scaled dot product attention, `BY_PRODUCTS` plain matrix products.
 
-Layers with the same window share a plan, and gathering leaves out blocks outside of it. Generation rows are cut
-into groups of similar length, since the rows of a group are padded to its longest; under a window chunks are cut
-into pieces, since every row of a piece is computed with all the keys that any of them sees.
+Layers with the same window share a plan, and gathering leaves out blocks outside of the window. Generation rows
+are divided into groups of similar length, as the rows of a group are padded to its longest. Under a window, chunks
+are cut into pieces, as every row of a piece is computed with all keys that any of its rows sees.
 
-Query heads that share a key head are never given copies of it: in a context chunk they are one batch entry's heads
-over a broadcast key head, in generation they stand where a sequence's rows would.
+Query heads that share a key head never get copies of it: in a context chunk they are the heads of a batch entry
+over a broadcast key head; in generation they take the place of a sequence's rows.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
 
-_PIECE_ROWS = 256  # under a window, pieces of fewer rows cost more in calls than they save in keys
-_SPLIT_SAVES_KEYS = 512  # reading fewer padding keys than this costs less than another group's calls
-_TILE_ROWS = 16  # divides the rows of every kernel's tiles
-_MOST_SCORES = 1 << 26  # 256 MiB of them in float32
+_PIECE_ROWS = 256  # under a window, smaller pieces cost more in calls than they save in keys
+_SPLIT_SAVES_KEYS = 512  # saving fewer padding keys than this costs less than another group's calls
+_TILE_ROWS = 16  # divides the number of rows of every kernel's tiles
+_MOST_SCORES = 1 << 26  # 256 MiB in float32
 
 
 Kernel = Callable[..., Tensor]
-"""Attention over keys and values in one piece; `GatheringAttention` says what it takes."""
+"""Attention over contiguous keys and values; see `GatheringAttention` for its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """A context chunk or a piece of one.
+    """The plan of a context chunk or a piece of one.
 
     Attributes:
         begin: First row.
         end: Row after the last.
-        block_ids: Blocks whose keys are attended to, in order; None: its own rows are all the keys, and the cache
-            has them as they are.
-        num_keys: Keys attended to, from the first block's first.
+        block_ids: Blocks whose keys are attended to, in order; None: the keys are the chunk's own rows, unrounded.
+        num_keys: Number of keys attended to, counted from the first block's first token.
         mask: [rows, num_keys], 0 where a row sees a key and -inf elsewhere; None: causal.
     """
 
@@ -58,12 +57,12 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """Generation rows of similar length.
+    """The plan of generation rows of similar length.
 
     Attributes:
         begin: First row.
         end: Row after the last.
-        block_ids: [rows * blocks], equally many for every row.
+        block_ids: [rows * blocks], the same number of blocks for every row.
         mask: [rows, 1, 1, blocks * tokens_per_block], 0 where a row sees a key and -inf elsewhere.
     """
 
@@ -75,23 +74,22 @@ class GenerationPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """All rows of a batch, for one window."""
+    """The plan of a batch's rows, for one window."""
 
     chunks: tuple[ChunkPlan, ...]
     generation: tuple[GenerationPlan, ...]
 
 
 class GatheringAttention:
-    """Copies the blocks that are read one after another, and attends to the copy.
+    """Copies the blocks to read into one piece, and attends to the copy.
 
     Args:
-        kernel: `torch.nn.functional.scaled_dot_product_attention`, or what computes the same. It takes queries
-            [entries, heads, rows, head_dim], keys and values [entries, heads, keys, head_dim], `scale`, which
-            multiplies the scores (None: head_dim ** -0.5), and either `attn_mask`, which is added to the scores,
-            [entries, heads, rows, keys] or what broadcasts to that, or `is_causal`: row i reads the keys up to i.
-            In a model with learned sinks it takes `sinks` too, one more score of each row, without a key or a
-            value, [entries, heads, rows] or what broadcasts to that. It returns the output of every query, shaped
-            as they are.
+        kernel: `torch.nn.functional.scaled_dot_product_attention`, or an equivalent. It takes queries [entries,
+            heads, rows, head_dim], keys and values [entries, heads, keys, head_dim], `scale`, the factor of the
+            scores (None: head_dim ** -0.5), and either `attn_mask`, which is added to the scores and broadcast to
+            [entries, heads, rows, keys], or `is_causal`: row i reads the keys up to i. For a model with learned
+            sinks it also takes `sinks`, an additional score of each row without key or value, broadcast to
+            [entries, heads, rows]. It returns the output of every query, in the queries' shape.
     """
 
     has_fixed_shapes = False
@@ -138,11 +136,12 @@ class GatheringAttention:
         cache: KvCache,
         sinks: Tensor | None,
     ) -> None:
-        """Compute a chunk's rows together; of some numbers of rows, the last one apart, as generation rows are.
+        """Compute a chunk's rows together; for some numbers of rows the last one separately, like a generation
+        row.
 
-        Under a mask, and with a key head that is broadcast by a stride of 0, torch's memory-efficient kernel for
-        CUDA computes a last tile of a single row wrongly: it puts the heads in the place of rows, and reads their
-        masks where there are none (torch 2.11 and 2.13). Its tiles are of 32, 64 or 128 rows.
+        With a mask and a key head broadcast by a stride of 0, torch's memory-efficient CUDA kernel computes a last
+        tile of a single row wrongly: it takes heads for rows, and reads their masks out of bounds (torch 2.11 and
+        2.13). Its tiles have 32, 64 or 128 rows.
         """
         rows = slice(chunk.begin, chunk.end)
         if chunk.block_ids is None:
@@ -185,7 +184,7 @@ class GatheringAttention:
         keys, values = cache.gather(layer, group.block_ids)
         shape = (group.end - group.begin, group.mask.shape[-1], *keys.shape[1:])
         read[rows] = self._kernel(
-            # [rows, kv_heads, group, head_dim]: a group's heads in the place of query positions
+            # [rows, kv_heads, group, head_dim]: a group's heads take the place of query positions
             queries[rows],
             keys.view(shape).transpose(1, 2),
             values.view(shape).transpose(1, 2),
@@ -195,14 +194,15 @@ class GatheringAttention:
 
 
 def _given(sinks: Tensor | None) -> dict[str, Tensor]:
-    """The keyword arguments for learned sinks; empty without them, as such a kernel takes none."""
+    """Return the keyword arguments for learned sinks; empty without them, as such a kernel has no parameter for
+    them."""
     return {} if sinks is None else {"sinks": sinks}
 
 
 def share_of_keys(log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """The share of the softmax that learned sinks leave to the keys; `log_sums` are the keys' log-sum-exp.
+    """Return the share of the softmax that learned sinks leave to the keys; `log_sums` are the keys' log-sum-exps.
 
-    Attention's results are multiplied by it: with s for the sum it is s / (s + exp(sink)).
+    Attention's results are multiplied by it. With s the sum of exponentials, it is s / (s + exp(sink)).
     """
     return torch.sigmoid(log_sums - sinks.float())
 
@@ -217,9 +217,9 @@ def cpu_attention_with_sinks(
     scale: float | None = None,
     sinks: Tensor,
 ) -> Tensor:
-    """A `Kernel`: torch's scaled dot product attention for CPUs, which tells what its softmaxes' sums were.
+    """A `Kernel`: torch's scaled dot product attention for CPUs, which can return its softmaxes' log-sum-exps.
 
-    NotImplementedError on other devices, whose kernels do not tell it in the same way.
+    Raises NotImplementedError on other devices, whose kernels do not return them in the same way.
     """
     if query.device.type != "cpu":
         raise NotImplementedError("it does not have the learned sinks that this model needs")
@@ -240,10 +240,10 @@ def by_products(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """A `Kernel` of matrix products alone, in float32: other kernels are compared with it.
+    """A `Kernel` of matrix products in float32, with which other kernels are compared.
 
-    With `soft_cap`, scores become cap * tanh(score / cap) before the mask. Entries are taken a few at a time: the
-    scores of all of them may be more than there is memory for.
+    With `soft_cap`, scores become cap * tanh(score / cap) before the mask. Entries are processed a few at a time,
+    as the scores of all of them may not fit into memory.
     """
     num_entries, num_heads, num_rows, head_dim = query.shape
     num_keys = key.shape[2]
@@ -270,9 +270,10 @@ BY_PRODUCTS = GatheringAttention(by_products)
 
 
 def gathering(decoder: DecoderConfig) -> GatheringAttention:
-    """`GATHERING`, with the scores of this model; capped ones by products alone, as torch's kernel has no cap.
+    """Return `GATHERING` for this model's scores; capped scores are computed by products, as torch's kernel has no
+    cap.
 
-    With learned sinks it is for CPUs: elsewhere the check of attention refuses it, and products do it.
+    With learned sinks it works on CPUs only: elsewhere the check of attention refuses it, and products are used.
     """
     if decoder.attention_soft_cap is not None:
         return by_plain_products(decoder)
@@ -283,7 +284,7 @@ def gathering(decoder: DecoderConfig) -> GatheringAttention:
 
 
 def by_plain_products(decoder: DecoderConfig) -> GatheringAttention:
-    """`BY_PRODUCTS`, with the scores of this model."""
+    """Return `BY_PRODUCTS` for this model's scores."""
     scale, soft_cap = decoder.attention_scale, decoder.attention_soft_cap
     if scale is None and soft_cap is None:
         return BY_PRODUCTS
@@ -291,16 +292,16 @@ def by_plain_products(decoder: DecoderConfig) -> GatheringAttention:
 
 
 class _Planner:
-    """Makes the plan for layers with `window` (None: every token sees all before it)."""
+    """Makes the plan for layers with `window` (None: every token sees all tokens before it)."""
 
     def __init__(self, packed: PackedBatch, cache: KvCache, window: AttentionWindow | None) -> None:
         self._packed, self._block_tables, self._window = packed, packed.block_tables, window
         self._tokens_per_block, self._dtype = cache.tokens_per_block, cache.dtype
-        # Rounded keys and values are read from the cache by all rows, however the context is cut into chunks.
+        # Rounded keys and values are always read from the cache, so that results do not depend on the chunks.
         self._reads_own_rows = cache.rounding is None
 
     def plan(self) -> AttentionPlan:
-        """The plan of all rows."""
+        """Return the plan of all rows."""
         pieces = [piece for chunk in self._packed.chunks for piece in self._pieces(chunk)]
         return AttentionPlan(
             tuple(self._plan_chunk(piece) for piece in pieces),
@@ -308,7 +309,7 @@ class _Planner:
         )
 
     def _pieces(self, chunk: PackedChunk) -> Iterator[PackedChunk]:
-        """The chunk, or the pieces of it; a piece reads the keys of those before it from the cache."""
+        """Yield the chunk or its pieces; a piece reads the keys of earlier pieces from the cache."""
         num_rows = chunk.end - chunk.begin
         size = num_rows if self._window is None else max(self._window.size, _PIECE_ROWS)
         for first in range(0, num_rows, size):
@@ -335,13 +336,13 @@ class _Planner:
                 block_ids = torch.cat([table[:num_sink_blocks], block_ids])
         of_sinks = torch.arange(num_sink_blocks * tokens_per_block, device=device)
         keys = torch.arange(first_block * tokens_per_block, num_blocks * tokens_per_block, device=device)
-        unused = num_blocks * tokens_per_block - length  # places at the end of the last block
+        unused = num_blocks * tokens_per_block - length  # unused places at the end of the last block
         keys = torch.cat([of_sinks, keys])[: len(of_sinks) + len(keys) - unused]
         hidden = _hidden(keys, torch.arange(chunk.start, length, device=device)[:, None], window)
         return ChunkPlan(chunk.begin, chunk.end, block_ids, len(keys), _mask(hidden, self._dtype))
 
     def _groups(self) -> list[tuple[int, int]]:
-        """Generation rows begin .. end - 1, cut where the rest is so much shorter that a group of its own pays."""
+        """Divide generation rows into groups (begin, end), where a group of shorter rows saves enough padding."""
         lengths = self._packed.generation_lengths.tolist()
         starts = []
         longest = 0
@@ -373,7 +374,7 @@ class _Planner:
             if num_sink_blocks:
                 of_sinks = torch.arange(num_sink_blocks, device=device).expand(len(slots), -1)
                 columns = torch.cat([of_sinks, columns], dim=1)
-            # Past the end of the table any block will do: its keys are masked.
+            # Past the end of the table any block will do, as its keys are masked.
             block_ids = block_tables[slots].gather(1, columns.clamp(max=block_tables.shape[1] - 1))
             places = torch.arange(tokens_per_block, device=device)
             keys = (columns[:, :, None] * tokens_per_block + places).flatten(1)
@@ -386,9 +387,8 @@ def _sink_blocks(window: AttentionWindow, tokens_per_block: int) -> int:
 
 
 def _hidden(keys: Tensor, positions: Tensor, window: AttentionWindow | None) -> Tensor:
-    """A mask of the keys that rows do not see, [rows, n], by positions of keys [n] or [rows, n] and rows
-    [rows, 1].
-    """
+    """Return a mask [rows, n] of the keys that rows do not see, by positions of keys, [n] or [rows, n], and of
+    rows, [rows, 1]."""
     hidden = keys > positions
     if window is not None:
         outside = keys <= positions - window.recent
@@ -399,5 +399,5 @@ def _hidden(keys: Tensor, positions: Tensor, window: AttentionWindow | None) -> 
 
 
 def _mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as it is added to scores; a boolean one would be converted again in every layer."""
+    """Return the mask in the form that is added to scores; a boolean one would be converted in every layer."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -13,13 +13,13 @@ from inflight.engine.windows import AttentionWindow
 
 
 class Attention(Protocol):
-    """Computes the attention of packed rows, one layer at a time, by a plan made once an iteration.
+    """Computes the attention of packed rows, layer by layer, with a plan made once per iteration.
 
     Attributes:
-        has_fixed_shapes: Whether plans and results of generation batches follow from the number of rows alone, and
-            nothing is asked of the host.
-        takes_fixed_rows: Whether it reads `PackedBatch.fixed`, so that the same is true of batches with chunks.
-        name: What a log calls it.
+        has_fixed_shapes: Whether plans and results of generation batches depend on the number of rows alone, and
+            computing them does not wait for the device, so that they can be recorded.
+        takes_fixed_rows: Whether it reads `PackedBatch.fixed`, so that the same is true for batches with chunks.
+        name: Its name in logs.
     """
 
     has_fixed_shapes: bool
@@ -29,7 +29,8 @@ class Attention(Protocol):
     def plan(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, Any]:
-        """The plan that `attend` takes, for the layers of each window (None: every token sees all before it)."""
+        """Return the plans for `attend`, by the window of the layers (None: every token sees all tokens before
+        it)."""
         ...
 
     def attend(
@@ -42,16 +43,16 @@ class Attention(Protocol):
         cache: KvCache,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """The attention output of every row.
+        """Return the attention output of every row.
 
         Args:
             queries: [rows, heads, head_dim].
-            keys: [rows, kv_heads, head_dim], in the cache already.
-            values: [rows, kv_heads, head_dim], in the cache already.
-            layer: Which layer's cache to read.
-            plan: For this layer's window.
-            cache: Where earlier tokens' keys and values are.
-            sinks: Each head's learned score [heads], of a model that has them.
+            keys: [rows, kv_heads, head_dim], already in the cache.
+            values: [rows, kv_heads, head_dim], already in the cache.
+            layer: The layer, whose cache is read.
+            plan: The plan for this layer's window.
+            cache: The KV cache with the keys and values of earlier tokens.
+            sinks: Each head's learned score [heads], for a model that has sinks.
 
         Returns:
             [rows, heads * head_dim].

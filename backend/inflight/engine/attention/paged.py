@@ -1,7 +1,8 @@
-"""Attention that reads KV blocks where they are: one call a layer for context chunks and generation rows.
+"""Attention that reads KV blocks in place: one call per layer for context chunks and generation rows.
 
-The kernel is given; `find.py` finds torch's. The tensors that it takes are made on the device from the packed
-rows, and its other arguments do not depend on how long sequences are, so generation batches can be recorded.
+The kernel is an argument; `find.py` finds torch's. The tensors that it takes are made on the device from the
+packed rows, and its other arguments do not depend on the lengths of sequences, so generation batches can be
+recorded.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from inflight.engine.packing import PackedBatch
 from inflight.engine.windows import AttentionWindow
 
 VarlenAttention = Callable[..., Any]
-"""Attention over KV blocks in place; `PagedAttention` says what it takes."""
+"""Attention over KV blocks in place; see `PagedAttention` for its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """All rows of a batch, for one window; the tensors are what its kernel takes."""
+    """The plan of a batch's rows, for one window: the kernel's tensors."""
 
     row_bounds: Tensor
     key_bounds: Tensor | None
@@ -40,27 +41,27 @@ class PagedAttention:
     """An `Attention` by a kernel that takes block tables.
 
     Args:
-        varlen: `torch.nn.attention.varlen.varlen_attn`, or what computes the same. It takes, in this order,
+        varlen: `torch.nn.attention.varlen.varlen_attn`, or an equivalent. It takes, in this order,
 
             query         [rows, heads, head_dim]
             key, value    [blocks, tokens_per_block, kv_heads, head_dim]
-            cu_seq_q      [sequences + 1] int32, where each one's queries begin
-            cu_seq_k      [sequences + 1] int32, the same of its keys if they were one after another; None for
-                          kernels that take it to mean that they are
-            max_q, max_k  at least the most queries, and keys, of a sequence
+            cu_seq_q      [sequences + 1] int32, index of each sequence's first query
+            cu_seq_k      [sequences + 1] int32, the same for keys, as if they were contiguous; None for
+                          kernels that would take them to be contiguous
+            max_q, max_k  upper bounds of the queries, and keys, of a sequence
 
-            and by name
+            and as keyword arguments
 
-            window_size   how many keys before and after its own a query sees, -1: all; its own is the one as far
+            window_size   number of keys before and after its own that a query sees, -1: all; its own is as far
                           from the last key as the query is from the last query
-            enable_gqa    whether there may be fewer key heads than heads
-            seqused_k     [sequences] int32, how many keys each one has
-            block_table   [sequences, blocks of the longest] int32
-            num_splits    into how many parts the keys of a sequence are divided, to be added up later
+            enable_gqa    whether there may be fewer key heads than query heads
+            seqused_k     [sequences] int32, number of keys of each sequence
+            block_table   [sequences, blocks of the longest sequence] int32
+            num_splits    number of parts into which a sequence's keys are divided
 
             and returns the output of every query, [rows, heads, head_dim]; in a model with learned sinks a pair
             of that and the logarithms of the softmaxes' sums, [heads, rows] float32.
-        takes_key_bounds: Whether it is given `cu_seq_k`.
+        takes_key_bounds: Whether the kernel gets `cu_seq_k`.
     """
 
     has_fixed_shapes = True
@@ -74,7 +75,7 @@ class PagedAttention:
     def plan(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, PagedPlan]:
-        """Raises ValueError for windows with sinks, which the kernel does not know."""
+        """Raises ValueError for windows with sinks, which the kernel does not support."""
         last_rows = packed.bounds[1:] - 1
         lengths = (packed.positions[last_rows] + 1).int()
         key_bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) if self._takes_key_bounds else None
@@ -118,7 +119,7 @@ class PagedAttention:
             enable_gqa=True,
             seqused_k=plan.lengths,
             block_table=plan.block_table,
-            num_splits=1,  # a sum over keys must not be made in an order that depends on the rest of the batch
+            num_splits=1,  # sums over keys must not depend on the rest of the batch
         )
         if sinks is not None:
             values_read, log_sums = read
@@ -131,5 +132,6 @@ def _window_size(window: AttentionWindow | None, max_rows: int) -> tuple[int, in
         if window.sinks:
             raise ValueError("it has no windows with sinks")
         return window.recent - 1, 0
-    # A last token has none after it. Told so, FlashAttention 2 would read a key head once for each of its heads.
+    # A sequence's last token has no token after it. If told so, FlashAttention 2 would read a key head once per
+    # query head.
     return (-1, 0) if max_rows > 1 else (-1, -1)

@@ -1,4 +1,4 @@
-"""The decoder's layers as compiled code, for CPUs with AVX-512 or AVX2: what `Decoder` computes, faster.
+"""The decoder's layers as compiled code, for CPUs: what `Decoder` computes, faster.
 
 `library` compiles and loads it, `packing` lays weights out as it reads them, `decoder` calls it.
 """

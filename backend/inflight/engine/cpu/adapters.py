@@ -16,18 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.adapters.lora_modules import Module
+from inflight.adapters.lora_modules import Module, module_sizes, projections
 from inflight.core.schedule.batch import AdapterLoad
-from inflight.engine.cpu.packing import HALF, PANEL, gated_order, in_order
+from inflight.engine.cpu.layout import HALF, PAIR_BYTES, PANEL, RANKS_AT_ONCE
+from inflight.engine.cpu.packing import gated_order, in_order
 from inflight.engine.cpu.structs import AdapterStruct, LayerAdapterStruct, LowRankStruct
 from inflight.engine.host_memory import Recycled
 from inflight.engine.low_rank import LowRank, low_rank_layers
 from inflight.models import DecoderConfig
 from inflight.models.sharding import Part
-
-_REGISTER_BYTES = 64
-_PAIR_BYTES = 4
-_RANKS_AT_ONCE = 4  # kRanksAtOnce of source/low_rank.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class _Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _ColumnLayout:
     """The layout of a product's packed B, for modules with given ranks.
 
     Attributes:
@@ -104,7 +101,7 @@ class _Part:
     layer: int
     product: _Product
     modules: dict[Module, LowRank]
-    layout: _Layout
+    layout: _ColumnLayout
     ranks: dict[Module, _Ranks]
     num_ranks: int
 
@@ -148,8 +145,8 @@ class PackedAdapters:
         self._config = config
         self._part = part
         self._dtype = dtype
-        self._pair = _PAIR_BYTES // dtype.itemsize
-        self._per_register = _REGISTER_BYTES // dtype.itemsize
+        self._pair = PAIR_BYTES // dtype.itemsize
+        self._per_register = HALF * self._pair
         self._products = _products(part.held_config(config))
         self._memory = Recycled()
         self._by_page: dict[int, PackedAdapter] = {}
@@ -176,7 +173,7 @@ class PackedAdapters:
 
     def _plan(self, layers: dict[int, dict[Module, LowRank]]) -> list[_Part]:
         layouts: dict[
-            tuple[str, tuple[tuple[Module, _Ranks], ...]], _Layout
+            tuple[str, tuple[tuple[Module, _Ranks], ...]], _ColumnLayout
         ] = {}  # most layers have the same
         parts: list[_Part] = []
         for layer, of_layer in layers.items():
@@ -189,7 +186,7 @@ class PackedAdapters:
                 if key not in layouts:
                     layouts[key] = _lay_out(product, ranks)
                 num_ranks = self._pair * max(place.first + place.count for place in ranks.values())
-                num_ranks = -(-num_ranks // _RANKS_AT_ONCE) * _RANKS_AT_ONCE
+                num_ranks = -(-num_ranks // RANKS_AT_ONCE) * RANKS_AT_ONCE
                 parts.append(_Part(layer, product, modules, layouts[key], ranks, num_ranks))
         return parts
 
@@ -247,18 +244,14 @@ class PackedAdapters:
 
 
 def _products(held: DecoderConfig) -> tuple[_Product, ...]:
-    hidden, inner, query, kv = held.hidden_size, held.intermediate_size, held.query_size, held.kv_size
-    up: tuple[tuple[Module, int], ...] = ((Module.MLP_H_TO_4H, inner),)
-    up_order = torch.arange(inner)
-    if held.gated_mlp:
-        up, up_order = (*up, (Module.MLP_GATE, inner)), gated_order(2 * inner)
-    qkv = ((Module.ATTN_Q, query), (Module.ATTN_K, kv), (Module.ATTN_V, kv))
-    return (
-        _Product("qkv", qkv, hidden, torch.arange(query + 2 * kv)),
-        _Product("output", ((Module.ATTN_DENSE, hidden),), query, torch.arange(hidden)),
-        _Product("up", up, hidden, up_order),
-        _Product("down", ((Module.MLP_4H_TO_H, hidden),), inner, torch.arange(hidden)),
-    )
+    sizes = module_sizes(held)
+    products: list[_Product] = []
+    for name, modules in projections(held).items():
+        parts = tuple((module, sizes[module].outer) for module in modules)
+        rows = sum(count for _, count in parts)
+        order = gated_order(rows) if name == "up" and held.gated_mlp else torch.arange(rows)
+        products.append(_Product(name, parts, sizes[modules[0]].inner, order))
+    return tuple(products)
 
 
 def _pack_magnitude(part: _Part) -> Tensor | None:
@@ -272,7 +265,7 @@ def _pack_magnitude(part: _Part) -> Tensor | None:
     return in_order(torch.cat(parts), part.product.order, part.product.width)
 
 
-def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _Layout:
+def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _ColumnLayout:
     """Lay out the packed B of a product for the modules that the adapter has."""
     order = np.full(product.width, -1, dtype=np.int64)
     order[: len(product.order)] = product.order.numpy()
@@ -296,4 +289,4 @@ def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _Layout:
         halves = np.flatnonzero((rows[module] >= 0).any(axis=1))
         columns[module] = _Columns(rows[module][halves], at[halves] + place.first - firsts[halves])
     ranges = np.ascontiguousarray(np.stack([firsts, counts, at], axis=1).astype(np.int32))
-    return _Layout(ranges, int(counts.sum()), columns)
+    return _ColumnLayout(ranges, int(counts.sum()), columns)

@@ -1,9 +1,10 @@
-"""The compiled code: built from source/ by the machine's C++ compiler when it is first needed, and kept.
+"""The compiled code: a library that came with the package, or one that the machine's compiler makes of source/.
 
-A build takes up to twenty seconds. It is kept in the user's cache folder, under a name that changes with the
-sources, the compiler, the C library and the processor, so that later starts find it; at its end stands a digest of
-it, as a file that was cut short would end the process that runs it. What `prebuild` has put beside the sources
-comes first.
+A wheel brings libraries (scripts/wheel), which `prebuild` has put beside the sources, and they come first, if they
+are of these sources. What is compiled here takes up to twenty seconds when it is first needed. It is kept in the
+user's cache folder, under a name that changes with the sources, the compiler, the C library and the processor, so
+that later starts find it. At a library's end stands a digest of it, as a file that was cut short would end the
+process that runs it.
 Any thread; of several processes one builds, and the others wait for it. Imports no torch.
 
 Whoever builds removes what nobody has loaded for 30 days. A library's modification time is when it was last loaded
@@ -20,6 +21,7 @@ import fcntl
 import functools
 import logging
 import os
+import platform
 import shutil
 import signal
 import stat
@@ -32,16 +34,20 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from inflight.engine.cpu.layout import check_layout
 from inflight.engine.cpu.structs import declare
+from inflight.errors import ConfigError
 from inflight.progress import compile_progress
 
 _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "source"
 _PREBUILT = Path(__file__).parent / "prebuilt"
+_CPUINFO = Path("/proc/cpuinfo")
 _FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-shared")
 _ELEMENTS = {"float32": "F32", "bfloat16": "Bf16"}
 _TARGET_VARIABLE = "INFLIGHT_CPU_TARGET"
+_BUILD_VARIABLE = "INFLIGHT_CPU_BUILD"
 _BUILD_TIMEOUT_S = 600.0  # fifty times what it takes on a machine that does nothing else
 _VERSION_TIMEOUT_S = 10.0
 _TICK_S = 1.0
@@ -50,6 +56,13 @@ _BUILD_PREFIX = "build-"  # of a build's folder, which is left behind only if it
 _UNUSED_S = 30 * 24 * 3600.0
 _ABANDONED_S = 24 * 3600.0  # far longer than any build takes
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_PRODUCT_CHECKS = (  # in the order of ProductCheck of source/amx_check.h
+    "",
+    "the kernel does not let this process use tiles",
+    "its products are wrong on this processor",
+    "its products end the process",
+)
+_NONE_PREBUILT = "no library for it came with the package"
 
 
 class CannotBuild(Exception):
@@ -68,6 +81,8 @@ class Target:
         needed: Instruction sets that all of its code needs; names as in /proc/cpuinfo.
         for_bfloat16: What code for bfloat16 needs beyond, with the compiler's flags.
         for_int8: What code for weights of 8 and 4 bits needs beyond, likewise.
+        dtypes: What it is faster for than the next target.
+        caveat: What users are told of it beside its name.
     """
 
     name: str
@@ -77,6 +92,8 @@ class Target:
     needed: frozenset[str]
     for_bfloat16: Mapping[str, str]
     for_int8: Mapping[str, str]
+    dtypes: frozenset[str] = frozenset(_ELEMENTS)
+    caveat: str = ""
 
     def instruction_sets(self, dtype: str, int8: bool = False) -> frozenset[str]:
         """The instruction sets that code for models of this dtype needs."""
@@ -92,39 +109,103 @@ class Target:
 
 
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
-TARGETS = (
-    Target(
-        "avx512",
-        "vnni",
-        ("-march=native",),
-        ("-march=x86-64-v4",),
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
-        {"avx512_bf16": "-mavx512bf16"},
-        {"avx512_vnni": "-mavx512vnni"},
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mtune=icelake-server")
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
+_AMX_FLAGS = ("-mamx-tile", "-DINFLIGHT_AMX")
+_DOT_FLAGS, _BF16_FLAGS = ("-march=armv8.2-a+dotprod",), ("-march=armv8.2-a+dotprod+bf16",)
+_GENERIC_FLAGS = ("-DINFLIGHT_GENERIC",)
+_OF_MACHINES = {
+    "x86_64": (
+        Target(
+            "amx",
+            "amx",
+            ("-march=native", *_AMX_FLAGS),
+            (*_AVX512_FLAGS, *_AMX_FLAGS),
+            _AVX512 | {"amx_tile"},
+            {"avx512_bf16": "-mavx512bf16", "amx_bf16": "-mamx-bf16"},
+            {"avx512_vnni": "-mavx512vnni", "amx_int8": "-mamx-int8"},
+            frozenset({"bfloat16"}),
+            "never executed on hardware by those who wrote it",
+        ),
+        Target(
+            "avx512",
+            "vnni",
+            ("-march=native",),
+            _AVX512_FLAGS,
+            _AVX512,
+            {"avx512_bf16": "-mavx512bf16"},
+            {"avx512_vnni": "-mavx512vnni"},
+        ),
+        # Not -march=native: a processor with AVX-512 that lacks a part of it runs this code, too. For others it is
+        # tuned for Zen 3: tuned for none, long prompts took a quarter longer there.
+        Target(
+            "avx2",
+            "avx2",
+            (*_AVX2_FLAGS, "-mtune=native"),
+            (*_AVX2_FLAGS, "-mtune=znver3"),
+            frozenset({"avx2", "fma", "f16c"}),
+            {},
+            {},
+        ),
     ),
-    # Not -march=native: a processor with AVX-512 that lacks a part of it runs this code, too.
-    Target(
-        "avx2",
-        "avx2",
-        (*_AVX2_FLAGS, "-mtune=native"),
-        _AVX2_FLAGS,
-        frozenset({"avx2", "fma", "f16c"}),
-        {},
-        {},
+    "aarch64": (
+        Target(
+            "neon-bf16",
+            "sdot",
+            _BF16_FLAGS,
+            _BF16_FLAGS,
+            frozenset({"asimd", "atomics", "asimddp", "bf16"}),
+            {},
+            {},
+        ),
+        Target(
+            "neon-dot", "sdot", _DOT_FLAGS, _DOT_FLAGS, frozenset({"asimd", "atomics", "asimddp"}), {}, {}
+        ),
+        Target("neon", "neon", (), (), frozenset({"asimd"}), {}, {}),
     ),
-)
-"""The fastest first."""
+}
+_GENERIC = Target("generic", "generic", _GENERIC_FLAGS, _GENERIC_FLAGS, frozenset(), {}, {})
+TARGETS = (*_OF_MACHINES.get(platform.machine(), ()), _GENERIC)
+"""Those of this machine, the fastest first; the last one runs everywhere."""
 
 
-def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) -> ctypes.CDLL:
+def targets_of_compiler() -> tuple[Target, ...]:
+    """The targets of the machines that the compiler compiles for: `CXX` may name a cross compiler."""
+    said = _run([_find_compiler(), "-dumpmachine"], _VERSION_TIMEOUT_S).stdout.decode()
+    return (*_OF_MACHINES.get(said.partition("-")[0], ()), _GENERIC)
+
+
+class CompiledCode(ctypes.CDLL):
+    """A library that has been loaded.
+
+    Attributes:
+        description: What `describe_target` says of its target, or why a faster one was left out.
+    """
+
+    description = ""
+
+
+def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) -> CompiledCode:
     """The code for models of this dtype; CannotBuild, with the reason, where this machine has none.
+
+    Targets whose products are found wrong on this machine are left out, with a warning.
 
     Args:
         dtype: Of activations.
         int8: Whether weights are.
         rounded_cache: Whether the KV cache may be one of 8 bits.
     """
-    return _load(find_target(dtype, int8), _processor_flags(), dtype, int8, rounded_cache)
+    targets, flags = _runnable_targets(dtype, int8), _processor_flags()
+    why = _why_not_faster(targets[0], dtype, int8)
+    for target in targets:
+        library = _load(target, flags, dtype, int8, rounded_cache)
+        distrust = _distrust(library)
+        if not distrust:
+            library.description = _describe(target, why)
+            return library
+        why = f"{target.name} is left out, as {distrust}"
+        _log.warning("compiled layers: %s", why)
+    raise CannotBuild(why)
 
 
 def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
@@ -133,46 +214,68 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
     Raises CannotBuild, with the reason, where it is known already that there will be none.
     """
     target, flags = find_target(dtype, int8), _processor_flags()
-    if _is_whole(_prebuilt_path(target, dtype, int8)):
+    refusal = _refuse_prebuilt(target, dtype, int8)
+    if not refusal:
         return "which came with the package"
-    compiler = _compiler_command(target.here, dtype, int8, rounded_cache)
+    compiler = _compiler_command(target.here, dtype, int8, rounded_cache, refusal)
     folder = _cache_folder()
+    why = "" if refusal == _NONE_PREBUILT else f": {refusal}"
     if folder is None:
-        return f"{compiler[0]} compiles them at every start, as there is no folder to keep them in"
+        return f"{compiler[0]} compiles them at every start, as there is no folder to keep them in{why}"
     if _is_whole(folder / f"decoder-{_key(compiler, flags)}.so"):
-        return "kept from an earlier start"
-    return f"{compiler[0]} compiles them at the first start"
+        return f"kept from an earlier start{why}"
+    return f"{compiler[0]} compiles them at the first start{why}"
 
 
 def find_target(dtype: str, int8: bool = False) -> Target:
-    """The fastest target that the processor has all instructions of; CannotBuild where there is none.
+    """The fastest target that the processor has all instructions of.
 
-    The environment variable INFLIGHT_CPU_TARGET leaves only the target of that name to choose from.
+    The environment variable INFLIGHT_CPU_TARGET leaves only the target of that name to choose from. CannotBuild
+    where the processor lacks an instruction of that one, or there is none of that name, or none for the dtype.
     """
-    if dtype not in _ELEMENTS:
-        raise CannotBuild(f"it computes in {' and '.join(_ELEMENTS)}, not in {dtype}")
-    allowed = _allowed_targets()
-    for target in allowed:
-        if not _lacking(target, dtype, int8):
-            return target
-    forced = "" if allowed == TARGETS else f", which {_TARGET_VARIABLE}={allowed[0].name} needs"
-    raise CannotBuild(_lacking(allowed[-1], dtype, int8) + forced)
+    return _runnable_targets(dtype, int8)[0]
 
 
 def describe_target(dtype: str, int8: bool = False) -> str:
-    """The target of `find_target` in words, and why it is not the fastest."""
-    target, fastest = find_target(dtype, int8), _allowed_targets()[0]
-    return target.name if target is fastest else f"{target.name}: {_lacking(fastest, dtype, int8)}"
+    """The target of `find_target` in words, and why it is not the next faster one."""
+    target = find_target(dtype, int8)
+    return _describe(target, _why_not_faster(target, dtype, int8))
 
 
-def _allowed_targets() -> tuple[Target, ...]:
+def _describe(target: Target, why: str) -> str:
+    name = f"{target.name}, {target.caveat}" if target.caveat else target.name
+    return f"{name}: {why}" if why else name
+
+
+def _why_not_faster(target: Target, dtype: str, int8: bool) -> str:
+    """The reason why the next faster target, of those that are tried, is not taken; empty for the fastest."""
+    tried = [each for each in _allowed_targets(dtype) if each is target or not each.caveat]
+    place = tried.index(target)
+    return _lacking(tried[place - 1], dtype, int8) if place else ""
+
+
+def _runnable_targets(dtype: str, int8: bool) -> list[Target]:
+    """The targets that the processor has all instructions of, the fastest first; CannotBuild without one."""
+    allowed = _allowed_targets(dtype)
+    if runnable := [target for target in allowed if not _lacking(target, dtype, int8)]:
+        return runnable
     wanted = os.environ.get(_TARGET_VARIABLE, "")
-    if not wanted:
-        return TARGETS
-    if named := tuple(target for target in TARGETS if target.name == wanted):
-        return named
-    names = " or ".join(target.name for target in TARGETS)
-    raise CannotBuild(f"{_TARGET_VARIABLE} is {wanted!r}, expected {names}")
+    forced = f", which {_TARGET_VARIABLE}={wanted} needs" if wanted else ""
+    raise CannotBuild(_lacking(allowed[-1], dtype, int8) + forced)
+
+
+def _allowed_targets(dtype: str) -> list[Target]:
+    """The targets for a dtype, or the one that the environment names; CannotBuild without one."""
+    if dtype not in _ELEMENTS:
+        raise CannotBuild(f"it computes in {' and '.join(_ELEMENTS)}, not in {dtype}")
+    wanted = os.environ.get(_TARGET_VARIABLE, "")
+    if wanted not in ("", *(target.name for target in TARGETS)):
+        names = " or ".join(target.name for target in TARGETS)
+        raise CannotBuild(f"{_TARGET_VARIABLE} is {wanted!r}, expected {names}")
+    allowed = [target for target in TARGETS if dtype in target.dtypes and wanted in ("", target.name)]
+    if not allowed:
+        raise CannotBuild(f"{_TARGET_VARIABLE} is {wanted}, which does not compute in {dtype}")
+    return allowed
 
 
 def _lacking(target: Target, dtype: str, int8: bool) -> str:
@@ -185,7 +288,7 @@ def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -
     """Begin, on a thread, what `load_library` would wait for. That will raise what goes wrong here."""
 
     def load() -> None:
-        with contextlib.suppress(CannotBuild):
+        with contextlib.suppress(CannotBuild, ConfigError):
             load_library(dtype, int8, rounded_cache)
 
     if _cache_folder() is not None:  # without one, nobody would find what has been built
@@ -208,12 +311,17 @@ def prebuild(target: Target, dtype: str, int8: bool = False) -> Path:
 @functools.cache
 def _load(
     target: Target, flags: frozenset[str], dtype: str, int8: bool, rounded_cache: bool = False
-) -> ctypes.CDLL:
-    prebuilt = _prebuilt_path(target, dtype, int8)
-    if _is_whole(prebuilt):
-        with contextlib.suppress(OSError):
+) -> CompiledCode:
+    refusal = _refuse_prebuilt(target, dtype, int8)
+    if not refusal:
+        prebuilt = _prebuilt_path(target, dtype, int8)
+        try:
             return _load_file(prebuilt)
-    compiler = _compiler_command(target.here, dtype, int8, rounded_cache)
+        except OSError as error:
+            refusal = f"{prebuilt.name} of the package cannot be loaded: {error}"
+    compiler = _compiler_command(target.here, dtype, int8, rounded_cache, refusal)
+    if refusal != _NONE_PREBUILT:
+        _log.info("the layers are compiled on this machine: %s", refusal)
     name = f"decoder-{_key(compiler, flags)}.so"
     folder = _cache_folder()
     try:
@@ -225,7 +333,7 @@ def _load(
         raise CannotBuild(f"{name} cannot be kept or loaded: {error}") from error
 
 
-def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
+def _open(compiler: list[str], path: Path) -> CompiledCode:
     """Load the library at `path`, built anew if it cannot be used; OSError if even a new one cannot be loaded."""
     unusable = None
     _mark_used(path)
@@ -248,26 +356,36 @@ def _open(compiler: list[str], path: Path) -> ctypes.CDLL:
         raise
 
 
-def _load_file(path: Path) -> ctypes.CDLL:
-    """Load a library from its file, or from memory where that folder's file system lets nothing be run."""
+@functools.cache
+def _distrust(library: CompiledCode) -> str:
+    """The reason why a library's products cannot be relied on; empty if they can."""
+    return _PRODUCT_CHECKS[library.check_products()]
+
+
+def _load_file(path: Path) -> CompiledCode:
+    """Load a library from its file, or from memory where that folder's file system lets nothing be run.
+
+    ConfigError if it is of other sources than this version's, as what was compiled into the package may be.
+    """
     try:
-        library = ctypes.CDLL(str(path))
+        library = CompiledCode(str(path))
     except OSError as error:
         try:
             library = _load_from_memory(path)
         except OSError:
             raise error from None
     declare(library)
+    check_layout(library)
     return library
 
 
-def _load_from_memory(path: Path) -> ctypes.CDLL:
+def _load_from_memory(path: Path) -> CompiledCode:
     handle = os.memfd_create(path.name)
     try:
         with open(handle, "wb", closefd=False) as file:
             file.write(path.read_bytes())
         # The loader takes libraries of the same name for the same one: the number must not be given out again.
-        return ctypes.CDLL(f"/proc/self/fd/{handle}")
+        return CompiledCode(f"/proc/self/fd/{handle}")
     except BaseException:  # whatever it is, nobody else would close the file
         os.close(handle)
         raise
@@ -355,10 +473,17 @@ def _digest(content: bytes) -> bytes:
 
 
 def _compiler_command(
-    of_target: tuple[str, ...], dtype: str, int8: bool, rounded_cache: bool = False
+    of_target: tuple[str, ...], dtype: str, int8: bool, rounded_cache: bool = False, refusal: str = ""
 ) -> list[str]:
-    """With a target's flags; without source and result."""
-    command = [_find_compiler(), *_FLAGS, *of_target, f"-DINFLIGHT_ELEMENT={_ELEMENTS[dtype]}"]
+    """With a target's flags; without source and result. CannotBuild without a compiler.
+
+    `refusal`: why there is something to compile, which that error says too.
+    """
+    try:
+        compiler = _find_compiler()
+    except CannotBuild as error:
+        raise CannotBuild(f"{error}, and {refusal}" if refusal else str(error)) from None
+    command = [compiler, *_FLAGS, *of_target, f"-DINFLIGHT_ELEMENT={_ELEMENTS[dtype]}"]
     wanted = {"-DINFLIGHT_INT8": int8, "-DINFLIGHT_ROUNDED_CACHE": rounded_cache}
     return [*command, *(flag for flag, is_wanted in wanted.items() if is_wanted)]
 
@@ -380,8 +505,27 @@ def _key(compiler: list[str], flags: frozenset[str]) -> str:
 
 
 def _prebuilt_path(target: Target, dtype: str, int8: bool) -> Path:
-    kind = "int8" if int8 else dtype
-    return _PREBUILT / f"decoder-{kind}-{target.name}-{_digest_of_sources(dtype.encode())}.so"
+    return _PREBUILT / f"{_prebuilt_stem(target, dtype, int8)}{_digest_of_sources(dtype.encode())}.so"
+
+
+def _prebuilt_stem(target: Target, dtype: str, int8: bool) -> str:
+    return f"decoder-{'int8' if int8 else dtype}-{target.name}-"
+
+
+def _refuse_prebuilt(target: Target, dtype: str, int8: bool) -> str:
+    """The reason why the library that came with the package is not used; empty if it is."""
+    wanted = os.environ.get(_BUILD_VARIABLE, "")
+    if wanted == "local":
+        return f"{_BUILD_VARIABLE} is local"
+    if wanted:
+        raise CannotBuild(f"{_BUILD_VARIABLE} is {wanted!r}, expected local")
+    path = _prebuilt_path(target, dtype, int8)
+    if _is_whole(path):
+        return ""
+    if path.exists():
+        return f"{path.name} of the package is damaged"
+    others = sorted(_PREBUILT.glob(f"{_prebuilt_stem(target, dtype, int8)}*.so"))
+    return f"{others[0].name} of the package was built from other sources" if others else _NONE_PREBUILT
 
 
 def _digest_of_sources(*more: bytes) -> str:
@@ -411,10 +555,11 @@ def _cache_folder() -> Path | None:
 
 def _processor_flags() -> frozenset[str]:
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = _CPUINFO.read_text()
     except OSError:
         return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    names = "flags", "Features"  # on x86, on Arm
+    line = next((line for line in text.splitlines() if line.startswith(names)), "")
     return frozenset(line.partition(":")[2].split())
 
 

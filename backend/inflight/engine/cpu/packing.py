@@ -16,18 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.engine.cpu import layout
+from inflight.engine.cpu.layout import HALF, PANEL
 from inflight.engine.cpu.structs import LayerStruct, LinearStruct, NormStruct
-from inflight.engine.host_memory import Arena
+from inflight.engine.host_memory import Arena, zeros
 from inflight.engine.quantize import INT8_LEVELS
-from inflight.models import Layer, Linear, Norm
+from inflight.models import Layer, Norm
 from inflight.models.decoder_weights import ExpertWeights
-from inflight.models.levels import GroupedMatrix, Kind
+from inflight.models.levels import GroupedMatrix, MatrixKind
+from inflight.models.sink import Sink, StoredMatrix
 
-PANEL = 32
-HALF = PANEL // 2
-_ELEMENT, _INT8, _INT4, _FLOAT4 = range(4)  # kinds of LinearStruct
-# kAtOnce, kOfGroup, kZeroBits and kWord of source/int4.h
-_INT4_TOGETHER, _OF_GROUP, _ZERO_BITS, _WORD, _FLOAT_WORD = 8, 8, 31, 4, 2
 _NUMBERS_AT_ONCE = 1 << 21  # of a matrix that is quantized, as few whole panels as have so many
 
 
@@ -77,20 +75,22 @@ class PackedLayer:
 
 
 @dataclass(slots=True)
-class Packer:
-    """Packs a model's weights.
+class Packer(Sink[PackedLayer, PackedLinear]):
+    """Packs every matrix of a model as it is read.
 
     Attributes:
         library: The compiled code, for these types.
         dtype: Of activations and, unless they are quantized, weights.
         int8: Whether to quantize matrices.
         num_threads: To pack with.
+        has_int8_head: Whether to quantize the output projection.
     """
 
     library: ctypes.CDLL
     dtype: torch.dtype
     int8: bool
     num_threads: int
+    has_int8_head: bool = False
     _arena: Arena = field(default_factory=Arena)
     _tensors: list[Tensor] = field(default_factory=list)
 
@@ -126,22 +126,31 @@ class Packer:
             Contribution(layer.down.bias if layer.down else None, layer.mlp_post_norm),
         )
 
-    def linear(self, linear: Linear, is_gated: bool = False, int8: bool | None = None) -> PackedLinear:
-        """Pack a projection.
+    @property
+    def keeps_tied_embedding(self) -> bool:
+        """int8 columns are no rows that could be looked up."""
+        return self.has_int8_head
 
-        Args:
-            linear: As it was read.
-            is_gated: It is gate above up of a gated MLP.
-            int8: Whether to quantize it; None: as all.
-        """
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a tensor; that of a matrix is given back once it is packed."""
+        return torch.empty(shape, dtype=dtype) if len(shape) == 1 else zeros(shape, dtype)
+
+    def linear(
+        self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False
+    ) -> PackedLinear:
+        """Pack a projection."""
+        return self._packed(iter((matrix,)), (1, *matrix.shape), bias, is_gated)
+
+    def head(self, matrix: Tensor) -> PackedLinear:
+        """Pack the output projection, which checkpoints seldom have quantized."""
         self._tensors = []
-        int8 = self.int8 if int8 is None else int8
-        struct = self._pack((linear.weight,), (1, *linear.weight.shape), int8, is_gated, linear.bias)
-        return PackedLinear(struct, tuple(self._tensors), linear.bias)
+        return PackedLinear(
+            self._pack((matrix,), (1, *matrix.shape), self.has_int8_head), tuple(self._tensors), None
+        )
 
     def stack(
         self,
-        matrices: Iterable[Tensor],
+        matrices: Iterator[StoredMatrix],
         shape: tuple[int, ...],
         bias: Tensor | None = None,
         is_gated: bool = False,
@@ -150,28 +159,17 @@ class Packer:
 
         `shape`: [count, rows, inner]; `bias`: [count, rows].
         """
-        self._tensors = []
-        struct = self._pack(matrices, shape, self.int8, is_gated, bias, is_stack=True)
-        return PackedLinear(struct, tuple(self._tensors), bias)
+        return self._packed(matrices, shape, bias, is_gated, is_stack=True)
 
-    def levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool = False) -> PackedLinear:
-        """Pack a projection that the checkpoint has quantized, of which `why_unpacked` says nothing."""
-        self._tensors = []
-        struct = self._pack_kept(matrix.bits, (matrix,), (1, *matrix.shape), is_gated, bias)
-        return PackedLinear(struct, tuple(self._tensors), bias)
-
-    def stacked_levels(
-        self,
-        matrices: Iterator[GroupedMatrix],
-        shape: tuple[int, ...],
-        bias: Tensor | None = None,
-        is_gated: bool = False,
-    ) -> PackedLinear:
-        """Pack the matrices of experts as `stack` does, where the checkpoint has quantized all in one form."""
-        self._tensors = []
-        first = next(matrices)
-        struct = self._pack_kept(first.bits, chain((first,), matrices), shape, is_gated, bias, is_stack=True)
-        return PackedLinear(struct, tuple(self._tensors), bias)
+    def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
+        """The reason why compiled layers do not multiply a quantized matrix as it is; empty if they do."""
+        if matrix.kind not in KEPT:
+            return f"{matrix.kind.value}, which int8 by row would round again"
+        if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % layout.INT4_AT_ONCE:
+            return f"groups of {matrix.group_size} inputs, which are no multiple of {layout.INT4_AT_ONCE}"
+        if is_stack and matrix.order is not None:
+            return "experts whose inputs are in an order of their own"
+        return ""
 
     def norm(self, norm: Norm) -> tuple[NormStruct, tuple[Tensor, ...]]:
         """Pack a norm by itself."""
@@ -191,22 +189,28 @@ class Packer:
             bias = None if bias is None else F.pad(bias, (0, 1))
         return self._pack((router,), (1, *router.shape), int8=False, bias=bias)
 
-    def _pack_kept(
+    def _packed(
         self,
-        bits: int,
-        matrices: Iterable[GroupedMatrix],
+        matrices: Iterator[StoredMatrix],
         shape: tuple[int, ...],
-        is_gated: bool,
         bias: Tensor | None,
+        is_gated: bool,
         is_stack: bool = False,
-    ) -> LinearStruct:
-        if bits == 4:
-            return self._pack_four_bits(matrices, shape, is_gated, bias, is_stack)
-        return self._pack(matrices, shape, True, is_gated, bias, is_stack)
+    ) -> PackedLinear:
+        """Matrices behind each other, all of the format that the first one has."""
+        self._tensors = []
+        first = next(matrices)
+        matrices = chain((first,), matrices)
+        if isinstance(first, GroupedMatrix) and first.bits == 4:
+            struct = self._pack_four_bits(matrices, shape, is_gated, bias, is_stack)
+        else:
+            int8 = self.int8 or isinstance(first, GroupedMatrix)
+            struct = self._pack(matrices, shape, int8, is_gated, bias, is_stack)
+        return PackedLinear(struct, tuple(self._tensors), bias)
 
     def _pack(
         self,
-        matrices: Iterable[Tensor | GroupedMatrix],
+        matrices: Iterable[StoredMatrix],
         shape: tuple[int, ...],
         int8: bool,
         is_gated: bool = False,
@@ -220,17 +224,16 @@ class Packer:
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
         dtype = torch.int8 if int8 else self.dtype
-        together = 4 // dtype.itemsize  # of what a lane multiplies at a time
+        together = layout.PAIR_BYTES // dtype.itemsize  # of what a lane multiplies at a time
         padded = -(-inner // together) * together
         packed = self._arena.empty(count * width * padded, dtype).view(count, width, padded)
         scales = torch.zeros((count if int8 else 0, width))
         corrections = torch.zeros(scales.shape, dtype=torch.int32)
         for index, (matrix, target) in enumerate(zip(matrices, packed, strict=True)):
-            if isinstance(matrix, GroupedMatrix):
-                self._pack_levels(matrix, order, target, scales[index], corrections[index])
-            elif int8:
-                self._pack_int8(matrix.contiguous(), order, target, scales[index], corrections[index])
+            if int8:
+                self._pack_int8(matrix, order, target, scales[index], corrections[index])
             else:
+                assert isinstance(matrix, Tensor), "levels are int8"
                 weight, sizes = matrix.contiguous(), (inner, order.data_ptr(), len(order), inner)
                 self.library.pack(weight.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
         return LinearStruct(
@@ -241,12 +244,12 @@ class Packer:
             None,
             count * len(order),
             padded,
-            _INT8 if int8 else _ELEMENT,
+            layout.INT8 if int8 else layout.ELEMENT,
         )
 
     def _pack_four_bits(
         self,
-        matrices: Iterable[GroupedMatrix],
+        matrices: Iterator[StoredMatrix],
         shape: tuple[int, ...],
         is_gated: bool,
         bias: Tensor | None = None,
@@ -258,14 +261,15 @@ class Packer:
         """
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
-        matrices = iter(matrices)
         first = next(matrices)
-        size = -(-first.group_size // _INT4_TOGETHER) * _INT4_TOGETHER
+        assert isinstance(first, GroupedMatrix), "four bits are levels"
+        size = -(-first.group_size // layout.INT4_AT_ONCE) * layout.INT4_AT_ONCE
         groups = first.scales.shape[1]
-        row_bytes = groups * (size + _OF_GROUP)
-        column_bytes = groups * (size // 2 + (_FLOAT_WORD if first.is_float4 else _WORD))
+        row_bytes = groups * (size + layout.INT4_GROUP_BYTES)
+        column_bytes = groups * (size // 2 + (layout.FLOAT4_WORD if first.is_float4 else layout.INT4_WORD))
         packed = self._arena.empty(count * width * column_bytes, torch.uint8).view(count, -1)
         for matrix, target in zip(chain((first,), matrices), packed, strict=True):
+            assert isinstance(matrix, GroupedMatrix), "all are what the first is"
             values, words = matrix.values.contiguous(), _words(matrix)
             sources = values.data_ptr(), words.data_ptr(), order.data_ptr()
             sizes = len(order), inner, groups, size
@@ -280,27 +284,32 @@ class Packer:
             self._keep(first.order, torch.int32),
             count * len(order),
             row_bytes,
-            _FLOAT4 if first.is_float4 else _INT4,
+            layout.FLOAT4 if first.is_float4 else layout.INT4,
             groups,
             size,
         )
 
     def _pack_int8(
-        self, weight: Tensor, order: Tensor, packed: Tensor, scales: Tensor, corrections: Tensor
+        self, matrix: StoredMatrix, order: Tensor, packed: Tensor, scales: Tensor, corrections: Tensor
     ) -> None:
-        """Fill `packed` [width, padded], some columns at a time, and each one's scale and correction, [width]."""
-        inner = weight.shape[1]
+        """Fill `packed` [width, padded], some columns at a time, and each one's scale and correction, [width].
+
+        The matrix is quantized by row, or levels of 8 bits that have one group of inputs, which is the same.
+        """
+        values = matrix.values if isinstance(matrix, GroupedMatrix) else matrix
+        inner = values.shape[1]
         step = min(-(-_NUMBERS_AT_ONCE // (PANEL * inner)) * PANEL, len(order))
-        rows, levels = (
-            torch.empty((step, inner), dtype=weight.dtype),
-            torch.empty((step, inner), dtype=torch.int8),
-        )
+        rows = torch.empty((step, inner), dtype=values.dtype)
+        levels = rows if isinstance(matrix, GroupedMatrix) else torch.empty(rows.shape, dtype=torch.int8)
         for begin in range(0, len(order), step):
             own = order[begin : begin + step]
             end, is_there = begin + len(own), own >= 0
             sources = own[is_there]
-            torch.index_select(weight, 0, sources, out=rows[: len(sources)])
-            of_rows, sums = self._quantize(rows[: len(sources)], levels)
+            of_columns = torch.index_select(values, 0, sources, out=rows[: len(sources)])
+            if isinstance(matrix, GroupedMatrix):
+                of_rows, sums = matrix.scales[sources, 0], of_columns.sum(1, dtype=torch.int32)
+            else:
+                of_rows, sums = self._quantize(of_columns, levels)
             scales[begin:end][is_there] = of_rows
             corrections[begin:end][is_there] = sums * (INT8_LEVELS + 1)
             places = torch.where(is_there, is_there.cumsum(0) - 1, -1)
@@ -308,17 +317,6 @@ class Packer:
             self.library.pack_int8(
                 levels.data_ptr(), inner, places.data_ptr(), len(own), inner, target, self.num_threads
             )
-
-    def _pack_levels(
-        self, matrix: GroupedMatrix, order: Tensor, packed: Tensor, scales: Tensor, corrections: Tensor
-    ) -> None:
-        """Fill what `_pack_int8` does, of int8 levels that have a scale for each row."""
-        values, inner, width = matrix.values.contiguous(), matrix.values.shape[1], len(scales)
-        sums = values.sum(1, dtype=torch.int32) * (INT8_LEVELS + 1)
-        scales.copy_(in_order(matrix.scales[:, 0], order, width))
-        corrections.copy_(in_order(sums, order, width))
-        sizes = (inner, order.data_ptr(), len(order), inner)
-        self.library.pack_int8(values.data_ptr(), *sizes, packed.data_ptr(), self.num_threads)
 
     def _quantize(self, weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize to the first rows of `levels`; returns the scale of each row, and the sum of its levels."""
@@ -336,22 +334,8 @@ class Packer:
         return kept.data_ptr()
 
 
-KEPT = frozenset({Kind.INT4, Kind.FLOAT4, Kind.INT8_BY_ROW})
+KEPT = frozenset({MatrixKind.INT4, MatrixKind.FLOAT4, MatrixKind.INT8_BY_ROW})
 """What compiled layers multiply as the checkpoint has it."""
-
-
-def why_unpacked(matrix: GroupedMatrix, is_stack: bool) -> str:
-    """The reason why compiled layers do not multiply a quantized matrix as it is; empty if they do.
-
-    `is_stack`: it is that of an expert.
-    """
-    if matrix.kind not in KEPT:
-        return f"{matrix.kind.value}, which int8 by row would round again"
-    if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % _INT4_TOGETHER:
-        return f"groups of {matrix.group_size} inputs, which are no multiple of {_INT4_TOGETHER}"
-    if is_stack and matrix.order is not None:
-        return "experts whose inputs are in an order of their own"
-    return ""
 
 
 def _words(matrix: GroupedMatrix) -> Tensor:
@@ -359,9 +343,9 @@ def _words(matrix: GroupedMatrix) -> Tensor:
 
     4-bit floats are multiplied as twice their values, and so have half their scales.
     """
-    zeros = torch.zeros(1) if matrix.zeros is None else matrix.zeros
+    points = torch.zeros(1) if matrix.zeros is None else matrix.zeros
     scales = matrix.scales / 2 if matrix.is_float4 else matrix.scales.contiguous()
-    return (scales.view(torch.int32) & ~_ZERO_BITS) | zeros.to(torch.int32)
+    return (scales.view(torch.int32) & ~layout.INT4_ZERO_BITS) | points.to(torch.int32)
 
 
 def _column_order(rows: int, is_gated: bool, is_stack: bool) -> tuple[Tensor, int]:

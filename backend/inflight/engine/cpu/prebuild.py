@@ -1,7 +1,8 @@
 """Compile the layers once for many machines: `python -m inflight.engine.cpu.prebuild [DTYPE]...`.
 
-For images whose containers have no compiler. The results lie in the package, for AVX-512 and for AVX2, and run on
-every processor that has the instructions that the dtype needs, whatever the machine that built them. One thread.
+For wheels, and images whose containers have no compiler. The results lie in the package, for each target of the
+machines that the compiler (CXX) is for, and run on every processor that has the instructions that the dtype needs,
+whatever the machine that built them. One thread.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import itertools
 import sys
 
-from inflight.engine.cpu.library import TARGETS, CannotBuild, prebuild
+from inflight.engine.cpu.library import CannotBuild, prebuild, targets_of_compiler
 
 _KINDS = ("bfloat16", "int8", "float32")
 
@@ -25,9 +26,11 @@ def main() -> int:
     if unknown := sorted(set(dtypes) - set(_KINDS)):
         parser.error(f"no compiled code for {', '.join(unknown)}, only for {', '.join(_KINDS)}")
     try:
-        for target, dtype in itertools.product(TARGETS, dtypes):
-            is_int8 = dtype == "int8"
-            sys.stdout.write(f"{prebuild(target, 'bfloat16' if is_int8 else dtype, is_int8)}\n")
+        for target, kind in itertools.product(targets_of_compiler(), dtypes):
+            is_int8 = kind == "int8"
+            dtype = "bfloat16" if is_int8 else kind
+            if dtype in target.dtypes:
+                sys.stdout.write(f"{prebuild(target, dtype, is_int8)}\n")
     except CannotBuild as error:
         sys.stderr.write(f"prebuild: {error}\n")
         return 1

@@ -5,7 +5,7 @@ for field, and the functions' signatures.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_bool, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_int64, c_void_p
 
 
 class LinearStruct(Structure):
@@ -162,7 +162,15 @@ class MaskedRowsStruct(Structure):
     _fields_ = (("count", c_int64), ("rows", c_void_p), ("masks", c_void_p), ("pieces", c_int64))
 
 
+class ConstantStruct(Structure):
+    """A number that weights are laid out by; the last of an array of them has no name."""
+
+    _fields_ = (("name", c_char_p), ("value", c_int64))
+
+
 _SIGNATURES = {
+    "check_products": (c_int32, ()),
+    "constants": (POINTER(ConstantStruct), ()),
     "create": (c_void_p, (POINTER(ShapeStruct), POINTER(LayerStruct))),
     "destroy": (None, (c_void_p,)),
     "plan": (c_bool, (c_void_p, POINTER(BatchStruct))),

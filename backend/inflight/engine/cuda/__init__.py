@@ -1,1 +1,1 @@
-"""The parts that need a GPU: CUDA graphs, and kernels in Triton's language. Tested elsewhere by stand-ins."""
+"""The parts that need a GPU: CUDA graphs, and kernels in Triton's language. Without a GPU, tests use stand-ins."""

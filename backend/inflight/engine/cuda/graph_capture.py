@@ -1,4 +1,4 @@
-"""Records operations on a GPU as CUDA graphs, where iterations are to be recorded."""
+"""Records operations on a GPU as CUDA graphs, if iterations are to be recorded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _log = logging.getLogger(__name__)
 
 
 class GraphCapture:
-    """Records operations as CUDA graphs. All share one pool of memory: none is replayed beside another.
+    """Records operations as CUDA graphs. All graphs share one memory pool, as no two of them run at the same time.
 
-    What a graph reads and writes has to stay where it was, and what it leaves for later goes to memory from
-    before.
+    The inputs and outputs of a graph must stay at the same addresses, in memory allocated before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,11 +26,12 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, operations: Callable[[], None]) -> Callable[[], None]:
-        """Run `operations` once, then record them; what is returned queues them on the current stream."""
+        """Run `operations` once, then record them; return a function that queues the recording on the current
+        stream."""
         with torch.cuda.device(self._device):
             self._warm_up(operations)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on using the device.
+            # other threads may go on using the device
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
@@ -39,7 +39,8 @@ class GraphCapture:
         return graph.replay
 
     def _warm_up(self, operations: Callable[[], None]) -> None:
-        """Libraries allocate and choose kernels at their first call, which cannot be recorded."""
+        """Run the operations once: libraries allocate and choose kernels at their first call, which cannot be
+        recorded."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             operations()
@@ -53,8 +54,8 @@ def find_capture(
     device: torch.device,
     has_debug_tensors: bool,
 ) -> Capture | None:
-    """Records iterations; None if they are not to be recorded, and the log says why."""
-    if device.type != "cuda" or not has_fixed_shapes:  # it was said when the attention was chosen
+    """Return the function that records iterations; None if they are not to be recorded, with the reason logged."""
+    if device.type != "cuda" or not has_fixed_shapes:  # logged when the attention was chosen
         return None
     if config.cuda_graph_mode and mapping.pp_size == 1 and not has_debug_tensors:
         if any(output.name.startswith("hidden_states_") for output in config.additional_model_outputs):
@@ -74,7 +75,7 @@ def find_capture(
 def agree_on_capture(
     capture: Capture | None, device: torch.device, agree: Callable[[int], int]
 ) -> Capture | None:
-    """None where some rank records nothing; `agree` returns the least of all ranks' numbers."""
+    """Return None if any rank records nothing; `agree` returns the minimum of all ranks' numbers."""
     if device.type == "cuda" and not agree(int(capture is not None)):
         return None
     return capture

@@ -1,16 +1,16 @@
 """Iterations as recorded operations: a forward pass is one call to the device instead of hundreds.
 
-A recording is of a fixed number of rows and reads and writes fixed memory. So a few numbers of rows are recorded,
-a batch is filled up to the next of them with rows of the null slot, which write into the null block, and what
-differs from batch to batch is copied to where the recordings read it, in one copy. Everything else, block tables
-and last tokens, is in the slot table already. Knows no CUDA: who records is given. Called by the loop thread.
+A recording has a fixed number of rows, and reads and writes fixed memory. So several numbers of rows are recorded.
+A batch is padded to the next of them with rows of the null slot, which write to the null block, and its data is
+copied to the recordings' input in a single copy. Everything else, such as block tables and last tokens, is already
+in the slot table. Knows no CUDA: the recording function is an argument. Called on the loop thread.
 
-There are recordings of generation rows alone, up to as many as there are slots. Where the attention takes
-`FixedRows`, there are others of context chunks and generation rows together, up to _MOST_ROWS: what has more rows
-computes for longer than it takes to launch its operations one by one.
+There are recordings of generation rows alone, up to the number of slots. If the attention takes `FixedRows`, there
+are others of context chunks and generation rows together, up to _MOST_ROWS: larger batches compute for longer than
+launching their operations one by one takes.
 
-Where LoRA adapters are taken, everything is recorded a second time, with a fixed number of pages of adapters, for
-batches in which some row has an adapter. A batch whose adapters have more pages, or magnitudes, is not replayed.
+If LoRA adapters are taken, every recording exists a second time, with a fixed number of adapter pages, for batches
+in which some row has an adapter. Batches with more pages or with magnitudes are not replayed.
 """
 
 from __future__ import annotations
@@ -39,19 +39,22 @@ from inflight.engine.slots import SlotTable
 from inflight.sampling.transfer import staged, upload
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Runs operations and records them; what it returns runs them again, on what is in the same memory by then."""
+"""Runs operations and records them; returns a function that replays them on the current content of the same
+memory."""
 
-_STEP = 8  # rows; fewer cost as much
+_STEP = 8  # in rows; fewer cost as much
 _LEAST_MIXED = 16  # rows of the smallest recording with chunks
-_MOST_ROWS = 1024  # of the largest; on an H100 1b takes about 5 ms for so many, and 8b 30
-_MOST_CHUNKS = 32  # of one recording: more would have most of its tiles empty in most batches
+_MOST_ROWS = 1024  # rows of the largest recording; on an H100, 1b takes about 5 ms for them, and 8b 30
+_MOST_CHUNKS = 32  # of one recording; with more, most of its tiles would be empty in most batches
 _GRAPH_BYTES = 32 << 20
 _ADAPTER_RANKS = 128
-"""Of all adapters of a recorded batch, rounded to pages: 8 of rank 16. A replay multiplies so many in any case."""
+"""Ranks of all adapters of a recorded batch together, rounded to pages: 8 adapters of rank 16. A replay always
+multiplies this many."""
 
 
 def recorded_sizes(most: int) -> list[int]:
-    """Numbers of rows, ascending, up to `most`: each at most a quarter, or 8 rows, above the one before."""
+    """Return numbers of rows to record, ascending, up to `most`: each at most a quarter, or 8 rows, above the
+    previous."""
     sizes = [size for size in (1, 2, 4) if size < most]
     size = _STEP
     while size < most:
@@ -61,18 +64,18 @@ def recorded_sizes(most: int) -> list[int]:
 
 
 def mixed_sizes(max_num_tokens: int) -> list[int]:
-    """Numbers of rows that are recorded with chunks, of an engine that takes at most `max_num_tokens` of them."""
+    """Return the numbers of rows to record with chunks, for an engine with at most `max_num_tokens` rows."""
     most = min(max_num_tokens, _MOST_ROWS)
     return [size for size in recorded_sizes(most) if size >= _LEAST_MIXED or size == most]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedKinds:
-    """The kinds of batches that are recorded as CUDA graphs.
+    """The kinds of batches that are recorded.
 
     Attributes:
-        generation_sizes: Numbers of rows of batches that only generate, ascending.
-        mixed_sizes: Of batches with context chunks.
+        generation_sizes: Numbers of rows of recordings of generation rows, ascending.
+        mixed_sizes: Numbers of rows of recordings with context chunks, ascending.
         with_adapters: Whether each is recorded a second time, with adapters.
     """
 
@@ -84,13 +87,13 @@ class RecordedKinds:
     def of(
         cls, takes_fixed_rows: bool, num_slots: int, max_num_tokens: int, with_adapters: bool
     ) -> RecordedKinds:
-        """For as many sequences as there are slots, and batches of at most `max_num_tokens` rows."""
+        """Return the kinds for `num_slots` sequences and batches of at most `max_num_tokens` rows."""
         mixed = mixed_sizes(max_num_tokens) if takes_fixed_rows else ()
         return cls(tuple(recorded_sizes(num_slots)), tuple(mixed), with_adapters)
 
     @property
     def num_bytes(self) -> int:
-        """About what the recordings take on the device, generously: it is not known before."""
+        """A generous estimate of the recordings' device memory in bytes, which is not known in advance."""
         count = len(self.generation_sizes) + len(self.mixed_sizes)
         return _GRAPH_BYTES * count * (2 if self.with_adapters else 1)
 
@@ -105,7 +108,7 @@ class _Recording:
 
 
 def _most_pages(pool: AdapterPool) -> int:
-    """How many pages of adapters a recorded batch has."""
+    """Return the number of adapter pages of a recorded batch."""
     ranks = _ADAPTER_RANKS if pool.max_active_rank is None else min(_ADAPTER_RANKS, pool.max_active_rank)
     return min(pool.num_pages, max(1, ranks // pool.page_rank))
 
@@ -114,14 +117,14 @@ class IterationGraphs:
     """Recordings of a decoder's layers.
 
     Args:
-        decoder: With an attention that has fixed shapes, all of the layers of a model.
-        table: Whose slots the rows are.
-        cache: Which the recordings write to for good.
-        capture: Records.
-        max_num_tokens: Most rows of a batch.
+        decoder: A decoder with all layers of a model, and an attention of fixed shapes.
+        table: The slot table of the rows' slots.
+        cache: The KV cache, whose memory the recordings write to.
+        capture: The recording function.
+        max_num_tokens: Maximum number of rows of a batch.
 
     Attributes:
-        kinds: What is recorded.
+        kinds: The recorded kinds of batches.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class IterationGraphs:
         shape = (most, decoder.config.hidden_size)
         self._hidden = torch.zeros(shape, dtype=decoder.dtype, device=device)
         self._num_pages = num_pages = 0 if pool is None else _most_pages(pool)
-        # Pages, each one's owner, and each row's adapter, as `ActiveAdapters.of_rows` takes them.
+        # Pages, each page's owner, and each row's adapter, as in `ActiveAdapters.of_rows`.
         self._adapters = torch.zeros(2 * num_pages + most, dtype=torch.int64, device=device)
         recordings = [
             _Recording(size, has_chunks, with_adapters)
@@ -158,39 +161,39 @@ class IterationGraphs:
             for size in sizes
             for with_adapters in ((False,) if pool is None else (False, True))
         ]
-        # The largest first: the others find room in its memory.
+        # The largest first, as the others reuse its memory.
         recordings.sort(key=lambda each: (each.size, each.has_chunks, each.with_adapters), reverse=True)
         self._replays = {each: self._capture(each, capture) for each in recordings}
 
     @property
     def count(self) -> int:
-        """How many recordings there are."""
+        """Number of recordings."""
         return len(self._replays)
 
     @property
     def adapter_ranks(self) -> int:
-        """Ranks that the adapters of a replayed batch may have together; 0: none has any."""
+        """Maximum sum of ranks of a replayed batch's adapters; 0: batches with adapters are not replayed."""
         return 0 if self._pool is None else self._num_pages * self._pool.page_rank
 
     def drop_mixed(self) -> None:
-        """Forget the recordings with chunks."""
+        """Drop the recordings with chunks."""
         self.kinds = replace(self.kinds, mixed_sizes=())
         self._replays = {each: run for each, run in self._replays.items() if not each.has_chunks}
 
     def forward(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor] | None:
-        """The last layer's output for a batch without rows of prompt tables; fills the cache.
+        """Replay a batch without rows of prompt tables, which fills the cache; return the last layer's output.
 
         Args:
-            batch: Whose slots and blocks the slot table has taken over.
+            batch: The batch, already applied to the slot table.
 
         Returns:
-            [rows, hidden_size] in the engine's dtype, laid out as `pack` does if there are chunks, else in the
-            order of `batch.generation_slots`, valid until the next call; and [n] int64, which of its rows choose
-            tokens. None, and nothing is done, if there is no recording for it: too many rows, chunks or adapters,
-            or no room in the cache for what fills it up.
+            [rows, hidden_size] in the engine's dtype, in the order of `pack` if there are chunks, else in that of
+            `batch.generation_slots`, valid until the next call; and [n] int64, its sampled rows. None, with
+            nothing done, if no recording fits: too many rows, chunks or adapters, or no room in the cache for the
+            padding.
 
         Raises:
-            ValueError: As `pack`.
+            ValueError: See `pack`.
         """
         return self._forward_mixed(batch) if batch.context else self._forward_generation(batch)
 
@@ -239,7 +242,7 @@ class IterationGraphs:
     def _find(
         self, size: int, has_chunks: bool, slots: Numbers, positions: Numbers
     ) -> tuple[_Recording, Callable[[], None]] | None:
-        """The recording of this size, which is told of the rows' adapters; None if it does not take these rows."""
+        """Return the recording of this size, with the rows' adapters set; None if it cannot take these rows."""
         if not self._cache.has_room_beside(slots, positions, size - len(slots)):
             return None
         adapters = adapters_of(slots, self._table)
@@ -249,9 +252,8 @@ class IterationGraphs:
         return recording, self._replays[recording]
 
     def _parts(self, size: int, has_chunks: bool) -> list[int]:
-        """How many numbers a recording of `size` rows reads: slots, positions; with chunks token ids (-1 where the
-        slot's last token is fed), generation rows, tiles.
-        """
+        """Return the sizes of a recording's inputs for `size` rows: slots, positions; with chunks also token ids
+        (-1 where the slot's last token is fed), generation rows, tiles."""
         if not has_chunks:
             return [size, size]
         return [size, size, size, min(size, self._table.null_slot), 4 * self._tile_limits[size].count]
@@ -260,7 +262,7 @@ class IterationGraphs:
         self._numbers[: len(numbers)].copy_(staged(numbers, self._numbers.device), non_blocking=True)
 
     def _set_adapters(self, adapters: NDArray[np.int64], size: int) -> bool:
-        """Say which adapters the rows have; False if these are more than is recorded."""
+        """Set the rows' adapters; return False if there are more than are recorded."""
         assert self._pool is not None, "rows have adapters only where there is room for some"
         found, most = self._pool.find(adapters), self._num_pages
         if found.magnitude_rows is not None or len(found.pages) > most:
@@ -297,7 +299,7 @@ class IterationGraphs:
             bounds=self._bounds[: size + 1],
             chunks=(),
             generation_begin=0,
-            generation_lengths=np.empty(0, dtype=np.int64),  # attention of fixed shapes does not ask
+            generation_lengths=np.empty(0, dtype=np.int64),  # attention of fixed shapes does not use these
             block_tables=table.block_tables,
             fixed=fixed,
         )

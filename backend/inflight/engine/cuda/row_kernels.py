@@ -1,4 +1,4 @@
-"""The choice of kernels in Triton's language that find the highest logits of rows. Loading thread."""
+"""Chooses kernels in Triton's language that find the highest logits of rows. Loading thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.sampling.row_kernels import RowKernels
 
 
 def find_row_kernels(vocab_size: int, device: torch.device) -> RowKernels:
-    """The kernels over rows of `vocab_size` logits on a device; torch's operators where none can be used."""
+    """Return the kernels for rows of `vocab_size` logits on a device; torch's operators if none can be used."""
     if device.type != "cuda" or not has_triton():
         return RowKernels()
     from inflight.engine.cuda.kernels.peaks import KernelRowKernels  # imports triton
@@ -24,18 +24,18 @@ def find_row_kernels(vocab_size: int, device: torch.device) -> RowKernels:
 
 
 def check_peaks_of(tried: RowKernels, vocab_size: int, device: torch.device) -> None:
-    """Compare the highest logits with torch's. IsOff where they are others, or finding them raises."""
+    """Compare the highest logits with torch's. Raises IsOff if they differ or finding them raises."""
     draw = torch.Generator(device).manual_seed(0)
     for num_rows in (1, 3):
         logits = torch.randn((num_rows, vocab_size), generator=draw, device=device)
-        logits[0, ::7] = 9.0  # of equal ones, the first
+        logits[0, ::7] = 9.0  # a tie: the first one counts
         if num_rows > 1:
             logits[1] = -torch.inf
             logits[2, vocab_size // 2] = torch.nan
         expected = find_peaks(logits)
         try:
             found = tried.find_peaks(logits)
-        except Exception as error:  # a kernel that cannot do it may raise anything
+        except Exception as error:  # an unsupported kernel may raise anything
             raise IsOff(str(error).split("\n")[0]) from error
         if not torch.equal(found.highest.nan_to_num(), expected.highest.nan_to_num()):
             raise IsOff(f"the highest logits of {num_rows} rows are {found.highest.tolist()}")

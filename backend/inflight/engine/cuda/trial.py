@@ -1,4 +1,4 @@
-"""Helpers for the trials that kernels in Triton's language go through when a model is loaded."""
+"""Helpers for the trials of kernels in Triton's language when a model is loaded."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def has_triton() -> bool:
 
 
 def say_left_out(what: str, reason: IsOff) -> None:
-    """Log that a kernel is left out."""
+    """Log that a kernel is not used."""
     _log.warning("the kernel for %s is left out, torch's operators do it: %s", what, str(reason))

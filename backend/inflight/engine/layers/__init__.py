@@ -1,1 +1,1 @@
-"""The decoder in torch's operators, transformers' own modelling code, and quantized linear layers."""
+"""The decoder in torch's operators, transformers' modelling code, and quantized linear layers."""

@@ -1,10 +1,11 @@
 """The forward pass in torch's operators, one class for all families.
 
-A pipeline stage has some of the layers, and starts from the hidden states of the stage before. The two ends of a
-model, embedding and logits, are here for compiled layers too: several ranks may hold parts of their vocabulary.
+A pipeline stage has some of the layers, and starts from the hidden states of the previous stage. The two ends of a
+model, embedding and logits, are here for compiled layers too: several ranks may each hold a part of the
+vocabulary.
 
-Everything that is per family was settled when the checkpoint was read; the branches here are on properties that a
-DecoderConfig names.
+Everything specific to a family was resolved when the checkpoint was read; the branches here depend on properties
+named by a DecoderConfig.
 """
 
 from __future__ import annotations
@@ -35,32 +36,33 @@ from inflight.models.sharding import Part, Range
 from inflight.sampling.row_kernels import RowKernels
 
 _BY_TORCH = RowKernels()
-_LEAST_SUM = 1e-20  # of probabilities that are divided by their sum
+_LEAST_SUM = 1e-20  # the smallest sum by which probabilities are divided
 
 
 class Decoder:
-    """A model, or a part of one: its weights, and the tables of its rotary positions.
+    """A model or a part of one: its weights and the tables of its rotary positions.
 
     Args:
-        config: What the checkpoint says.
-        weights: Of that model, or of this part of it.
-        layer_windows: Per layer of the whole model what a token sees, instead of `config.sliding_windows`.
+        config: The checkpoint's configuration.
+        weights: The weights of the model, or of this part of it.
+        layer_windows: Attention windows by layer of the whole model, used instead of `config.sliding_windows`.
         max_sequence_length: Longest sequence in tokens.
-        part: Which part of the model this is; None: all of it.
-        collectives: The ranks that have the other parts of these layers; all of them run the same batches.
-        attention: How rows read keys and values.
-        operations: What there is between products and attention; None: in torch's operators.
-        row_kernels: As the attribute.
+        part: The part of the model; None: all of it.
+        collectives: Collectives with the ranks that have the other parts of these layers; all of them run the same
+            batches.
+        attention: The attention over the KV cache.
+        operations: The operations between matrix products and attention; None: in torch's operators.
+        row_kernels: See the attribute.
 
     Attributes:
-        config: Of the whole model.
-        dtype: Of activations and KV cache, and of weights that are not quantized.
-        adapters: Where its LoRA adapters are; None: it takes none.
-        kernels: Who computes the layers.
-        has_fixed_shapes: As `attention` says.
-        takes_fixed_rows: Likewise.
-        needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
-        row_kernels: Computes over its rows of logits when tokens are chosen.
+        config: The configuration of the whole model.
+        dtype: Data type of activations and KV cache, and of weights that are not quantized.
+        adapters: The LoRA adapters on the device; None: it takes none.
+        kernels: Name of the implementation of the layers.
+        has_fixed_shapes: See `Attention`; False with experts.
+        takes_fixed_rows: See `Attention`.
+        needs_cleared_blocks: Whether the previous content of a KV block may affect a sequence that takes it over.
+        row_kernels: Kernels on rows of logits, for sampling.
     """
 
     kernels = "torch"
@@ -81,7 +83,7 @@ class Decoder:
         part = part or Part.whole(config)
         self.config = config
         self.adapters: AdapterPool | None = None
-        # Which experts have rows is asked of the host.
+        # finding the experts that have rows waits for the device
         self.has_fixed_shapes = attention.has_fixed_shapes and config.experts is None
         self.takes_fixed_rows = self.has_fixed_shapes and attention.takes_fixed_rows
         self._attention = attention
@@ -108,7 +110,7 @@ class Decoder:
         }
 
     def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits:
-        """As `RecordedDecoder.tile_limits`: it takes a batch of any size."""
+        """Return the limits of `RecordedDecoder.tile_limits`; this decoder takes batches of any size."""
         return tile_limits(num_rows, num_chunks)
 
     def forward(
@@ -119,11 +121,11 @@ class Decoder:
         between: HiddenStates | None = None,
         active: ActiveAdapters | None = None,
     ) -> Tensor:
-        """The last layer's output [rows, hidden_size]; fills the cache.
+        """Compute the last layer's output [rows, hidden_size], and fill the cache.
 
-        The next stage takes it as `hidden`, and at the last stage `logits` does. At the first, `hidden` is None.
-        `between` keeps what it wants of the hidden states between layers. `active` are the rows' adapters; None:
-        those that `packed` names. ValueError if one of these is not there.
+        The output is the next stage's `hidden`, or at the last stage the argument of `logits`. At the first stage
+        `hidden` is None. `between` collects hidden states between layers. `active` are the rows' adapters; None:
+        those named in `packed`. Raises ValueError if one of these is not loaded.
         """
         weights = self._weights
         if active is None and packed.adapters is not None:
@@ -155,11 +157,11 @@ class Decoder:
         return x
 
     def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
-        """At the last stage, `logits` of the rows that choose tokens, of what `forward` returns."""
+        """Return `logits` of the sampled rows, from the output of `forward`; at the last stage."""
         return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """[n, vocab_size] float32, of the rows [n] int64 of what `forward` returned."""
+        """Return [n, vocab_size] float32 logits of the rows [n] int64 of `forward`'s output."""
         norm, head = self._weights.final_norm, self._weights.lm_head
         assert norm is not None and head is not None, "the last stage makes the logits"
         logits = head(self._norm(hidden[rows], norm)).float()
@@ -167,11 +169,14 @@ class Decoder:
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
     def reserve_adapters(self, num_pages: int, page_rank: int) -> None:
-        """Make room for adapters, in pages of so many ranks, before the first of them is loaded. At most once."""
+        """Allocate pages for adapters, each with room for `page_rank` ranks, before the first is loaded.
+
+        At most once.
+        """
         self.adapters = AdapterPool(self.config, self._part, num_pages, page_rank, self.dtype, self._device)
 
     def load_adapter(self, load: AdapterLoad) -> None:
-        """Put an adapter into its pages, for rows of later batches."""
+        """Load an adapter into its pages, for rows of later batches."""
         self._pool().load(load)
 
     def _pool(self) -> AdapterPool:
@@ -179,7 +184,7 @@ class Decoder:
         return self.adapters
 
     def normalize(self, hidden: Tensor) -> Tensor:
-        """The final norm of rows [n, hidden_size] of what `forward` returned, at the last stage."""
+        """Apply the final norm to rows [n, hidden_size] of `forward`'s output; at the last stage."""
         norm = self._weights.final_norm
         assert norm is not None, "the last stage has the final norm"
         return self._norm(hidden, norm)
@@ -193,7 +198,7 @@ class Decoder:
         return F.embedding(token_ids, self._weights.embedding)
 
     def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
-        """Every rank has some of the inputs; the bias is added once, to the sum."""
+        """Multiply with a weight whose inputs are divided among ranks; the bias is added once, to the sum."""
         if self._collectives.size == 1:
             return linear(x)
         total = self._collectives.all_reduce(replace(linear, bias=None)(x))
@@ -223,7 +228,7 @@ class Decoder:
     def _queries_keys_values(
         self, x: Tensor, rotation: Any, index: int, layer: LayerWeights, places: Tensor, cache: KvCache
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Each [rows, heads, head_dim]; keys and values are in the cache then."""
+        """Return queries, keys and values, each [rows, heads, head_dim]; stores keys and values in the cache."""
         heads, kv_heads = self._held.num_heads, self._held.num_kv_heads
         qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self._held.head_dim)
         norms = None
@@ -244,11 +249,11 @@ class Decoder:
         weights: LatentWeights,
         config: LatentAttention,
     ) -> tuple[Tensor, Tensor]:
-        """The queries of latent attention, and the latent keys and values that it caches.
+        """Return the queries of latent attention, and the latent keys and values that it caches.
 
         Returns:
-            Queries multiplied by their heads' projection of keys [rows, heads, cached_dim]; the latent and the
-            shared key, as the key of the only key head and as its value [rows, 1, cached_dim].
+            Queries multiplied by their heads' key projections [rows, heads, cached_dim]; the latent and the shared
+            key together, as key and value of the only key head [rows, 1, cached_dim].
         """
         rank, heads = config.kv_rank, self._held.num_heads
         query_width = config.query_rank or heads * config.query_head_dim
@@ -269,16 +274,17 @@ class Decoder:
         return torch.cat([absorbed, turned[:, :heads]], dim=2), keys
 
     def _decompress(self, read: Tensor, weights: LatentWeights, config: LatentAttention) -> Tensor:
-        """The heads' values [rows, heads * value_head_dim], of what they have read [rows, heads * cached_dim].
+        """Return the heads' values [rows, heads * value_head_dim] from their attention output [rows, heads *
+        cached_dim].
 
-        What they have read of shared keys is of no use.
+        The part of the output that belongs to the shared keys is not used.
         """
         _, value_up = self._by_head(weights, config)
         read = read.unflatten(1, (self._held.num_heads, config.cached_dim))[..., : config.kv_rank]
         return (read.transpose(0, 1) @ value_up.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _by_head(self, weights: LatentWeights, config: LatentAttention) -> tuple[Tensor, Tensor]:
-        """The heads' projections of the latent to keys [heads, nope_head_dim, kv_rank], and to values."""
+        """Return the heads' projections of the latent to keys [heads, nope_head_dim, kv_rank], and to values."""
         widths = config.nope_head_dim, config.value_head_dim
         keys, values = weights.kv_up.weight.unflatten(0, (self._held.num_heads, -1)).split(widths, dim=1)
         return keys, values
@@ -304,16 +310,16 @@ class Decoder:
     def _add(
         self, x: Tensor, computed: Tensor, post_norm: Norm | None, norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
-        """Add the output of attention or MLP to the residual stream; return the sum, and it after `norm`."""
+        """Add the output of attention or MLP to the residual stream; return the sum, and the sum after `norm`."""
         return self._operations.add_norm(x, self._norm(computed, post_norm), norm)
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
         return x if norm is None else apply_norm(x, norm, self.config.norm_eps)
 
     def _norm_together(self, x: Tensor, norm: Norm, num_heads: int) -> Tensor:
-        """RMSNorm over all `num_heads` of the model, of which this rank has x [rows, heads, head_dim].
+        """Apply RMSNorm over all `num_heads` heads of the model; this rank has x [rows, heads, head_dim].
 
-        Where there are fewer heads than ranks, several have the same one, which counts once.
+        If there are fewer heads than ranks, several ranks have the same head, which counts once.
         """
         if self._collectives.size == 1:
             return self._norm(x.flatten(1), norm).view_as(x)
@@ -328,11 +334,12 @@ class Decoder:
 def mix_experts(
     x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig, activate: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """[rows, hidden_size]: what each row's experts give, weighed by the router; of a rank, those that it holds.
+    """Return [rows, hidden_size]: the weighted sum of the output of each row's experts, as far as this rank holds
+    them.
 
-    Rows are sorted by expert, so that each expert that any row goes to is two products. A row's results are added
-    up in the order of its experts' numbers, whatever the other rows are. Every rank chooses experts for all rows,
-    and leaves out what goes to experts of others.
+    Rows are sorted by expert, so that an expert with any rows takes two matrix products. A row's results are added
+    up in the order of its experts' ids, independent of the other rows. Every rank routes all rows, and skips
+    experts that other ranks hold.
     """
     chances, chosen = route(x, experts, config)
     by_expert, order = chosen.flatten().sort(stable=True)
@@ -356,7 +363,7 @@ def mix_experts(
 
 
 def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """The weights (float32) and the ids (int64) of each row's experts: [rows, num_per_token] each."""
+    """Return the weights (float32) and the ids (int64) of each row's experts: [rows, num_per_token] each."""
     if config.has_float32_router:
         logits = F.linear(x.float(), experts.router.weight.float())
     else:
@@ -373,7 +380,7 @@ def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> t
 
 
 def _is_in_best_groups(wanted: Tensor, config: ExpertsConfig) -> Tensor:
-    """Whether each expert is of one of the groups that the row [rows, count] goes to."""
+    """Return whether each expert is in one of the groups chosen for the row [rows, count]."""
     grouped = wanted.unflatten(-1, (config.num_groups, -1))
     of_groups = grouped.topk(config.scores_per_group, dim=-1).values.sum(-1)
     best = of_groups.topk(config.num_groups_per_token, dim=-1).indices
@@ -382,7 +389,7 @@ def _is_in_best_groups(wanted: Tensor, config: ExpertsConfig) -> Tensor:
 
 
 def finish_logits(logits: Tensor, config: DecoderConfig) -> Tensor:
-    """Logits [rows, ids] float32 of the output projection, with the model's own scale and cap."""
+    """Apply the model's logit scale and cap to the output projection's logits [rows, ids] float32."""
     if config.logits_scale != 1:
         logits = logits * config.logits_scale
     if config.logits_soft_cap is not None:
@@ -398,16 +405,17 @@ def embed(
     collectives: Collectives,
     position_embedding: Tensor | None,
 ) -> Tensor:
-    """The embeddings of the rows' tokens, [rows, hidden_size], with those of their positions if these are learned.
+    """Return the embeddings of the rows' tokens, [rows, hidden_size], plus learned position embeddings if there
+    are any.
 
-    Virtual tokens have theirs already, of which every rank has all.
+    Virtual tokens bring their embeddings, which every rank has in full.
 
     Args:
-        packed: Token ids of the whole vocabulary, virtual ones, and positions.
-        config: What is done to embeddings.
-        here: Which ids this rank has, maybe none.
-        look_up: From ids, counted from the first of `here`, to [rows, hidden_size].
-        collectives: The ranks that have the others.
+        packed: Token ids of the whole vocabulary, virtual tokens, and positions.
+        config: The scale and other properties of embeddings.
+        here: The ids that this rank has; may be empty.
+        look_up: Returns embeddings [rows, hidden_size] of ids counted from the first of `here`.
+        collectives: Collectives with the ranks that have the other ids.
         position_embedding: [max_positions, hidden_size]; None if positions are not learned.
     """
     virtual = packed.virtual
@@ -418,7 +426,7 @@ def embed(
         begin, end = here
         if begin == end:
             x = look_up(packed.token_ids[:0]).new_zeros((len(packed.token_ids), config.hidden_size))
-        else:  # a row for every token: how many are here, only the device knows
+        else:  # a row for every token: only the device knows how many are here
             x = look_up((packed.token_ids - begin).clamp(0, end - begin - 1))
             is_here = (packed.token_ids >= begin) & (packed.token_ids < end)
             x = x.masked_fill(~is_here[:, None], 0)
@@ -426,7 +434,7 @@ def embed(
     if virtual is not None:
         x = x.index_copy(0, virtual.rows, virtual.embeddings)
     if config.embedding_scale != 1:
-        x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)  # rounded as transformers rounds it
+        x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)  # rounded as in transformers
     if position_embedding is None:
         return x
     return x + F.embedding(packed.positions + config.position_offset, position_embedding)

@@ -1,18 +1,17 @@
-"""Linear layers whose weights stay on the device as a checkpoint has quantized them, for torch's operators.
+"""Linear layers whose weights stay on the device as quantized in the checkpoint, for torch's operators.
 
-4 bits stay 4 bits, and 8 bits 8. Float8 with a scale for each row, or for the matrix, is multiplied as float8 by a
-GPU that does that (`quantized_linear.py`). Everything else is unpacked in a kernel in Triton's language, and
-activations are not rounded. A kernel that does not compute a matrix's shape correctly here, which is tried once
-while the model is loaded, is left out, and torch's operators unpack the matrix each time.
+4-bit and 8-bit weights stay so. Float8 weights with a scale per row or per matrix are multiplied as float8 by a
+GPU that supports it (`quantized_linear.py`). All others are unpacked inside a kernel in Triton's language, and
+activations are not rounded. The kernel is tried once per shape of matrix when the model is loaded; if it is not
+correct on the device, torch's operators unpack the matrix for every product.
 
-Used by the loading thread; the layers are called by the loop thread.
+Created on the loading thread; the layers are called on the loop thread.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -25,33 +24,34 @@ from inflight.config import FP8
 from inflight.engine.layers.quantized_linear import QuantizedLinear, Quantizing
 from inflight.errors import ConfigError
 from inflight.models import Linear
-from inflight.models.finisher import AsRead
-from inflight.models.levels import GroupedMatrix, Kind, Levels, float4_pairs
+from inflight.models.levels import GroupedMatrix, Levels, MatrixKind, float4_pairs
+from inflight.models.sink import PlainSink, StoredMatrix
 
 _log = logging.getLogger(__name__)
-_LEAST_GROUP = 16  # of what divides the size of groups, a tile's least side
-_POWERS = torch.float8_e8m0fnu  # of 2, a byte each: scales of 4-bit floats
+_LEAST_GROUP = 16  # smallest side of a tile, which divides the size of groups
+_POWERS = torch.float8_e8m0fnu  # powers of 2 in a byte: scales of 4-bit floats
 _NUMBERS_OF_TILE = 1 << 20  # 2 MiB in bfloat16
-_MANY_ROWS = 256  # from which on it pays to unpack a matrix for all of them
+_MANY_ROWS = 256  # from this many rows on, unpacking a matrix for all of them pays
 _TRIED_ROWS = (1, 17, 64)
-_TOLERANCE = 0.02  # of the largest result, as in quantized_linear.py
+_TOLERANCE = 0.02  # relative to the largest result, as in quantized_linear.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedLinear(Linear):
-    """A `Linear` whose `weight` is levels: [out, in] of 8 bits, or of 4 bits packed, [out, bytes] uint8.
+    """A `Linear` whose `weight` is quantized levels: [out, in] with 8 bits, or packed with 4 bits, [out, bytes]
+    uint8.
 
-    A stack of experts is one too, with an axis in front of all tensors.
+    It may also be a stack of experts, with an additional first axis on all tensors.
 
     Attributes:
-        scales: [out, groups] float32; float8_e8m0fnu where levels are 4-bit floats.
+        scales: [out, groups] float32; float8_e8m0fnu for 4-bit floats.
         zeros: [out, groups] uint8; None: all are 0.
-        order: [in] int64, which input is multiplied by each column of `weight`; None: its own.
-        group_size: Inputs of a group.
+        order: [in] int64, the input that belongs to each column of `weight`; None: in order.
+        group_size: Number of inputs of a group.
         bits: 4 or 8.
-        tile: As `pack`: so many inputs the kernel multiplies at a time. 1 is of 4-bit floats on a CPU alone.
-        computed: Dtype of inputs and outputs.
-        has_kernel: Whether the kernel multiplies.
+        tile: Number of inputs that the kernel multiplies at a time, see `pack`. 1 for 4-bit floats on a CPU only.
+        computed: Data type of inputs and outputs.
+        has_kernel: Whether the kernel is used.
     """
 
     scales: Tensor
@@ -89,7 +89,7 @@ class GroupedLinear(Linear):
         return replace(self, weight=self.weight[index], scales=scales, **parts)
 
     def dequantized(self) -> Tensor:
-        """The weight that the levels stand for, [out, in] float32."""
+        """Return the dequantized weight, [out, in] float32."""
         num_inputs = self.group_size * self.scales.shape[1]
         values = unpack(self.weight, self.tile)[:, :num_inputs] if self.bits == 4 else self.weight
         is_float4 = self.scales.dtype is _POWERS
@@ -98,10 +98,10 @@ class GroupedLinear(Linear):
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def _by_tile(self, x: Tensor) -> Tensor:
-        """The product with 4-bit floats, of which a tile's rows at a time are unpacked to what they stand for.
+        """Multiply with 4-bit floats, dequantizing the rows of one tile at a time.
 
-        A byte's two are looked up at once, in bfloat16, which has room for all of them. What a tile has stays in a
-        processor's cache until it is multiplied.
+        The two values of a byte are looked up together, in bfloat16, which represents all of them exactly. A
+        tile's values stay in the processor's cache until they are multiplied.
         """
         num_outputs, num_groups = self.scales.shape
         num_inputs = self.group_size * num_groups
@@ -117,45 +117,43 @@ class GroupedLinear(Linear):
 
 
 def tile_of(group_size: int, num_groups: int) -> int:
-    """How many inputs of one group a tile of the kernel has; 0: it does not multiply such groups."""
+    """Return the number of inputs of a tile of the kernel; 0: the kernel does not support such groups."""
     sizes = (64,) if num_groups == 1 else (64, 32, _LEAST_GROUP)
     return next((size for size in sizes if num_groups == 1 or group_size % size == 0), 0)
 
 
 def pack(levels: Tensor, tile: int) -> Tensor:
-    """Levels 0 to 15 [out, in], two a byte: `tile` inputs in lower halves, those behind them in upper ones."""
+    """Pack levels 0 to 15 [out, in], two per byte: `tile` inputs in lower halves, the next `tile` in upper
+    halves."""
     padded = F.pad(levels, (0, -levels.shape[1] % (2 * tile))).unflatten(1, (-1, 2, tile))
     return (padded[:, :, 0] | padded[:, :, 1] << 4).flatten(1)
 
 
 def unpack(packed: Tensor, tile: int) -> Tensor:
-    """The inverse of `pack`, with what that filled up."""
+    """Invert `pack`, including its padding."""
     both = packed.unflatten(1, (-1, tile))
     return torch.stack((both & 15, both >> 4), dim=2).flatten(1)
 
 
-@dataclass(slots=True)
-class KeepingLevels(AsRead):
-    """Keeps what the checkpoint has quantized, and everything else as it is read.
+@dataclass
+class KeepingLevels(PlainSink):
+    """Keeps quantized matrices as they are in the checkpoint, and everything else as it is read.
 
     Args:
-        computed: Dtype of activations.
-        device: Where the model is.
+        computed: Data type of activations.
+        device: The model's device.
     """
 
     computed: torch.dtype
     device: torch.device
-    keeps_levels = True
     _float8: Quantizing | None = None
-    _kept: Counter[Kind] = field(default_factory=Counter)
-    _unpacked: dict[str, list[str]] = field(default_factory=dict)
     _tried: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
             try:
                 self._float8 = Quantizing(FP8, self.computed, self.device)
-            except ConfigError:  # it does not multiply float8
+            except ConfigError:  # the GPU does not multiply float8
                 self._float8 = None
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
@@ -165,47 +163,38 @@ class KeepingLevels(AsRead):
             return "zero points that are no bytes"
         return ""
 
-    def note_unpacked(self, name: str, reason: str) -> None:
-        self._unpacked.setdefault(reason, []).append(name)
-
-    def keep_levels(self, matrix: GroupedMatrix, bias: Tensor | None, is_gated: bool) -> Linear:
-        self._kept[matrix.kind] += 1
+    def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> Linear:
+        if isinstance(matrix, Tensor):
+            return super().linear(matrix, bias, is_gated)
         parts = self._parts(matrix)
         return self._made(matrix, parts, parts, bias)
 
-    def keep_stacked_levels(
-        self, matrices: Iterator[GroupedMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+    def stack(
+        self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> Linear:
         first = next(matrices)
+        if isinstance(first, Tensor):
+            return super().stack(chain((first,), matrices), shape, bias, is_gated)
         parts = self._parts(first)
         stacked = [None if part is None else part.new_empty((shape[0], *part.shape)) for part in parts]
         for index, matrix in enumerate(chain((first,), matrices)):
+            assert isinstance(matrix, GroupedMatrix), "all are levels if the first is"
             for target, part in zip(stacked, self._parts(matrix), strict=True):
                 if target is not None and part is not None:
                     target.view(part.dtype)[index].copy_(part)
-        self._kept[first.kind] += 1
         return self._made(first, parts, stacked, bias)
 
-    def say(self) -> None:
-        """Log what has become of the quantized projections."""
-        kept = " and ".join(f"{count} in {kind.value}" for kind, count in self._kept.items())
-        _log.info(
-            "quantized projections stay as the checkpoint has them (%s); --dtype unpacks them", kept or "none"
-        )
-        for reason, names in self._unpacked.items():
-            _log.warning("%d quantized projections are unpacked (%s): %s", len(names), names[0], reason)
-
     def _parts(self, matrix: GroupedMatrix) -> list[Tensor | None]:
-        """Values, scales, zero points and order, on the device."""
+        """Return values, scales, zero points and order, on the device."""
         values = pack(matrix.values, self._tile(matrix)) if matrix.bits == 4 else matrix.values
         zeros = None if matrix.zeros is None else matrix.zeros.to(torch.uint8)
-        # What is mapped may go away, and what is expanded has no memory of its own.
+        # Mapped tensors may become invalid, and expanded ones have no memory of their own.
         scales = matrix.scales.to(_POWERS) if matrix.is_float4 else matrix.scales
         parts = (values, scales, zeros, matrix.order)
         return [None if part is None else self._moved(part) for part in parts]
 
     def _tile(self, matrix: GroupedMatrix) -> int:
-        """As `GroupedLinear.tile`; on a CPU, where no kernel runs, 4-bit floats are looked up in pairs."""
+        """Return `GroupedLinear.tile`; on a CPU, without a kernel, 4-bit floats are looked up in pairs."""
         if matrix.is_float4 and self.device.type == "cpu":
             return 1
         return tile_of(matrix.group_size, matrix.scales.shape[1])
@@ -220,10 +209,10 @@ class KeepingLevels(AsRead):
         parts: list[Tensor | None],
         bias: Tensor | None,
     ) -> Linear:
-        """A layer of `parts`; `first` are those of a single matrix, which is tried."""
+        """Make a layer of `parts`; `first` are the parts of a single matrix, with which the kernel is tried."""
         values, scales, zeros, order = parts
         assert values is not None and scales is not None, "every matrix has them"
-        if matrix.kind is Kind.FLOAT8_BY_ROW and self._float8 is not None:
+        if matrix.kind is MatrixKind.FLOAT8_BY_ROW and self._float8 is not None:
             assert first[0] is not None and first[1] is not None, "likewise"
             product = self._float8.product(first[0], first[1][:, 0])
             by_row = scales[..., 0].contiguous()
@@ -243,7 +232,7 @@ class KeepingLevels(AsRead):
         return replace(made, has_kernel=self._has_kernel(matrix, one))
 
     def _has_kernel(self, matrix: GroupedMatrix, one: GroupedLinear) -> bool:
-        """Whether the kernel multiplies matrices of this form correctly here; on a CPU none runs."""
+        """Whether the kernel multiplies matrices of this form correctly on this device; False on a CPU."""
         if self.device.type != "cuda":
             return False
         form = (*matrix.form, matrix.zeros is None)
@@ -262,16 +251,16 @@ class KeepingLevels(AsRead):
 
 
 def why_not(linear: GroupedLinear, device: torch.device) -> str:
-    """The reason why the kernel cannot be used for a matrix like this one; empty if it can."""
+    """Return the reason why the kernel cannot be used for a matrix like this one; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     tried, generator = replace(linear, has_kernel=True), torch.Generator().manual_seed(0)
     weight = linear.dequantized()
-    for rows in _TRIED_ROWS if len(weight) else ():  # a rank may have none of them
+    for rows in _TRIED_ROWS if len(weight) else ():  # a rank may have no outputs
         x = torch.randn((rows, weight.shape[1]), generator=generator).to(device, linear.computed)
         try:
             found = tried(x).float()
-        except Exception as error:  # a kernel that cannot do it may raise anything
+        except Exception as error:  # an unsupported kernel may raise anything
             return str(error).split("\n")[0]
         exact = F.linear(x.float(), weight)
         error = (found - exact).abs().max().item()

@@ -1,4 +1,4 @@
-"""Implements `LayerOperations` by kernels in Triton's language, and the rest by torch's operators."""
+"""`LayerOperations` by kernels in Triton's language; unsupported operations by torch's operators."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ADD_NORM, HEADS, ACTIVATION = "sum and norm", "rotation and KV cache", "activati
 
 
 class KernelLayerOperations(LayerOperations):
-    """The operations in `parts` by kernels, where the model has them in the form that the kernels support.
+    """The operations in `parts` by kernels, if the model's form of them is supported.
 
     Args:
-        decoder: As this rank computes it.
+        decoder: The decoder, as this rank computes it.
         parts: Some of ADD_NORM, HEADS and ACTIVATION.
 
     Attributes:
-        parts: Those of them that are by kernels.
+        parts: The parts that are computed by kernels.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class KernelLayerOperations(LayerOperations):
         self.parts = frozenset(part for part in parts if fitting[part])
 
     def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """By a kernel where the norm is an RMSNorm: LayerNorms are torch's."""
+        """By a kernel if the norm is an RMSNorm; a LayerNorm by torch."""
         if norm is None or norm.bias is not None or ADD_NORM not in self.parts:
             return super().add_norm(x, computed, norm)
         return add_norm(x, computed, norm.weight, self.decoder.norm_eps)

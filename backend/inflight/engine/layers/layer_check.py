@@ -1,8 +1,8 @@
-"""The choice of kernels in Triton's language for the operations of a layer on a device.
+"""Chooses kernels in Triton's language for the operations of a layer on a device.
 
-As for attention nothing is known beforehand: each is tried with the model's own sizes, for numbers of rows at the
-edges of tiles, and compared with torch's operators. One that raises, or gives something else, is left to those.
-Used by the loading thread only.
+As with attention, no support is assumed: each kernel is tried with the model's own sizes, for numbers of rows at
+the edges of tiles, and compared with torch's operators, which replace kernels that raise or give other results.
+Used on the loading thread only.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _TOKENS_PER_BLOCK = 16
 def find_operations(
     decoder: DecoderConfig, dtype: torch.dtype, device: torch.device, rounding: KvRounding | None = None
 ) -> LayerOperations:
-    """The operations of a model's layers as a rank computes them, by kernels where these are correct.
+    """Return the operations of a model's layers, by kernels where these are correct.
 
     Args:
-        decoder: As this rank computes it.
-        dtype: Of activations.
-        device: Where they are.
-        rounding: How keys and values are stored.
+        decoder: The decoder, as this rank computes it.
+        dtype: Data type of activations.
+        device: The device of activations.
+        rounding: How the KV cache stores keys and values; None: unrounded.
     """
     torchs = LayerOperations(decoder)
     if device.type != "cuda" or not has_triton():
@@ -73,19 +73,19 @@ def check_operations(
     device: torch.device,
     rounding: KvRounding | None = None,
 ) -> None:
-    """Compare all operations with torch's. IsOff where one raises or gives something else."""
+    """Compare all operations with torch's. Raises IsOff if one raises or gives other results."""
     for num_rows in _ROWS:
         results = []
         for operations in (tried, torchs):
             draw = torch.Generator(device).manual_seed(num_rows)
             try:
                 found = dict(_results(operations, torchs.decoder, num_rows, dtype, device, draw, rounding))
-            except Exception as error:  # a kernel that cannot do it may raise anything
+            except Exception as error:  # an unsupported kernel may raise anything
                 raise IsOff(str(error).split("\n")[0]) from error
             results.append(found)
         for what, expected in results[1].items():
             error = (results[0][what].float() - expected.float()).abs().max()
-            if not error < _TOLERANCE:  # nor where it is nan
+            if not error < _TOLERANCE:  # true for NaN too
                 raise IsOff(f"{what} of {num_rows} rows is off by {float(error):.3g}")
 
 
@@ -145,8 +145,6 @@ def _heads(
         read = cache.gather(0, torch.arange(num_blocks, device=device))
         for what, rows, stored in zip(("keys", "values"), (keys, values), read, strict=True):
             stored = stored.clone()  # it is read again for the next rotation
-            if (
-                rounding is not None
-            ):  # a key that is right but for its last bit may have come to another level
+            if rounding is not None:  # a correct key that differs in its last bit may have another level
                 stored[places] -= rounding.restore(*rounding.round(rows), dtype)
             yield f"{what} in the cache, {kind},", stored

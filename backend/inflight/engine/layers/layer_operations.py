@@ -1,6 +1,6 @@
 """The operations of a decoder layer between its matrix products and its attention, in torch's operators.
 
-A GPU may have a kernel for each (`kernel_operations.py`), which has to give the same.
+A GPU may have kernels for them (`kernel_operations.py`), which must give the same results.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class LayerOperations:
-    """The operations of one model.
+    """The operations of one model's layers.
 
     Args:
-        decoder: As this rank computes it.
+        decoder: The decoder, as this rank computes it.
 
     Attributes:
-        decoder: Likewise.
+        decoder: The argument of the same name.
     """
 
     def __init__(self, decoder: DecoderConfig) -> None:
@@ -42,15 +42,15 @@ class LayerOperations:
         self._activation = _ACTIVATIONS[decoder.activation]
 
     def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """The residual stream x with what attention or MLP gave, and that through `norm`, [rows, hidden_size]."""
+        """Add the output of attention or MLP to the residual stream x; return the sum and the sum after `norm`,
+        [rows, hidden_size] each."""
         scale = self.decoder.residual_scale
         total = x + computed if scale == 1 else x + computed * scale
         return total, total if norm is None else apply_norm(total, norm, self.decoder.norm_eps)
 
     def rotation(self, all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> Any:
-        """The rotation that `heads` takes for rows at `positions`, from tables [positions, rotary_dim / 2]
-        float32.
-        """
+        """Return the rotation for `heads` of rows at `positions`, from tables [positions, rotary_dim / 2]
+        float32."""
         return rotation_of(all_cos, all_sin, positions)
 
     def heads(
@@ -62,15 +62,16 @@ class LayerOperations:
         layer: int,
         cache: KvCache,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [rows, heads, head_dim] of a product; keys and values are in the cache then.
+        """Split a product into queries, keys and values [rows, heads, head_dim], rotate them, and store keys and
+        values.
 
         Args:
             qkv: [rows, heads + 2 * kv_heads, head_dim].
-            norms: Of each head of queries and of keys, before they are turned.
-            rotation: As `rotation` makes it; None: nothing is turned.
-            places: As `KvCache.write` takes them.
-            layer: Whose cache.
-            cache: Where keys and values go.
+            norms: Norms of query heads and key heads, applied before the rotation; None: there are none.
+            rotation: The result of `rotation`; None: no rotation.
+            places: Places in the cache, see `KvCache.write`.
+            layer: The layer, for the cache.
+            cache: The KV cache.
         """
         heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
         queries_keys, values = qkv.split((heads + kv_heads, kv_heads), dim=1)
@@ -85,7 +86,7 @@ class LayerOperations:
         return queries, keys, values
 
     def activate(self, inner: Tensor) -> Tensor:
-        """The input of an MLP's second projection, from the output of its first."""
+        """Return the input of an MLP's second projection, from the output of its first."""
         if not self.decoder.gated_mlp:
             return self._activation(inner)
         gate, up = inner.chunk(2, dim=-1)
@@ -96,15 +97,15 @@ class LayerOperations:
 
 
 def rotation_of(all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> Rotation:
-    """cos and signed sin of rows at `positions`, of a table's [positions, rotary_dim / 2] float32."""
+    """Return cos and signed sin of rows at `positions`, from tables [positions, rotary_dim / 2] float32."""
     cos, sin = all_cos[positions], all_sin[positions]
     return torch.cat([cos, cos], dim=-1).unsqueeze(1), torch.cat([-sin, sin], dim=-1).unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + rotary_dim / 2) of the heads [rows, heads, head_dim], computed in float32.
+    """Rotate each pair (i, i + rotary_dim / 2) of the heads [rows, heads, head_dim], computed in float32.
 
-    Dimensions from rotary_dim on stay as they are.
+    Dimensions from rotary_dim on stay unchanged.
     """
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:
@@ -116,7 +117,7 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def apply_norm(x: Tensor, norm: Norm, eps: float) -> Tensor:
-    """An RMSNorm or a LayerNorm over the last dimension, in float32 where the norm's weights are."""
+    """Apply an RMSNorm or a LayerNorm to the last dimension, in float32 if the norm's weights are."""
     if norm.weight.dtype != x.dtype:
         return apply_norm(x.to(norm.weight.dtype), norm, eps).to(x.dtype)
     if norm.bias is None:

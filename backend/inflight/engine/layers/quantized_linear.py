@@ -1,11 +1,12 @@
-"""Linear layers whose weights are int8 or float8 on the device, for torch's operators.
+"""Linear layers with int8 or float8 weights on the device, for torch's operators.
 
-Every row of a weight has a float32 scale, made as the matrix is read from the checkpoint. int8 multiplies
-activations as they are, on a GPU by a kernel in Triton's language. float8 rounds each row of them too, with a
-scale made from that row alone, and torch's own operator multiplies. Either is tried once for each shape while the
-model is loaded; where it is not right on this device, weights become the activations' dtype for every product.
+Every row of a weight has a float32 scale, made when the matrix is read from the checkpoint. int8 weights are
+multiplied with unrounded activations, on a GPU by a kernel in Triton's language. For float8, activations are
+rounded row by row, each with its own scale, and torch's own operator multiplies. Either is tried once per shape
+when the model is loaded; if it is not correct on the device, weights are converted to the activations' dtype for
+every product.
 
-Used by the loading thread; the layers are called by the loop thread.
+Created on the loading thread; the layers are called on the loop thread.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -25,32 +25,34 @@ from inflight.config import FP8
 from inflight.engine.quantize import FLOAT8, LEAST_SCALE, quantize_float8, quantize_int8
 from inflight.errors import ConfigError
 from inflight.models import LayerWeights, Linear
-from inflight.models.finisher import Finisher
+from inflight.models.sink import Sink, StoredMatrix
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of x [rows, in], levels [out, in] and scales [out] float32: [rows, out] in x's dtype."""
+"""Takes x [rows, in], levels [out, in] and scales [out] float32; returns [rows, out] in x's dtype."""
 
 Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Of rows [rows, inner]: levels of their shape, and a float32 scale for each row."""
+"""Takes rows [rows, inner]; returns levels of the same shape, and a float32 scale per row."""
 
 _log = logging.getLogger(__name__)
-_NUMBERS_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}  # of a matrix, in float32 while it is quantized
+# Elements of a matrix that are quantized at a time, in float32.
+_NUMBERS_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
 _TRIED_ROWS = (1, 17, 33, 65, 129)
 _TRIED_OUTPUTS = 64
-_PROBE = 16  # outputs and inputs: a processor that multiplies float8 takes so many
-_TOLERANCE = 0.02  # of the largest result: bfloat16 rounds to 0.004, and a wrong operator is not near
+_PROBE = 16  # numbers of outputs and inputs that float8 hardware supports
+# Relative to the largest result: bfloat16 rounds to 0.004, and a wrong operator is much further off.
+_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedLinear(Linear):
-    """A `Linear` whose `weight` is levels, int8 or float8_e4m3fn: row i stands for weight[i] * scales[i].
+    """A `Linear` whose `weight` is int8 or float8_e4m3fn levels: row i stands for weight[i] * scales[i].
 
-    A stack of experts is one too, with an axis in front of weight, scales and bias.
+    It may also be a stack of experts, with an additional first axis on weight, scales and bias.
 
     Attributes:
         scales: [out] float32.
-        computed: Dtype of inputs and outputs.
-        product: Multiplies.
+        computed: Data type of inputs and outputs.
+        product: Computes the matrix product.
     """
 
     scales: Tensor
@@ -70,30 +72,29 @@ class QuantizedLinear(Linear):
         return replace(self, weight=self.weight[index], scales=self.scales[index], bias=bias)
 
     def dequantized(self) -> Tensor:
-        """The weight that the levels stand for, float32."""
+        """Return the dequantized weight, float32."""
         return self.weight.float() * self.scales[..., None]
 
 
 @dataclass(slots=True)
-class Quantizing(Finisher[LayerWeights, Linear]):
-    """Quantizes every matrix as it is read: no more than one is there in the checkpoint's size.
+class Quantizing(Sink[LayerWeights, Linear]):
+    """Quantizes every matrix as it is read, so that at most one exists in the checkpoint's precision.
 
-    Routers, embeddings and the projections inside latent attention stay as they are; an embedding that is the
-    output projection's matrix too is kept beside that.
+    Routers, embeddings and the projections inside latent attention are not quantized; an embedding that is also
+    the output projection's matrix is stored twice.
 
     Args:
         kind: int8 or fp8.
-        computed: Dtype of activations.
-        device: Where the model is.
+        computed: Data type of activations.
+        device: The model's device.
 
     Raises:
-        ConfigError: fp8 is for a GPU that does not multiply float8.
+        ConfigError: The dtype is fp8, and the GPU does not multiply float8.
     """
 
     kind: str
     computed: torch.dtype
     device: torch.device
-    keeps_tied_embedding = True
     _products: dict[tuple[int, ...], Product] = field(default_factory=dict)
     _round: Rounding = field(default_factory=lambda: quantize_float8)
 
@@ -108,25 +109,25 @@ class Quantizing(Finisher[LayerWeights, Linear]):
             )
         self._round = find_float8_rounding(self.device, self.computed)
 
-    def linear(self, linear: Linear, is_gated: bool = False) -> Linear:
-        levels, scales = self._quantize(linear.weight)
-        return self._made(levels, scales, linear.bias)
+    def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> Linear:
+        levels, scales = self._quantize(matrix)
+        return self._made(levels, scales, bias)
 
     def stack(
-        self, matrices: Iterator[Tensor], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
+        self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> Linear:
-        first = next(matrices)
-        levels = torch.empty(shape, dtype=_level_dtype(self.kind), device=first.device)
-        scales = torch.empty(shape[:2], device=first.device)
-        for index, matrix in enumerate(chain((first,), matrices)):
+        levels = torch.empty(shape, dtype=_level_dtype(self.kind), device=self.device)
+        scales = torch.empty(shape[:2], device=self.device)
+        for index, matrix in enumerate(matrices):
             levels[index], scales[index] = self._quantize(matrix)
         return self._made(levels, scales, bias)
 
     def layer(self, layer: LayerWeights) -> LayerWeights:
         return layer
 
-    def _quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Levels [out, in], and a scale for each row [out] float32; some rows at a time."""
+    def _quantize(self, weight: StoredMatrix) -> tuple[Tensor, Tensor]:
+        """Return levels [out, in] and a scale per row [out] float32; quantizes some rows at a time."""
+        assert isinstance(weight, Tensor), "levels come only where they are kept"
         levels = torch.empty(weight.shape, dtype=_level_dtype(self.kind), device=weight.device)
         scales = torch.empty(weight.shape[0], device=weight.device)
         step = max(1, _NUMBERS_AT_ONCE[weight.device.type] // max(1, weight.shape[1]))
@@ -142,14 +143,14 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         return QuantizedLinear(levels, bias, scales=scales, computed=self.computed, product=product)
 
     def product(self, levels: Tensor, scales: Tensor) -> Product:
-        """The product that multiplies matrices of this shape."""
+        """Return the product for matrices of this shape."""
         shape = tuple(levels.shape)
         if shape not in self._products:
             self._products[shape] = self._find_product(levels, scales)
         return self._products[shape]
 
     def _find_product(self, levels: Tensor, scales: Tensor) -> Product:
-        """The first of several that is right on this device."""
+        """Return the first product that is correct on this device."""
         reasons: list[str] = []
         for product in self._fast_products():
             if reason := self._try(product, levels, scales):
@@ -168,7 +169,7 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         return float8_reference if self.kind == FP8 else dequantizing_product
 
     def _fast_products(self) -> list[Product]:
-        """The fast products for this kind of quantization, the fastest first."""
+        """Return the fast products for this kind of quantization, the fastest first."""
         if self.kind != FP8:
             found = find_int8_product(self.device)
             return [] if found is None else [found]
@@ -177,7 +178,7 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         return [self._float8_product_of_any_rows, self._float8_product]
 
     def _float8_product_of_any_rows(self, x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-        """By a kernel in Triton's language for few rows, by torch's operator for more."""
+        """Multiply few rows by a kernel in Triton's language, and more by torch's operator."""
         from inflight.engine.cuda.kernels.product import FEW_ROWS, float8_product  # imports triton
 
         if len(x) > FEW_ROWS:
@@ -192,19 +193,18 @@ class Quantizing(Finisher[LayerWeights, Linear]):
         )
 
     def _try(self, product: Product, levels: Tensor, scales: Tensor) -> str:
-        """The reason why a product cannot be used for such a matrix, by its first and last outputs; empty if
-        it can.
-        """
+        """Return the reason why a product cannot be used for such a matrix, tried on its first and last outputs;
+        empty if it can."""
         reference = float8_reference if self.kind == FP8 else dequantizing_product
         count, inner = levels.shape
         tried = torch.arange(count, device=self.device)
         tried = torch.cat([tried[:_TRIED_OUTPUTS], tried[-_TRIED_OUTPUTS:]])
         generator = torch.Generator().manual_seed(0)
-        for rows in _TRIED_ROWS if count else ():  # a rank may have none of the vocabulary
+        for rows in _TRIED_ROWS if count else ():  # a rank may have no part of the vocabulary
             x = torch.randn((rows, inner), generator=generator).to(self.device, self.computed)
             try:
                 found = product(x, levels, scales)[:, tried].float()
-            except Exception as error:  # a kernel that cannot do it may raise anything
+            except Exception as error:  # an unsupported kernel may raise anything
                 return str(error).split("\n")[0]
             exact = reference(x.float(), levels.view(torch.int8)[tried].view(levels.dtype), scales[tried])
             error = (found - exact).abs().max().item()
@@ -214,18 +214,18 @@ class Quantizing(Finisher[LayerWeights, Linear]):
 
 
 def dequantizing_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-    """A `Product` by a matrix product of x's dtype, which holds every int8 level exactly."""
+    """A `Product` by a matrix product in x's dtype, which represents every int8 level exactly."""
     return (F.linear(x, levels.to(x.dtype)).float() * scales).to(x.dtype)
 
 
 def float8_reference(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-    """A `Product` that rounds x as the processors' own product does, and multiplies in float32."""
+    """A `Product` that rounds x like the hardware's product, and multiplies in float32."""
     rounded, row_scales = quantize_float8(x)
     return (F.linear(rounded.float(), levels.float()) * row_scales[:, None] * scales).to(x.dtype)
 
 
 def find_int8_product(device: torch.device) -> Product | None:
-    """The kernel in Triton's language; None on a CPU, and without that package."""
+    """Return the kernel in Triton's language; None on a CPU, or without that package."""
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return None
     from inflight.engine.cuda.kernels.product import int8_product  # imports triton
@@ -234,7 +234,7 @@ def find_int8_product(device: torch.device) -> Product | None:
 
 
 def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:
-    """`quantize_float8`, or a kernel in Triton's language with the same levels: one launch instead of seven."""
+    """Return `quantize_float8`, or a kernel with the same results: one launch instead of seven."""
     if importlib.util.find_spec("triton") is None:
         return quantize_float8
     from inflight.engine.cuda.kernels import quantize as kernels  # imports triton
@@ -248,7 +248,7 @@ def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:
             found = kernels.quantize_float8(x, LEAST_SCALE)
             is_right = all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
             reason = "" if is_right else f"its results of {shape[0]} rows are others"
-        except Exception as error:  # a kernel that cannot do it may raise anything
+        except Exception as error:  # an unsupported kernel may raise anything
             reason = str(error).split("\n")[0]
         if reason:
             _log.warning("the kernel that rounds to float8 is left out, torch's operators do it: %s", reason)

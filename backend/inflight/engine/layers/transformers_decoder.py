@@ -1,9 +1,9 @@
-"""A decoder whose layers are transformers' own modelling code, over the same packed rows and the same KV blocks.
+"""A decoder with transformers' own modelling code as its layers, over packed rows and KV blocks.
 
-The model is called with all rows of a batch as one sequence, their positions, and no cache of transformers. Every
-layer's attention comes back here, through the function that `transformers_model.py` registers with transformers:
-it stores the rows' keys and values in their blocks, and lets every row attend to its own sequence. All else that a
-layer does is done to each row by itself. Used by the loop thread; imports no transformers.
+The model is called with all rows of a batch as one sequence, with their positions and without transformers' cache.
+Every layer's attention calls back into this module, through the function that `transformers_model.py` registers
+with transformers: it stores the rows' keys and values in their blocks, and lets every row attend to its own
+sequence. Everything else in a layer is done row by row. Used on the loop thread; does not import transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from inflight.sampling.row_kernels import RowKernels
 
 
 class AttentionCalls(ABC):
-    """The attention of a model's layers, from one forward pass to the next."""
+    """The attention of a model's layers during forward passes."""
 
     @abstractmethod
     def attend(
@@ -42,19 +42,19 @@ class AttentionCalls(ABC):
         mask: Any,
         options: Mapping[str, Any],
     ) -> Tensor:
-        """The attention output of every row, [1, rows, heads, head_dim].
+        """Compute the attention output of every row, [1, rows, heads, head_dim].
 
         Args:
-            module: The layer's attention; `layer_idx` says which layer it is.
+            module: The layer's attention module; its `layer_idx` is the layer's index.
             query: [1, heads, rows, head_dim].
             key: [1, kv_heads, rows, head_dim].
-            value: As `key`.
-            mask: What the modelling code made of the mask that `mask` returned.
-            options: What else the modelling code passes: scaling, sliding_window, softcap and more.
+            value: Like `key`.
+            mask: The mask that `mask` returned, perhaps changed by the modelling code.
+            options: Further arguments of the modelling code: scaling, sliding_window, softcap and others.
         """
 
     def mask(self, options: Mapping[str, Any]) -> Tensor | None:
-        """The mask that the modelling code asks for; rows need none, as blocks and positions say it all."""
+        """Return the mask for the modelling code; None, as blocks and positions determine what rows see."""
         return None
 
 
@@ -63,7 +63,7 @@ _CALLS: ContextVar[AttentionCalls] = ContextVar("attention_calls")
 
 @contextmanager
 def answering(calls: AttentionCalls) -> Iterator[None]:
-    """Let `calls` answer what modelling code asks for meanwhile, on this thread."""
+    """Let `calls` handle the attention calls of modelling code inside the `with` block, on this thread."""
     token = _CALLS.set(calls)
     try:
         yield
@@ -74,12 +74,12 @@ def answering(calls: AttentionCalls) -> Iterator[None]:
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function, as transformers' AttentionInterface calls it; it returns no weights."""
+    """The attention function for transformers' AttentionInterface; returns no attention weights."""
     return _CALLS.get().attend(module, query, key, value, attention_mask, options), None
 
 
 def make_mask(**options: Any) -> Tensor | None:
-    """The mask function, as transformers' AttentionMaskInterface calls it."""
+    """The mask function for transformers' AttentionMaskInterface."""
     return _CALLS.get().mask(options)
 
 
@@ -114,15 +114,15 @@ class _PagedAttention(AttentionCalls):
 
 @dataclass(frozen=True, slots=True)
 class TransformersModel:
-    """A model of transformers, loaded, and what it was found to compute.
+    """A loaded transformers model, and its properties as found by a trial.
 
     Attributes:
-        decoder: What the KV cache, attention and the scheduler have to know. The fields that describe what is
-            inside a layer mean nothing: the layers are the modelling code's.
-        dtype: Of weights, activations and KV cache.
-        body: From token ids, or embeddings, and positions to the last layer's output behind the final norm.
-        head: From that output, as `inputs_embeds`, to logits.
-        examples: Token ids, and their logits [ids, vocab_size] float32 by the model's own attention.
+        decoder: The configuration for KV cache, attention and scheduler. Fields that describe the inside of a
+            layer are meaningless, as the layers are the modelling code's.
+        dtype: Data type of weights, activations and KV cache.
+        body: Computes the last layer's output after the final norm, from token ids or embeddings, and positions.
+        head: Computes logits from that output, passed as `inputs_embeds`.
+        examples: Token ids, and their logits [ids, vocab_size] float32 computed with the model's own attention.
     """
 
     decoder: DecoderConfig
@@ -133,12 +133,12 @@ class TransformersModel:
 
 
 class TransformersDecoder:
-    """Stands where `Decoder` does, whose methods and attributes it has; takes no adapters.
+    """Has the methods and attributes of `Decoder`; takes no adapters.
 
     Args:
-        model: What computes all but attention.
-        layer_windows: Per layer what a token sees.
-        attention: How rows read keys and values.
+        model: Computes everything but attention.
+        layer_windows: Attention windows by layer.
+        attention: The attention over the KV cache.
     """
 
     kernels = "transformers"
@@ -166,9 +166,9 @@ class TransformersDecoder:
         hidden: Tensor | None = None,
         between: HiddenStates | None = None,
     ) -> Tensor:
-        """The last layer's output behind the final norm [rows, hidden_size]; fills the cache.
+        """Compute the last layer's output after the final norm [rows, hidden_size], and fill the cache.
 
-        `between` keeps what it wants of the hidden states between layers; `hidden` is None, as there is one stage.
+        `between` collects hidden states between layers. `hidden` is None, as there is only one stage.
         """
         wanted = between.wanted if between is not None else frozenset()
         calls = _PagedAttention(
@@ -195,23 +195,23 @@ class TransformersDecoder:
         return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """[n, vocab_size] float32, of the rows [n] int64 of what `forward` returned."""
+        """Return [n, vocab_size] float32 logits of the rows [n] int64 of `forward`'s output."""
         return (
             self._head(inputs_embeds=hidden[rows][None], use_cache=False, return_dict=True).logits[0].float()
         )
 
     def normalize(self, hidden: Tensor) -> Tensor:
-        """Rows of what `forward` returned, as they are: the final norm is in them."""
+        """Return rows of `forward`'s output unchanged, as the final norm is already applied."""
         return hidden
 
     def load_adapter(self, load: AdapterLoad) -> None:
-        """ValueError: there are no pages for adapters."""
+        """Raise ValueError, as there are no pages for adapters."""
         raise ValueError(
             "an adapter was to be loaded, expected none: transformers' own code takes no adapters"
         )
 
     def _inputs(self, packed: PackedBatch) -> dict[str, Tensor]:
-        """Token ids, or embeddings where rows of prompt tables are among them."""
+        """Return token ids, or embeddings if some rows are of prompt tables."""
         virtual = packed.virtual
         if virtual is None:
             return {"input_ids": packed.token_ids[None]}
@@ -221,18 +221,19 @@ class TransformersDecoder:
 
 
 EXAMPLE_LENGTHS = (23, 11)
-"""Tokens of the two sequences that `relative_error` computes."""
+"""Numbers of tokens of the two sequences that `relative_error` computes."""
 
 
 @torch.inference_mode()
 def relative_error(decoder: TransformersDecoder, model: TransformersModel, tokens_per_block: int) -> float:
-    """How far the logits of two sequences are from those of the model's own attention.
+    """Return the error of the logits of two sequences, relative to the model's own attention.
 
-    The two are computed side by side, the first one's context in two chunks, and their last tokens one by one.
-    What a model keeps beside keys and values, or derives from anything but positions, is off here.
+    The two are computed side by side: the first one's context in two chunks, then their last tokens one by one. A
+    model that keeps other state than keys and values, or uses other inputs than positions, gives a large error
+    here.
 
     Returns:
-        The root mean square of the error over the standard deviation of the logits.
+        The root mean square of the error, divided by the standard deviation of the logits.
     """
     (first, expected_first), (second, expected_second) = model.examples
     lengths = len(first), len(second)

@@ -1,10 +1,10 @@
-"""Loads a decoder with transformers' own modelling code, for families that have no map here, or where asked to.
+"""Loads a decoder with transformers' own modelling code, for families without a map here, or on request.
 
-What such a model computes is not known beforehand. So it is found out: which of its layers attend, with which
-heads, scale, cap and window, by a forward pass of a few tokens in which attention only takes notes; and whether
-the logits over paged blocks are those of the model's own attention, by `check_decoder`. A model that attention
-here cannot serve is refused by name. Code that comes with a checkpoint is never run. Imports transformers, so it
-is imported where such a model is loaded; used by the loading thread only.
+What such a model computes is found out by trial. A forward pass of a few tokens, in which attention only records
+its arguments, shows which layers attend, with which heads, scale, cap and window; `check_decoder` compares the
+logits over paged blocks with those of the model's own attention. A model that attention here cannot serve is
+refused by name. Code that comes with a checkpoint is never run. Imports transformers, so this module is imported
+on demand; used on the loading thread only.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from inflight.checkpoint_config import ConfigFile, read_config_file
 from inflight.config import QUANTIZED, EngineConfig
 from inflight.engine.attention.interface import Attention
 from inflight.engine.layers.transformers_decoder import (
@@ -38,31 +39,29 @@ from inflight.engine.memory import is_out_of_memory
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig
-from inflight.models.config_file import ConfigFile
-from inflight.models.registry import read_config_file
 
 _log = logging.getLogger(__name__)
 
 _ATTENTION = "inflight_paged"
 _BOUNDS = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""Largest `relative_error`: rounding is far below, and a wrong position or mask far above."""
+"""Upper bounds of `relative_error`: rounding is far below, and a wrong position or mask far above."""
 
 transformers.AttentionInterface.register(_ATTENTION, attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, make_mask)
 
 
 def load_transformers_model(config: EngineConfig, device: torch.device, num_ranks: int) -> TransformersModel:
-    """Read all weights, and find out what the model computes.
+    """Read all weights, and examine what the model computes.
 
     Args:
-        config: What to load, and how; `gpt_model_path` names a checkpoint folder with safetensors files.
-        device: Where to.
-        num_ranks: How many ranks share the model.
+        config: The model and its parameters; `gpt_model_path` is a checkpoint folder with safetensors files.
+        device: The model's device.
+        num_ranks: Number of ranks that share the model.
 
     Raises:
-        ConfigError: A parameter asks for what this engine has not, or the checkpoint cannot be served by it; the
-            message names the model's type and why.
-        Exception: There is too little memory, as `is_out_of_memory` says.
+        ConfigError: A parameter asks for something that this engine does not have, or it cannot serve the
+            checkpoint; the message has the model's type and the reason.
+        Exception: There is too little memory, see `is_out_of_memory`.
     """
     _check_parameters(config, num_ranks)
     file = read_config_file(str(config.gpt_model_path))
@@ -77,14 +76,15 @@ def load_transformers_model(config: EngineConfig, device: torch.device, num_rank
             return _examine(model, device, refuse)
     except ConfigError:
         raise
-    except Exception as error:  # modelling code that was not made for this may raise anything
+    except Exception as error:  # modelling code made for other uses may raise anything
         if is_out_of_memory(error):
             raise
         raise refuse(f"it fails when it is tried: {_first_line(error)}") from error
 
 
 def find_class(file: ConfigFile) -> Any:
-    """transformers' class for a checkpoint's config.json; ConfigError, without weights, if it cannot be served."""
+    """Return transformers' class for a config.json, without loading weights; raises ConfigError if it cannot be
+    served."""
     refuse = _Refusal.of(file)
     model_class = getattr(transformers, _class_name(file, refuse))
     if getattr(model_class, "_is_stateful", False):
@@ -95,7 +95,7 @@ def find_class(file: ConfigFile) -> Any:
 
 
 def check_decoder(model: TransformersModel, attention: Attention, config: EngineConfig) -> None:
-    """ConfigError if the model's logits over paged blocks are not those of its own attention."""
+    """Raise ConfigError if the model's logits over paged blocks differ from those of its own attention."""
     refuse = _Refusal(Path(str(config.gpt_model_path)), model.body.config.model_type)
     own_windows = layer_windows(model.decoder.sliding_windows, (), 0, model.decoder.max_positions)
     try:
@@ -103,7 +103,7 @@ def check_decoder(model: TransformersModel, attention: Attention, config: Engine
         error = relative_error(decoder, model, config.tokens_per_block)
     except Exception as reason:  # as above
         raise refuse(f"it fails over paged blocks: {_first_line(reason)}") from reason
-    if not error < _BOUNDS[model.dtype]:  # nor where it is nan
+    if not error < _BOUNDS[model.dtype]:  # true for NaN too
         raise refuse(
             f"its logits over paged blocks are off by {error:.3g} of their standard deviation, expected less than "
             f"{_BOUNDS[model.dtype]:g}: it keeps more than keys and values, or its attention depends on more than "
@@ -143,7 +143,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_parameters(config: EngineConfig, num_ranks: int) -> None:
-    """ConfigError for what this engine has not, by the parameter's name."""
+    """Raise ConfigError for options that this engine does not have, naming the parameter."""
     lacking = {
         "dtype": (config.dtype in QUANTIZED, "float32, bfloat16 or float16"),
         "kernels": (config.kernels == "native", "torch, or none"),
@@ -163,7 +163,7 @@ def _check_parameters(config: EngineConfig, num_ranks: int) -> None:
 
 
 def _class_name(file: ConfigFile, refuse: _Refusal) -> str:
-    """The name of the class that computes the checkpoint; ConfigError if transformers has no such decoder."""
+    """Return the name of the checkpoint's model class; raises ConfigError if transformers has no such decoder."""
     model_type = refuse.model_type
     known = f"transformers {transformers.__version__}"
     if model_type is None or model_type not in CONFIG_MAPPING:
@@ -190,12 +190,12 @@ def _class_name(file: ConfigFile, refuse: _Refusal) -> str:
 
 
 def _read(file: ConfigFile, dtype: str | None, device: torch.device, refuse: _Refusal) -> Any:
-    """The model with its weights, from files in the folder alone."""
+    """Load the model with its weights, from files in the folder alone."""
     model_class = find_class(file)
     assert refuse.model_type is not None, "a class was found by it"
     transformers.utils.logging.disable_progress_bar()
     try:
-        # Of the type's own class: a model's class may be another type's, whose defaults are others.
+        # Use the type's own configuration class: a model class may belong to another type with other defaults.
         config = CONFIG_MAPPING[refuse.model_type].from_pretrained(refuse.folder)
         model, found = model_class.from_pretrained(
             refuse.folder,
@@ -207,7 +207,7 @@ def _read(file: ConfigFile, dtype: str | None, device: torch.device, refuse: _Re
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # whatever is wrong with a checkpoint, in every class of error
+    except Exception as error:  # a broken checkpoint raises errors of every class
         if is_out_of_memory(error):
             raise
         raise refuse(f"transformers cannot load it: {_first_line(error)}") from error
@@ -224,7 +224,7 @@ def _read(file: ConfigFile, dtype: str | None, device: torch.device, refuse: _Re
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The arguments that a layer's attention was called with."""
+    """The arguments of a layer's attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -236,12 +236,12 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Notes(AttentionCalls):
-    """Takes notes of the attention of every layer, and computes nothing.
+    """Records the arguments of every layer's attention, and computes nothing.
 
     Attributes:
         refuse: Makes the error for what attention here cannot do.
-        layers: By their number.
-        masks: Those that were asked for, each with its window; they are told by which object they are.
+        layers: Recorded arguments, by layer.
+        masks: The masks that were requested, each with its window; identified by object.
     """
 
     refuse: Callable[[str], ConfigError]
@@ -257,7 +257,7 @@ class _Notes(AttentionCalls):
         mask: Any,
         options: Mapping[str, Any],
     ) -> Tensor:
-        """Note what the layer is called with; returns zeros."""
+        """Record the layer's arguments; return zeros."""
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise self.refuse(f"a layer of attention, {type(module).__name__}, has no layer_idx")
@@ -272,7 +272,7 @@ class _Notes(AttentionCalls):
                 raise self.refuse(
                     f"layer {layer} says that its window is {window}, and its mask has {of_mask[0]}"
                 )
-            window = of_mask[0]  # which is all that attention by products goes by
+            window = of_mask[0]  # attention by products uses only the mask
         if not (getattr(module, "is_causal", True) and options.get("is_causal") in (None, True)):
             raise self.refuse(f"layer {layer} is not causal")
         tensors = {name for name, given in options.items() if isinstance(given, Tensor)}
@@ -295,7 +295,8 @@ class _Notes(AttentionCalls):
         return torch.zeros_like(query).transpose(1, 2)
 
     def mask(self, options: Mapping[str, Any]) -> Tensor:
-        """Any tensor, whose window is noted; ConfigError if a row would see anything but that."""
+        """Return any tensor and record its window; raises ConfigError unless the mask is causal or a sliding
+        window."""
         size, sees = options.get("local_size"), options["mask_function"]
         edges = [0, 1, 2, 500, 5000]
         if size is not None:
@@ -313,7 +314,7 @@ class _Notes(AttentionCalls):
         return mask
 
     def finish(self, num_layers: int) -> Sequence[_Layer]:
-        """The layers in their order, all of which have the same heads, scale and cap."""
+        """Return the layers in order; all must have the same heads, scale and cap."""
         if self.layers.keys() != set(range(num_layers)):
             raise self.refuse(
                 f"{len(self.layers)} of its {num_layers} layers attend through transformers' attention interface, "
@@ -330,10 +331,10 @@ class _Notes(AttentionCalls):
 
 
 class _Given(nn.Module):
-    """Stands where a model's body was, so that its head can be called alone: returns what it is given.
+    """Takes the place of a model's body, so that its head can be called alone: returns its input.
 
     Args:
-        output_class: What the body returned.
+        output_class: The class of the body's output.
     """
 
     def __init__(self, output_class: type) -> None:
@@ -345,7 +346,7 @@ class _Given(nn.Module):
 
 
 def _examine(model: Any, device: torch.device, refuse: _Refusal) -> TransformersModel:
-    """Try the model, then part its head from its body."""
+    """Try the model, then separate its head from its body."""
     generator = torch.Generator().manual_seed(0)
     inputs = model.get_input_embeddings()
     body = model.base_model
@@ -377,7 +378,7 @@ def _logits(model: Any, token_ids: Tensor) -> Tensor:
 def _describe(
     model: Any, layers: Sequence[_Layer], hidden_size: int, vocab_size: int, refuse: _Refusal
 ) -> DecoderConfig:
-    """The description of the model for the KV cache, attention and the scheduler."""
+    """Return the model's configuration for the KV cache, attention and the scheduler."""
     config, any_layer = model.config, layers[0]
     end_ids = model.generation_config.eos_token_id
     return DecoderConfig(
@@ -393,7 +394,7 @@ def _describe(
         attention_soft_cap=any_layer.soft_cap,
         eos_token_ids=() if end_ids is None else (end_ids,) if isinstance(end_ids, int) else tuple(end_ids),
         dtype=str(model.dtype).removeprefix("torch."),
-        # What follows is the modelling code's own affair, and nothing here reads it.
+        # The following fields are the modelling code's business, and nothing here reads them.
         intermediate_size=0,
         norm="rms",
         norm_eps=0.0,
@@ -408,7 +409,8 @@ def _describe(
 
 
 def _max_positions(config: Any, refuse: _Refusal) -> int:
-    """Longest sequence that keeps its rotary frequencies; with LongRoPE, that of the short ones."""
+    """Return the longest sequence length with unchanged rotary frequencies; with LongRoPE, that of the short
+    ones."""
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
         raise refuse("config.json does not say how far its positions reach (max_position_embeddings)")

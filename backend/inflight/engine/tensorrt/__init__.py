@@ -1,5 +1,5 @@
-"""TensorRT as a device: networks from checkpoints, plans from networks.
+"""TensorRT as a device: networks from checkpoints, and plans from networks.
 
-`build.py` is the way in of `scripts/build`. It needs no GPU: what it leaves in a folder, a plan for the layers and
-one for the logits with a description (`sidecar.py`) for each rank, runs where TensorRT and a GPU are.
+`build.py` is the entry point of `scripts/build`. It needs no GPU: the folder that it writes, with two plans
+(layers, logits) and a description (`sidecar.py`) for each rank, runs on a machine with TensorRT and a GPU.
 """

@@ -1,7 +1,7 @@
-"""Attention in flight: rows of context chunks and of generation, packed without padding, over linear caches.
+"""Attention for in-flight batching: packed rows of context chunks and generation, over linear caches.
 
-A slot has its own piece of memory for keys and values, [kv_heads, max_seq_len, head_dim], which is written in
-place. The rows of a network are in the order of their slots. Two forms:
+A slot has its own memory for keys and values, [kv_heads, max_seq_len, head_dim], which is written in place. The
+rows of a network are in the order of their slots. There are two forms:
 
     split    Generation rows read the caches where they lie. The rows of each chunk are padded to the longest
              chunk, and read a copy of their slot's cache. All else is computed on packed rows.
@@ -23,24 +23,24 @@ from inflight.models import DecoderConfig
 
 
 class NetworkAttention(Protocol):
-    """One for all layers of a network."""
+    """The attention of all layers of a network."""
 
     def attend(self, index: int, queries: Any, keys: Any, values: Any, window: AttentionWindow | None) -> Any:
-        """The output of attention [rows, heads * head_dim]; the rows' keys and values are in the caches
-        afterwards.
+        """Define a layer's attention; return its output [rows, heads * head_dim]. Writes the rows' keys and values
+        to the caches.
 
         Args:
-            index: Which layer.
-            queries: [rows, heads, head_dim], with their scale.
+            index: The layer.
+            queries: [rows, heads, head_dim], already scaled.
             keys: [rows, kv_heads, head_dim].
-            values: Likewise.
-            window: What a row sees; None: all before it.
+            values: [rows, kv_heads, head_dim].
+            window: The layer's window; None: a row sees all tokens before it.
         """
         ...
 
 
 class _Caches:
-    """Keys and values of all layers: inputs, and outputs in their place."""
+    """Keys and values of all layers, as inputs and as outputs in the same memory."""
 
     def __init__(self, graph: Graph, settings: Settings, held: DecoderConfig) -> None:
         self._graph, self._dtype = graph, settings.dtype
@@ -50,7 +50,7 @@ class _Caches:
         self._write_indices = graph.input("write_indices", "int32", (slots,))
 
     def write(self, index: int, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Both caches of a layer, with what rows add to them."""
+        """Return a layer's two caches with the rows' keys and values added."""
         return self._write("k", index, keys), self._write("v", index, values)
 
     def _write(self, kind: str, index: int, rows: Any) -> Any:
@@ -65,11 +65,11 @@ class SplitAttention:
     """The form `split`.
 
     Args:
-        graph: Where it is defined.
-        settings: Of the build.
-        held: The model as this rank computes it.
-        windows: All that layers have.
-        positions: Of the rows, int32 [rows].
+        graph: The graph in which it is defined.
+        settings: The build's settings.
+        held: The model, as this rank computes it.
+        windows: The windows of all layers.
+        positions: Positions of the rows, int32 [rows].
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SplitAttention:
     ) -> None:
         self._graph, self._held, self._slots = graph, held, settings.max_batch_size
         self._caches = _Caches(graph, settings, held)
-        # Of one row there are kernels for float32, of many there are none.
+        # For float32 there are kernels for a single row, but not for several.
         self._may_decompose_chunks = settings.dtype == "float32"
         slots = settings.max_batch_size
         self._chunk_slots = graph.input("ctx_slots", "int32", ("Nc",))
@@ -120,7 +120,7 @@ class SplitAttention:
         return graph.gather(read, self._places)
 
     def _seen(self, positions: Any, window: AttentionWindow | None) -> Any:
-        """bool [..., max_seq_len]: whether rows at `positions` [..., 1] see each key."""
+        """Return whether rows at `positions` [..., 1] see each key: bool [..., max_seq_len]."""
         seen = self._graph.invert(self._graph.is_greater(self._indices, positions))
         in_window = self._in_window(positions, window)
         return seen if in_window is None else self._graph.both(seen, in_window)
@@ -138,7 +138,7 @@ class PackedAttention:
     """The form `packed`. Its arguments are those of `SplitAttention`.
 
     Raises:
-        ConfigError: A layer has a sliding window, which this form has no mask for.
+        ConfigError: A layer has a sliding window, for which this form has no mask.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""A checkpoint → a folder with an engine: for each rank two plans and what describes them.
+"""Builds an engine folder from a checkpoint: for each rank two plans and their description.
 
-Needs no GPU with TensorRT for RTX. One process, one rank after the other.
+Needs no GPU with TensorRT for RTX. One process builds the ranks one after another.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from inflight.checkpoint_config import DTYPES
 from inflight.config import FP8, INT8
 from inflight.engine.tensorrt.graph import Extent, Graph
 from inflight.engine.tensorrt.module import find_module, make_logger, module_name, module_version
@@ -38,14 +39,15 @@ from inflight.engine.tensorrt.weights import INT4, load_matrices
 from inflight.engine.windows import layer_windows
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
-from inflight.models import DTYPES, ModelDescription, read_model_description
-from inflight.models.levels import Kind
+from inflight.models import ModelDescription, read_model_description
+from inflight.models.levels import MatrixKind
 from inflight.models.loader import quantized_kinds, stored_dtype
 from inflight.models.rope import longest_sequence
 from inflight.models.sharding import Part, Shard
 
 WEIGHT_DTYPES = (INT8, FP8, INT4)
-"""Types of matrices alone. Activations are bfloat16 with the first two, and with int4 as the checkpoint's."""
+"""Data types of matrices only. Activations are bfloat16 with the first two, and with int4 the checkpoint's
+type."""
 
 _USUAL_CHUNKS, _MOST_LOGITS = 8, 256
 _BESIDE_WEIGHTS = "*.json", "*.jinja", "*.txt", "tokenizer.model"
@@ -56,13 +58,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """The options of a build; `Settings` documents each.
+    """The options of a build; see `Settings`.
 
     Attributes:
         dtype: float32, float16, bfloat16, int8, fp8 or int4; None: the checkpoint's.
         max_seq_len: None: the model's longest sequence, at most 4096.
-        max_context_chunks: None: 8, or as many as there are slots.
-        target: None: portable, or with the module tensorrt the GPU of this machine.
+        max_context_chunks: Maximum number of context chunks; None: 8, or the number of slots if smaller.
+        target: The GPUs to build for; None: portable, or with the module tensorrt this machine's GPU.
         module: tensorrt or tensorrt_rtx; None: the first that is installed.
     """
 
@@ -82,7 +84,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A network, and TensorRT's configuration of how a plan is made of it."""
+    """A network, and TensorRT's configuration for building a plan of it."""
 
     graph: Graph
     config: Any
@@ -90,11 +92,11 @@ class Definition:
 
 
 Serialize = Callable[[Definition], Any]
-"""Makes a plan of a network, bytes or a buffer."""
+"""Builds a plan of a network; returns bytes or a buffer."""
 
 
 def serialize(definition: Definition) -> Any:
-    """A plan. ConfigError, with TensorRT's reason, if it builds none."""
+    """Return a plan. Raises ConfigError, with TensorRT's reason, if it does not build one."""
     graph = definition.graph
     graph.logger.errors.clear()
     plan = graph.builder.build_serialized_network(graph.network, definition.config)
@@ -110,18 +112,18 @@ def build_engine(
     serialize: Serialize = serialize,
     monitor: Any | None = None,
 ) -> list[Sidecar]:
-    """Write the engine of a checkpoint to `folder`, which is made if it is missing; one sidecar for each rank.
+    """Write the engine of a checkpoint to `folder`, which is created if missing; return one sidecar per rank.
 
     Args:
         checkpoint: A Hugging Face folder.
-        folder: What an earlier build has written there is removed first.
-        options: What to build.
-        serialize: Makes the plans.
-        monitor: TensorRT's IProgressMonitor; None: nobody is told.
+        folder: The folder to write; results of an earlier build in it are removed first.
+        options: The options of the build.
+        serialize: Builds a plan.
+        monitor: TensorRT's IProgressMonitor; None: progress is not reported.
 
     Raises:
-        ConfigError: TensorRT is missing, cannot express the model or does not build it, an option does not go
-            with the model or the others, or the folder is the checkpoint's.
+        ConfigError: TensorRT is missing, cannot express the model or does not build it, an option contradicts the
+            model or another option, or the folder is the checkpoint's.
         OSError: The folder cannot be written.
     """
     module = find_module(options.module)
@@ -141,17 +143,17 @@ def build_engine(
     try:
         sidecars = [builder.build(rank) for rank in range(settings.tensor_parallel_size)]
         copied = _copy_beside(model.folder, folder)
-    except BaseException:  # a build that is interrupted, too, leaves nothing that takes room
+    except BaseException:  # an interrupted build must not leave large files behind
         _remove_engine(folder)
         raise
     sidecars = [replace(sidecar, copied=copied) for sidecar in sidecars]
-    for sidecar in reversed(sidecars):  # until that of rank 0 is there, there is no engine
+    for sidecar in reversed(sidecars):  # rank 0's last: without it, the folder is no engine
         sidecar.write(folder)
     return sidecars
 
 
 def settle(options: BuildOptions, model: ModelDescription, module: str) -> Settings:
-    """The settings of a build, with what options leave open. ConfigError as `build_engine`."""
+    """Return the settings of a build, with unset options resolved. Raises ConfigError as `build_engine`."""
     config, size = model.decoder, options.tensor_parallel_size
     if missing := lacking(config):
         raise ConfigError(
@@ -162,7 +164,7 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
     Shard(size).check(config)
     check_additional_outputs(options.additional_outputs, config.num_layers)
     own_dtype = str(stored_dtype(model)).removeprefix("torch.")
-    dtype = options.dtype or (INT4 if Kind.INT4 in quantized_kinds(model) else own_dtype)
+    dtype = options.dtype or (INT4 if MatrixKind.INT4 in quantized_kinds(model) else own_dtype)
     if dtype not in DTYPES + WEIGHT_DTYPES:
         raise ConfigError(f"dtype is {dtype}, expected one of {', '.join(DTYPES + WEIGHT_DTYPES)}")
     _check_choice("attention", options.attention, ("split", "packed"))
@@ -200,7 +202,7 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
 
 
 class _Builder:
-    """Builds one rank after the other."""
+    """Builds the ranks one after another."""
 
     def __init__(
         self,
@@ -219,7 +221,7 @@ class _Builder:
         self._logger = make_logger(module)
 
     def build(self, rank: int) -> Sidecar:
-        """Write a rank's plans; returns what describes them."""
+        """Write a rank's plans; return their description."""
         settings, config = self._settings, self._model.decoder
         part = Part(Shard(settings.tensor_parallel_size, rank), (0, config.num_layers))
         dtype = getattr(torch, settings.dtype)
@@ -259,15 +261,15 @@ class _Builder:
         config = graph.builder.create_builder_config()
         set_target(self._module, config, self._processors)
         if (flag := getattr(self._module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)) is not None:
-            config.set_flag(flag)  # else a stream that is captured may not run the plan
+            config.set_flag(flag)  # otherwise a captured stream may not run the plan
         if self._monitor is not None:
             config.progress_monitor = self._monitor
         profiles = tuple(graph.profile(*each) for each in extents)
         for profile in profiles:
-            theirs = graph.builder.create_optimization_profile()
+            trt_profile = graph.builder.create_optimization_profile()
             for each in profile.ranges:
-                theirs.set_shape(each.name, each.min, each.opt, each.max)
-            config.add_optimization_profile(theirs)
+                trt_profile.set_shape(each.name, each.min, each.opt, each.max)
+            config.add_optimization_profile(trt_profile)
         path = self._folder / name
         plan = self._serialize(Definition(graph, config, profiles))
         with path.open("wb") as file:
@@ -280,7 +282,8 @@ class _Builder:
         if not tensors:
             return None
         seen: set[int] = set()
-        for each, tensor in tensors.items():  # a tied embedding is two inputs, and a file has no memory twice
+        # A tied embedding is two inputs, but a file must not have the same memory twice.
+        for each, tensor in tensors.items():
             if tensor.data_ptr() in seen:
                 tensors[each] = tensor.clone()
             seen.add(tensor.data_ptr())
@@ -290,9 +293,9 @@ class _Builder:
 
 
 def _copy_beside(checkpoint: Path, folder: Path) -> tuple[str, ...]:
-    """Copy what a checkpoint has beside its weights: then the folder is served, and moved, by itself.
+    """Copy the checkpoint's files besides weights, so that the folder can be served and moved by itself.
 
-    Returns the names.
+    Returns their names.
     """
     found = [path for pattern in _BESIDE_WEIGHTS for path in checkpoint.glob(pattern) if path.is_file()]
     names = [path.name for path in found if path.name != _INDEX]
@@ -302,10 +305,10 @@ def _copy_beside(checkpoint: Path, folder: Path) -> tuple[str, ...]:
 
 
 def _remove_engine(folder: Path) -> None:
-    """Remove what a build has written: a tokenizer or chat template of the last one's would be served."""
+    """Remove what an earlier build has written; its tokenizer or chat template would otherwise be served."""
     first = folder / sidecar_name(0)
     if first.exists():
-        with contextlib.suppress(ConfigError):  # of another format: nobody knows what lies beside it
+        with contextlib.suppress(ConfigError):  # of another format: its other files are unknown
             for name in Sidecar.read(first).copied:
                 (folder / Path(name).name).unlink(missing_ok=True)
     for pattern in _WRITTEN:
@@ -314,7 +317,7 @@ def _remove_engine(folder: Path) -> None:
 
 
 def _layer_extents(settings: Settings) -> tuple[tuple[str, tuple[Extent, ...]], ...]:
-    """The profiles of the layers: batches of generation alone, and any."""
+    """Return the profiles of the layers: for batches of generation alone, and for any batch."""
     slots, rows = settings.max_batch_size, settings.max_num_tokens
     longest = min(rows, settings.max_seq_len)
     ranks = Extent("ranks", 0, min(16, settings.max_lora_rank), settings.max_lora_rank)
@@ -336,13 +339,13 @@ def _layer_extents(settings: Settings) -> tuple[tuple[str, tuple[Extent, ...]], 
 
 
 def _head_extents(settings: Settings) -> tuple[str, tuple[Extent, ...]]:
-    """The profile of the head. Logits are wide: more rows are several calls."""
+    """Return the profile of the head. Logits are large, so more rows take several calls."""
     slots = settings.max_batch_size
     return "rows", (Extent("R", 1, slots, max(slots, min(_MOST_LOGITS, settings.max_num_tokens))),)
 
 
 def _reason(graph: Graph) -> str:
-    """TensorRT's last error, in one line."""
+    """Return TensorRT's last error on one line."""
     errors = graph.logger.errors
     text = " ".join(errors[-1].split()) if errors else "it gives no reason"
     if "packed (NHD) inputs" in text:

@@ -1,4 +1,4 @@
-"""How far TensorRT is with a plan: a bar for each of its phases on a terminal, else lines of the log."""
+"""TensorRT's progress with a plan: a bar per phase on a terminal, otherwise lines of the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def build_progress(module: Any) -> Iterator[Any]:
-    """Show the progress of a build; yields an IProgressMonitor of TensorRT's for all of its plans.
+    """Show the progress of a build; yield TensorRT's IProgressMonitor for all of its plans.
 
     Args:
         module: TensorRT.
@@ -26,7 +26,8 @@ def build_progress(module: Any) -> Iterator[Any]:
     phases = _Phases()
 
     class Monitor(module.IProgressMonitor):
-        """TensorRT calls it from threads of its own; an exception would end in TensorRT, so there is none."""
+        """TensorRT calls it on its own threads; an exception would propagate into TensorRT, so all are
+        suppressed."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -38,7 +39,7 @@ def build_progress(module: Any) -> Iterator[Any]:
         def step_complete(self, phase_name: str, step: int) -> bool:
             with contextlib.suppress(Exception):
                 phases.advance(phase_name, step + 1)
-            return True  # go on
+            return True  # continue
 
         def phase_finish(self, phase_name: str) -> None:
             with contextlib.suppress(Exception):
@@ -51,7 +52,7 @@ def build_progress(module: Any) -> Iterator[Any]:
 
 
 class _Phases:
-    """The phases that TensorRT is in, each inside another one; those further in are left out. Any thread."""
+    """TensorRT's current phases, each inside of another one; deeply nested ones are ignored. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

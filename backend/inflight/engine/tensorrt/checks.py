@@ -1,4 +1,4 @@
-"""Checks of the configuration against the plans, before anything takes time; an error for each."""
+"""Checks of the configuration against the plans, before anything slow is done; each has its own error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _HOPPER = 90
 
 
 def find_folder(config: EngineConfig) -> Path:
-    """The folder of the plans. Raises ConfigError, as all functions here, if it is missing."""
+    """Return the folder of the plans.
+
+    Like all functions here it raises ConfigError, in this case if the folder is missing.
+    """
     folder = Path(native(str(config.engine_dir or config.gpt_model_path)))
     if not is_engine_folder(folder):
         raise ConfigError(
@@ -35,7 +38,7 @@ def find_folder(config: EngineConfig) -> Path:
 
 
 def plan_rank(mapping: Mapping) -> int:
-    """The rank whose plans this rank loads. ConfigError where plans are not divided among the ranks."""
+    """Return the rank whose plans this rank loads. Raises ConfigError for parallelism that plans do not have."""
     if mapping.pp_size > 1:
         raise ConfigError(
             f"pipeline_parallel_size is {mapping.pp_size}, expected 1: plans have all layers, and --tp divides "
@@ -49,10 +52,13 @@ def plan_rank(mapping: Mapping) -> int:
 
 
 def read_sidecar(folder: Path, rank: int) -> Sidecar:
-    """The sidecar of a rank's plans. ConfigError if it is of another rank, or of another build than rank 0's."""
+    """Read the sidecar of a rank's plans.
+
+    Raises ConfigError if it belongs to another rank or another build than rank 0's.
+    """
     path, first = folder / sidecar_name(rank), Sidecar.read(folder / sidecar_name(0))
     if rank >= first.settings.tensor_parallel_size:
-        return first  # of which `check_settings` says that there are fewer ranks
+        return first  # `check_settings` reports that there are fewer ranks
     sidecar = Sidecar.read(path)
     if sidecar.rank != rank:
         raise ConfigError(f"{path} describes the plans of rank {sidecar.rank}, expected those of rank {rank}")
@@ -65,7 +71,7 @@ def read_sidecar(folder: Path, rank: int) -> Sidecar:
 
 
 def check_settings(config: EngineConfig, sidecar: Sidecar, mapping: Mapping, folder: Path) -> None:
-    """ConfigError if more is asked for than was built, or something else."""
+    """Raise ConfigError if the configuration asks for more than was built, or for something else."""
     built = sidecar.settings
     rebuild = "or build the engine again"
     if built.tensor_parallel_size != mapping.tp_size:
@@ -102,7 +108,7 @@ def check_settings(config: EngineConfig, sidecar: Sidecar, mapping: Mapping, fol
 
 
 def check_model(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig, folder: Path) -> None:
-    """ConfigError if the plans are of another checkpoint, or attend to other tokens."""
+    """Raise ConfigError if the plans were built from another checkpoint, or with other windows."""
     checkpoint = Path(native(str(config.gpt_model_path)))
     if is_engine_folder(checkpoint):
         found = Sidecar.read(checkpoint / sidecar_name(0)).checkpoint_digest
@@ -114,10 +120,10 @@ def check_model(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig, 
             "were built from, or build the engine again"
         )
     for name in ("num_layers", "hidden_size", "head_dim", "vocab_size"):
-        if (asked := getattr(decoder, name)) != (built := getattr(sidecar.model, name)):
+        if (configured := getattr(decoder, name)) != (built := getattr(sidecar.model, name)):
             raise ConfigError(
-                f"{checkpoint / 'config.json'} has a {name} of {asked}, but the plans of {folder} have {built}: "
-                "it was changed; build the engine again"
+                f"{checkpoint / 'config.json'} has a {name} of {configured}, but the plans of {folder} have "
+                f"{built}: it was changed; build the engine again"
             )
     windows = layer_windows(
         decoder.sliding_windows,
@@ -133,7 +139,10 @@ def check_model(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig, 
 
 
 def longest_of_plans(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig) -> int:
-    """Tokens of the longest sequence. ConfigError if a slot has no room for what was asked for."""
+    """Return the maximum sequence length in tokens.
+
+    Raises ConfigError if a slot has no room for the configured length.
+    """
     room = sidecar.settings.max_seq_len
     if config.max_sequence_length is not None and config.max_sequence_length > room:
         raise ConfigError(
@@ -153,7 +162,8 @@ def longest_of_plans(config: EngineConfig, sidecar: Sidecar, decoder: DecoderCon
 
 
 def count_row_blocks(config: EngineConfig, max_sequence_length: int) -> int:
-    """How many blocks the scheduler may hand out where there are rows alone; ConfigError for fewer than slots."""
+    """Return the number of blocks for the scheduler if there are only rows; raises ConfigError if fewer than
+    slots."""
     slots, size = config.max_num_sequences, config.tokens_per_block
     wanted = config.max_tokens_in_paged_kv_cache
     in_rows = slots * -(-max_sequence_length // size)
@@ -168,7 +178,7 @@ def count_row_blocks(config: EngineConfig, max_sequence_length: int) -> int:
 
 
 def find_runtime(sidecar: Sidecar, folder: Path) -> Any:
-    """The module of TensorRT that has built the plans. ConfigError without it."""
+    """Return the TensorRT module that built the plans. Raises ConfigError without it."""
     try:
         module = find_module(sidecar.module)
     except ConfigError as error:
@@ -182,7 +192,7 @@ def find_runtime(sidecar: Sidecar, folder: Path) -> Any:
 
 
 def check_processor(sidecar: Sidecar, folder: Path, device: torch.device) -> None:
-    """ConfigError for a GPU that the plans are not for."""
+    """Raise ConfigError if the plans are not for this GPU."""
     if device.type != "cuda":
         return
     major, minor = torch.cuda.get_device_capability(device)
@@ -201,7 +211,7 @@ def check_processor(sidecar: Sidecar, folder: Path, device: torch.device) -> Non
 
 
 def check_digest(folder: Path, file: File) -> None:
-    """ConfigError if a file is not the one that was described."""
+    """Raise ConfigError if a file does not match its digest."""
     path = folder / file.name
     try:
         found = file_digest(path)
@@ -215,7 +225,7 @@ def check_digest(folder: Path, file: File) -> None:
 
 
 def with_adapter_limits(config: EngineConfig, sidecar: Sidecar) -> EngineConfig:
-    """The parameters of adapters, no larger than what the plans have room for: a page, too."""
+    """Return the configuration with adapter limits reduced to the plans' room, including the size of a page."""
     room, wanted = sidecar.settings.max_lora_rank, config.lora_cache_gpu_memory_fraction
     if room == 0:
         if wanted:

@@ -1,4 +1,4 @@
-"""`scripts/build`: a checkpoint as an engine for TensorRT."""
+"""`scripts/build`: builds a TensorRT engine from a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import logging
 import sys
 from pathlib import Path
 
+from inflight.checkpoint_config import DTYPES
 from inflight.engine.tensorrt.build import WEIGHT_DTYPES, BuildOptions, build_engine
 from inflight.engine.tensorrt.build_progress import build_progress
 from inflight.engine.tensorrt.module import MODULES, find_module
 from inflight.engine.tensorrt.sidecar import Sidecar, sidecar_name
 from inflight.errors import InflightError
 from inflight.hub import find_checkpoint
-from inflight.models import DTYPES
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Build what the command line asks for; returns the exit status."""
+    """Run the command line; return the exit status."""
     given = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     options = BuildOptions(

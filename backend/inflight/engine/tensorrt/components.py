@@ -8,37 +8,37 @@ import torch
 from torch import Tensor
 
 from inflight.engine.tensorrt.graph import Graph
-from inflight.engine.tensorrt.weights import Matrix
+from inflight.engine.tensorrt.weights import NetworkMatrix
 from inflight.models import DecoderConfig, Norm
 from inflight.models.decoder_config import ExpertsConfig
 from inflight.models.decoder_weights import ExpertWeights
 
-_LEAST_SUM = 1e-20  # of probabilities that are divided by their sum
+_LEAST_SUM = 1e-20  # the smallest sum by which probabilities are divided
 
 
 class Components:
     """The operations of one model.
 
     Args:
-        graph: Where they are defined.
-        config: The model as this rank computes it.
-        dtype: Of activations.
-        num_ranks: Tensor-parallel ones.
+        graph: The graph in which they are defined.
+        config: The model, as this rank computes it.
+        dtype: Data type of activations.
+        num_ranks: Number of tensor-parallel ranks.
     """
 
     def __init__(self, graph: Graph, config: DecoderConfig, dtype: str, num_ranks: int) -> None:
         self.graph, self.config, self.dtype, self.num_ranks = graph, config, dtype, num_ranks
 
     def number(self, value: float, rank: int, dtype: str | None = None) -> Any:
-        """A constant for tensors of `rank` axes."""
+        """Return a constant for tensors with `rank` axes."""
         return self.graph.constant(value, dtype or self.dtype, rank)
 
     def norm(self, x: Any, norm: Norm | None, name: str) -> Any:
-        """An RMSNorm or a LayerNorm over the last axis, in float32; without one, x."""
+        """Apply an RMSNorm or a LayerNorm to the last axis, in float32; without a norm, return x."""
         return x if norm is None else self.graph.cast(self.wide_norm(x, norm, name), self.dtype)
 
     def wide_norm(self, x: Any, norm: Norm, name: str) -> Any:
-        """The same, which stays float32."""
+        """Apply a norm like `norm`, but leave the result in float32."""
         graph, wide, rank = self.graph, self.graph.cast(x, "float32"), len(x.shape)
         if norm.bias is not None:
             wide = graph.subtract(wide, graph.mean(wide))
@@ -52,12 +52,12 @@ class Components:
         return found
 
     def vector(self, values: Tensor, name: str, rank: int, dtype: str = "float32") -> Any:
-        """A weight along the last axis of tensors of `rank` axes."""
+        """Return a weight along the last axis of tensors with `rank` axes."""
         wide = values.to(getattr(torch, dtype)).reshape((1,) * (rank - 1) + (-1,))
         return self.graph.weight(name, wide)
 
-    def product(self, x: Any, matrix: Matrix, name: str) -> Any:
-        """x Wᵀ, without the bias."""
+    def product(self, x: Any, matrix: NetworkMatrix, name: str) -> Any:
+        """Return x Wᵀ, without the bias."""
         graph = self.graph
         if matrix.weight.dtype is torch.uint8:
             return self._int4_product(x, matrix, name)
@@ -67,8 +67,8 @@ class Components:
             weight = graph.dequantize(weight, scales, self.dtype, axis=0)
         return graph.multiply_matrices(x, weight)
 
-    def _int4_product(self, x: Any, matrix: Matrix, name: str) -> Any:
-        """x Wᵀ with levels of 4 bits, and beside it with what all levels of a group have in common."""
+    def _int4_product(self, x: Any, matrix: NetworkMatrix, name: str) -> Any:
+        """Return x Wᵀ for 4-bit levels, plus the product with the offsets common to the levels of a group."""
         graph, scales, offsets = self.graph, matrix.scales, matrix.offsets
         assert scales is not None, "levels have scales"
         (num_outputs, num_inputs), num_groups = (matrix.weight.shape[0], x.shape[-1]), scales.shape[1]
@@ -83,18 +83,18 @@ class Components:
         sums = graph.cast(graph.sum(groups, 2, keep=False), self.dtype)
         return graph.add(y, graph.multiply_matrices(sums, graph.weight(f"{name}.offsets", offsets)))
 
-    def biased(self, y: Any, matrix: Matrix, name: str) -> Any:
-        """y + b."""
+    def biased(self, y: Any, matrix: NetworkMatrix, name: str) -> Any:
+        """Return y + b."""
         if matrix.bias is None:
             return y
         return self.graph.add(y, self.vector(matrix.bias, f"{name}.bias", 2, self.dtype))
 
     def summed(self, x: Any) -> Any:
-        """The sum over ranks."""
+        """Return the sum over ranks."""
         return x if self.num_ranks == 1 else self.graph.all_reduce(x, self.num_ranks)
 
     def activate(self, inner: Any) -> Any:
-        """The input of an MLP's second projection, from the output of its first; over the last axis."""
+        """Return the input of an MLP's second projection, from the output of its first; over the last axis."""
         width = inner.shape[-1]
         if not self.config.gated_mlp:
             return self._activation(inner)
@@ -108,12 +108,13 @@ class Components:
             return graph.multiply(x, graph.activation(x, "SIGMOID"))
         return graph.activation(x, {"gelu": "GELU_ERF", "gelu_tanh": "GELU_TANH", "relu": "RELU"}[kind])
 
-    def experts(self, x: Any, experts: ExpertWeights[Matrix], config: ExpertsConfig, name: str) -> Any:
-        """[rows, hidden_size]: what all experts give, weighed by the router, which is 0 for most of them.
+    def experts(self, x: Any, experts: ExpertWeights[NetworkMatrix], config: ExpertsConfig, name: str) -> Any:
+        """Return [rows, hidden_size]: the output of all experts, weighted by the router, whose weight is 0 for
+        most.
 
-        All experts are one wide MLP, whose inner numbers are multiplied by what their expert weighs: two products,
-        with as many more operations as there are experts for each one that a row goes to. What the other experts
-        give is replaced, not multiplied by 0: it may be infinite.
+        All experts form one wide MLP, whose inner values are multiplied by the weight of their expert: two
+        products, which compute every expert for every row. The values of unused experts are replaced by 0, not
+        multiplied by it, as they may be infinite.
         """
         graph, held = self.graph, _num_held(config)
         inner = self.product(x, experts.up, f"{name}.up")
@@ -125,10 +126,10 @@ class Components:
         flat = graph.reshape(graph.cast(inner, self.dtype), -1, held * config.intermediate_size)
         return self.product(flat, experts.down, f"{name}.down")
 
-    def _route(self, x: Any, experts: ExpertWeights[Matrix], config: ExpertsConfig, name: str) -> Any:
-        """The weight of each expert for each row, float32 [rows, count]."""
+    def _route(self, x: Any, experts: ExpertWeights[NetworkMatrix], config: ExpertsConfig, name: str) -> Any:
+        """Return the weight of each expert for each row, float32 [rows, count]."""
         graph = self.graph
-        router = Matrix(experts.router.weight, experts.router.bias)
+        router = NetworkMatrix(experts.router.weight, experts.router.bias)
         logits = self.biased(self.product(x, router, f"{name}.router"), router, f"{name}.router")
         chances = graph.softmax(graph.cast(logits, "float32"))
         _, chosen = graph.top_k(chances, config.num_per_token)

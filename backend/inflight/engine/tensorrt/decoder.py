@@ -1,7 +1,7 @@
-"""A decoder whose layers and logits are plans of TensorRT; it stands where `engine.layers.decoder.Decoder` does.
+"""A decoder whose layers and logits are TensorRT plans, with the interface of `engine.layers.decoder.Decoder`.
 
-The layers read and write the rows of a `RowCache`; what they have written goes from there to the blocks. Around
-the plans are tensors only, so a batch can be recorded with all of it. Called by the loop thread.
+The layers read and write the rows of a `RowCache`, from which new keys and values are copied to the blocks. All
+other data around the plans are tensors, so a batch can be recorded as a whole. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ _BY_TORCH = RowKernels()
 
 
 class TensorRtDecoder:
-    """Plans, and what they are given.
+    """The plans and their inputs.
 
     Args:
-        config: Of the whole model.
-        part: Which part of it this rank has.
-        settings: What the plans were built with.
-        layers: From token ids to the last layer's output.
-        head: From that to logits.
-        cache: Whose rows the layers are bound to.
-        collectives: The ranks that have the other parts.
-        row_kernels: Computes over rows of logits when tokens are chosen.
+        config: Configuration of the whole model.
+        part: This rank's part of it.
+        settings: The settings of the build.
+        layers: The plan from token ids to the last layer's output.
+        head: The plan from that output to logits.
+        cache: The row cache to which the layers are bound.
+        collectives: Collectives with the ranks that have the other parts.
+        row_kernels: Kernels on rows of logits, for sampling.
 
     Attributes:
-        config: As given.
-        dtype: Of activations and KV cache.
-        adapters: Where LoRA adapters are; None: it takes none.
-        kernels: Who computes.
-        has_fixed_shapes: Whether its batches of generation can be recorded.
-        takes_fixed_rows: Whether those with context chunks can.
-        needs_cleared_blocks: Whether what a KV block held before may reach a sequence that takes it over.
-        row_kernels: As given.
+        config: The argument of the same name.
+        dtype: Data type of activations and KV cache.
+        adapters: The LoRA adapters on the device; None: it takes none.
+        kernels: Name of the implementation of the layers.
+        has_fixed_shapes: Whether batches of generation rows can be recorded.
+        takes_fixed_rows: Whether batches with context chunks can be recorded.
+        needs_cleared_blocks: Whether the previous content of a KV block may affect a sequence that takes it over.
+        row_kernels: The argument of the same name.
     """
 
     kernels = "tensorrt"
@@ -96,7 +96,7 @@ class TensorRtDecoder:
             layers.bind({f"k_cache_{index}": keys, f"v_cache_{index}": values})
 
     def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits | None:
-        """As `plan_rows.tile_limits`; None for more rows than the plan, or all of its slots, have room for."""
+        """Return `plan_rows.tile_limits`; None for more rows than the plan, or all of its slots, have room for."""
         settings = self._settings
         if num_rows > min(settings.max_num_tokens, settings.max_batch_size * settings.max_seq_len):
             return None
@@ -111,7 +111,7 @@ class TensorRtDecoder:
         between: HiddenStates | None = None,
         active: ActiveAdapters | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`; `hidden` is None, as there is one stage."""
+        """See `Decoder.forward`; `hidden` is None, as there is only one stage."""
         count = len(packed.token_ids)
         if count == 0:
             return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self._device)
@@ -132,16 +132,19 @@ class TensorRtDecoder:
         return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """[n, vocab_size] float32, of the rows [n] int64 of what `forward` returned."""
+        """Return [n, vocab_size] float32 logits of the rows [n] int64 of `forward`'s output."""
         logits = self._run_head(hidden[rows], "logits")
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
     def normalize(self, hidden: Tensor) -> Tensor:
-        """The final norm of rows [n, hidden_size] of what `forward` returned."""
+        """Apply the final norm to rows [n, hidden_size] of `forward`'s output."""
         return self._run_head(hidden, "normalized")
 
     def reserve_adapters(self, num_pages: int, page_rank: int) -> None:
-        """Make room for adapters, in pages of so many ranks, before the first of them is loaded. At most once."""
+        """Allocate pages for adapters, each with room for `page_rank` ranks, before the first is loaded.
+
+        At most once.
+        """
         self.adapters = AdapterPool(
             self.config,
             self._part,
@@ -153,7 +156,10 @@ class TensorRtDecoder:
         )
 
     def load_adapter(self, load: AdapterLoad) -> None:
-        """Put an adapter into its pages. StepFailed for one with magnitudes (DoRA), which plans do not compute."""
+        """Load an adapter into its pages.
+
+        Raises StepFailed for one with magnitudes (DoRA), which plans do not support.
+        """
         assert self.adapters is not None, "there is no room for adapters"
         if any(len(row) > 3 and row[3] for row in load.adapter.weights.config):
             raise StepFailed(
@@ -171,7 +177,7 @@ class TensorRtDecoder:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _cut(self, packed: PackedBatch) -> list[BatchPart]:
-        """The batch in parts that the plan has room for."""
+        """Divide the batch into parts that the plan has room for."""
         ranks: dict[int, int] = {}
         if packed.adapters is not None and self.adapters is not None:
             found = self.adapters.find(packed.adapters)
@@ -199,7 +205,7 @@ class TensorRtDecoder:
         active: ActiveAdapters | None,
         recording: Hashable,
     ) -> dict[str, Tensor]:
-        """The layers over a part, and from its rows of the caches to the blocks."""
+        """Run the layers on a part, and copy its keys and values from the rows to the blocks."""
         plan_rows = lay_out_for_plan(rows, cache.num_slots)
         inputs = {each.name: getattr(plan_rows, each.name) for each in fields(PlanRows)}
         inputs["position_ids"] = rows.positions.int()
@@ -214,7 +220,7 @@ class TensorRtDecoder:
         return outputs
 
     def _tokens(self, packed: PackedBatch, part: BatchPart) -> dict[str, Tensor]:
-        """Token ids; and for each row which embedding it takes, its token's or a row of a prompt table."""
+        """Return token ids, and for each row which embedding it takes: its token's, or a row of a prompt table."""
         token_ids = packed.token_ids[part.begin : part.end]
         count = part.end - part.begin
         own = torch.arange(count, device=self._device)
@@ -232,12 +238,13 @@ class TensorRtDecoder:
         return {
             "input_ids": torch.where(of_table < 0, token_ids, 0).int(),
             "embedding_gather": torch.where(of_table < 0, own, count + own).int(),
-            # One for each row of the part: of a part's rows a plan has room for all, of a batch's not.
+            # One per row of the part, as the plan has room for these but not for all of the batch's.
             "virtual_embeddings": virtual.embeddings[of_table.clamp(min=0)],
         }
 
     def _adapter_inputs(self, count: int, active: ActiveAdapters | None) -> dict[str, Tensor]:
-        """The pages of a part's adapters, as plans take them, and which row has which."""
+        """Return the pages of a part's adapters in the plans' form, and the mask that tells which row has
+        which."""
         assert self.adapters is not None or active is None
         names = self._input_names
         if active is None:
@@ -260,7 +267,7 @@ class TensorRtDecoder:
 
 
 def _banks(linear: LinearPages, pages: Tensor) -> Sequence[tuple[Module, Tensor, Tensor]]:
-    """The matrices A [ranks, in] and B [out, ranks] of each module, from all of `pages`."""
+    """Yield the matrices A [ranks, in] and B [out, ranks] of each module, from all of `pages`."""
     a = linear.a.index_select(0, pages).transpose(0, 1)
     b = linear.b.index_select(0, pages).flatten(0, 1).T.split(linear.widths)
     return [

@@ -1,7 +1,7 @@
-"""A thin layer over TensorRT's network definition: operations on tensors, and all that a plan is built with.
+"""A thin layer over TensorRT's network definition: operations on tensors, and everything a plan is built from.
 
-Tensors are TensorRT's ITensor, here Any. Shapes are those of the networks: a dimension by name differs from batch
-to batch. TensorRT does not copy weights: what a graph is given lives as long as the graph.
+Tensors are TensorRT's ITensor, typed as Any here. A named dimension differs from batch to batch. TensorRT does not
+copy weights, so they must live as long as the graph; the graph keeps them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from inflight.engine.tensorrt.sidecar import Alias, Profile, ShapeRange, TensorSpec
+from inflight.engine.tensorrt.sidecar import Alias, PlanTensor, Profile, ShapeRange
 from inflight.errors import ConfigError
 
 _TYPES = {
@@ -27,15 +27,15 @@ _TYPES = {
     "int4": "INT4",
     "bool": "BOOL",
 }
-"""Names of torch's types, and int4, to TensorRT's."""
+"""TensorRT's names of torch's types and of int4."""
 
 Dimension = int | str
-"""A size, or the name of one that an optimization profile bounds."""
+"""A size, or the name of a dimension that an optimization profile bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How large a dimension by name may be."""
+    """The range of a named dimension."""
 
     dimension: str
     min: int
@@ -45,12 +45,12 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The memory of a constant, as TensorRT reads it.
+    """The memory of a constant, which TensorRT reads.
 
     Attributes:
-        memory: On the CPU and contiguous; of int4 uint8, two to a byte, the lower half first.
-        dtype: As in `TensorSpec.dtype`.
-        shape: In elements.
+        memory: A contiguous CPU tensor; for int4 uint8, two values per byte, the lower half first.
+        dtype: See `PlanTensor.dtype`.
+        shape: Shape in elements.
     """
 
     memory: torch.Tensor
@@ -60,21 +60,22 @@ class Constant:
 
 @dataclass
 class Graph:
-    """A network that is being defined.
+    """A network under construction.
 
     Args:
-        module: TensorRT.
-        logger: Its logger, `module.make_logger`.
+        module: The TensorRT module.
+        logger: The result of `module.make_logger`.
         has_weight_inputs: Whether `weight` makes inputs instead of constants.
 
     Attributes:
-        builder: TensorRT's.
-        network: Likewise.
-        constants: By the name of its layer; TensorRT does not tell bfloat16, float8 and int4 ones again.
-        weights: What was made inputs, by their names.
-        inputs: In the order of their definition, as are outputs.
-        shapes: Of the inputs, dimensions by name among them.
-        aliases: Which outputs are inputs that are changed in place.
+        builder: TensorRT's builder.
+        network: TensorRT's network definition.
+        constants: Constants by the name of their layer, as TensorRT does not return those of bfloat16, float8 and
+            int4.
+        weights: Weights that are inputs, by name.
+        inputs: The inputs in the order of their definition; likewise outputs.
+        shapes: Shapes of the inputs, with named dimensions.
+        aliases: Outputs that are inputs changed in place.
     """
 
     module: Any
@@ -82,8 +83,8 @@ class Graph:
     has_weight_inputs: bool = False
     constants: dict[str, Constant] = field(default_factory=dict)
     weights: dict[str, Constant] = field(default_factory=dict)
-    inputs: list[TensorSpec] = field(default_factory=list)
-    outputs: list[TensorSpec] = field(default_factory=list)
+    inputs: list[PlanTensor] = field(default_factory=list)
+    outputs: list[PlanTensor] = field(default_factory=list)
     shapes: dict[str, tuple[Dimension, ...]] = field(default_factory=dict)
     aliases: list[Alias] = field(default_factory=list)
 
@@ -97,26 +98,26 @@ class Graph:
     # Inputs, outputs, constants
 
     def input(self, name: str, dtype: str, shape: Sequence[Dimension]) -> Any:
-        """An input of the network."""
+        """Define an input of the network."""
         fixed = tuple(-1 if isinstance(size, str) else size for size in shape)
-        self.inputs.append(TensorSpec(name, dtype, fixed))
+        self.inputs.append(PlanTensor(name, dtype, fixed))
         self.shapes[name] = tuple(shape)
         return self._checked(self.network.add_input(name, self.type(dtype), fixed), name)
 
     def output(self, name: str, tensor: Any, alias_of: str | None = None) -> None:
-        """Make a tensor an output; `alias_of` is the input that it is in place of."""
+        """Define a tensor as an output; `alias_of` is the input whose memory it shares."""
         tensor.name = name
         self.network.mark_output(tensor)
-        self.outputs.append(TensorSpec(name, self.type_name(tensor.dtype), tuple(tensor.shape)))
+        self.outputs.append(PlanTensor(name, self.type_name(tensor.dtype), tuple(tensor.shape)))
         if alias_of is not None:
             self.aliases.append(Alias(alias_of, name))
 
     def weight(
         self, name: str, tensor: torch.Tensor, dtype: str | None = None, shape: Sequence[int] | None = None
     ) -> Any:
-        """A weight of the model: a constant, or an input named weight.NAME.
+        """Define a weight of the model: a constant, or an input named weight.NAME.
 
-        Of int4, `tensor` is uint8 [..., columns / 2], and `dtype` and `shape` are given.
+        For int4, `tensor` is uint8 [..., columns / 2], and `dtype` and `shape` must be given.
         """
         constant = _constant(tensor, dtype, shape)
         if not self.has_weight_inputs:
@@ -126,7 +127,7 @@ class Graph:
         return self.input(name, constant.dtype, constant.shape)
 
     def constant(self, value: torch.Tensor | Iterable[Any] | float, dtype: str, rank: int = 0) -> Any:
-        """Numbers that are no weights. A single one has `rank` axes of size 1, to be broadcast."""
+        """Define a constant that is not a weight. A single number gets `rank` axes of size 1, for broadcasting."""
         tensor = (
             value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=getattr(torch, dtype))
         )
@@ -153,24 +154,24 @@ class Graph:
     # Shapes
 
     def reshape(self, x: Any, *shape: int) -> Any:
-        """At most one of the sizes is -1."""
+        """Change the shape; at most one of the sizes is -1."""
         layer = self._checked(self.network.add_shuffle(x), "reshape")
         layer.zero_is_placeholder = False  # a batch may have no chunks
         layer.reshape_dims = shape
         return layer.get_output(0)
 
     def transpose(self, x: Any, *axes: int) -> Any:
-        """The axes in another order."""
+        """Permute the axes."""
         layer = self._checked(self.network.add_shuffle(x), "transpose")
         layer.first_transpose = axes
         return layer.get_output(0)
 
     def unsqueeze(self, x: Any, *axes: int) -> Any:
-        """New axes of size 1, numbered as in the result."""
+        """Insert axes of size 1 at these positions of the result."""
         return self._out(self.network.add_unsqueeze(x, self.constant(axes, "int64")), "unsqueeze")
 
     def concat(self, tensors: Sequence[Any], axis: int) -> Any:
-        """Behind each other."""
+        """Concatenate along an axis."""
         if len(tensors) == 1:
             return tensors[0]
         layer = self._checked(self.network.add_concatenation(list(tensors)), "concatenation")
@@ -178,7 +179,7 @@ class Graph:
         return layer.get_output(0)
 
     def columns(self, x: Any, begin: int, end: int) -> Any:
-        """A slice of the last axis."""
+        """Return a slice of the last axis."""
         rank = len(x.shape)
         if (begin, end) == (0, x.shape[-1]):
             return x
@@ -191,23 +192,26 @@ class Graph:
         return layer.get_output(0)
 
     def shape(self, x: Any) -> Any:
-        """int64 [rank]."""
+        """Return the shape, int64 [rank]."""
         return self._out(self.network.add_shape(x), "shape")
 
     def gather(self, x: Any, indices: Any, axis: int = 0) -> Any:
-        """`indices` of one axis, whose axes take its place."""
+        """Gather `indices` along one axis, which is replaced by the axes of `indices`."""
         return self._out(self.network.add_gather(x, indices, axis), "gather")
 
     # Arithmetic
 
     def cast(self, x: Any, dtype: str) -> Any:
-        """The same numbers in another type."""
+        """Convert to another data type."""
         if x.dtype == self.type(dtype):
             return x
         return self._out(self.network.add_cast(x, self.type(dtype)), "cast")
 
     def add(self, x: Any, y: Any) -> Any:
-        """x + y; as in all of these, axes of size 1 are broadcast, and both have as many."""
+        """Return x + y.
+
+        In all operations, axes of size 1 are broadcast, and both operands have the same number of axes.
+        """
         return self._elementwise(x, y, "SUM")
 
     def subtract(self, x: Any, y: Any) -> Any:
@@ -223,11 +227,11 @@ class Graph:
         return self._elementwise(x, y, "DIV")
 
     def maximum(self, x: Any, y: Any) -> Any:
-        """The larger one."""
+        """Return the elementwise maximum."""
         return self._elementwise(x, y, "MAX")
 
     def minimum(self, x: Any, y: Any) -> Any:
-        """The smaller one."""
+        """Return the elementwise minimum."""
         return self._elementwise(x, y, "MIN")
 
     def is_greater(self, x: Any, y: Any) -> Any:
@@ -235,7 +239,7 @@ class Graph:
         return self._elementwise(x, y, "GREATER")
 
     def equal(self, x: Any, y: Any) -> Any:
-        """Whether both are the same number, bool."""
+        """Return whether both are equal, bool."""
         return self._elementwise(x, y, "EQUAL")
 
     def both(self, x: Any, y: Any) -> Any:
@@ -247,51 +251,51 @@ class Graph:
         return self._unary(x, "NOT")
 
     def select(self, condition: Any, x: Any, y: Any) -> Any:
-        """x where the condition, a bool, is true, else y."""
+        """Return x where the condition, a bool, is true, else y."""
         return self._out(self.network.add_select(condition, x, y), "select")
 
     def sqrt(self, x: Any) -> Any:
-        """The square root of each number."""
+        """Return the elementwise square root."""
         return self._unary(x, "SQRT")
 
     def activation(self, x: Any, kind: str) -> Any:
-        """SIGMOID, TANH, RELU, GELU_ERF or GELU_TANH."""
+        """Apply SIGMOID, TANH, RELU, GELU_ERF or GELU_TANH."""
         kinds = self.module.ActivationType
         return self._out(self.network.add_activation(x, getattr(kinds, kind)), kind)
 
     def softmax(self, x: Any) -> Any:
-        """Over the last axis."""
+        """Apply softmax to the last axis."""
         layer = self._checked(self.network.add_softmax(x), "softmax")
         layer.axes = 1 << (len(x.shape) - 1)
         return layer.get_output(0)
 
     def mean(self, x: Any) -> Any:
-        """Over the last axis, which stays with size 1."""
+        """Return the mean over the last axis, which is kept with size 1."""
         return self._reduce(x, "AVG", len(x.shape) - 1, True)
 
     def sum(self, x: Any, axis: int, keep: bool = True) -> Any:
-        """Over one axis."""
+        """Return the sum over one axis."""
         return self._reduce(x, "SUM", axis, keep)
 
     def top_k(self, x: Any, count: int) -> tuple[Any, Any]:
-        """The largest of the last axis, and where they are, int32."""
+        """Return the largest values of the last axis, and their indices, int32."""
         kinds, axes = self.module.TopKOperation, 1 << (len(x.shape) - 1)
         layer = self._checked(self.network.add_topk(x, kinds.MAX, count, axes), "top k")
         return layer.get_output(0), layer.get_output(1)
 
     def one_hot(self, indices: Any, depth: int, dtype: str) -> Any:
-        """1 at each index and 0 elsewhere, [..., depth]."""
+        """Return 1 at each index and 0 elsewhere, [..., depth]."""
         values, depth_of = self.constant([0, 1], dtype), self.constant(depth, "int32")
         return self._out(self.network.add_one_hot(indices, values, depth_of, len(indices.shape)), "one hot")
 
     def multiply_matrices(self, x: Any, weight: Any) -> Any:
-        """x Wᵀ of x [rows, in] and W [out, in]."""
+        """Return x Wᵀ for x [rows, in] and W [out, in]."""
         operation = self.module.MatrixOperation
         layer = self.network.add_matrix_multiply(x, operation.NONE, weight, operation.TRANSPOSE)
         return self._out(layer, "matrix product")
 
     def dequantize(self, levels: Any, scales: Any, dtype: str, axis: int | None) -> Any:
-        """levels * scales; `axis`: which one the scales are for, None: they are for blocks of the last axis."""
+        """Return levels * scales. `axis` is the axis that the scales belong to; None: blocks of the last axis."""
         layer = self._checked(self.network.add_dequantize(levels, scales, self.type(dtype)), "dequantize")
         if axis is not None:
             layer.axis = axis
@@ -300,7 +304,8 @@ class Graph:
     # Attention and ranks
 
     def rotate(self, x: Any, cos: Any, sin: Any, positions: Any, rotary_dim: int) -> Any:
-        """Rotary positions of x [rows, heads, 1, head_dim], by tables [positions, rotary_dim / 2] of its type.
+        """Apply rotary positions to x [rows, heads, 1, head_dim], with tables [positions, rotary_dim / 2] of its
+        type.
 
         `positions`: [rows, 1] int32. Pairs are i and i + rotary_dim / 2.
         """
@@ -310,13 +315,13 @@ class Graph:
         return layer.get_output(0)
 
     def update_cache(self, cache: Any, update: Any, write_indices: Any, lengths: Any) -> Any:
-        """A cache [slots, heads, length, head_dim] that has been written to in place.
+        """Write to a cache [slots, heads, length, head_dim] in place; return the cache.
 
         Args:
-            cache: An input, whose result has to be an output.
+            cache: An input; the result must be an output.
             update: [rows, heads, head_dim], slot after slot.
-            write_indices: [slots] int32, where each slot's first row goes.
-            lengths: [slots + 1] int32, rows before each slot's.
+            write_indices: [slots] int32, position of each slot's first row.
+            lengths: [slots + 1] int32, number of rows before each slot's.
         """
         trt = self.module
         mode, packed = trt.KVCacheMode.LINEAR, trt.AttentionIOForm.PACKED_NHD
@@ -334,15 +339,15 @@ class Graph:
         mask: Any | None = None,
         may_decompose: bool = False,
     ) -> Any:
-        """Attention of queries [batch, heads, rows, head_dim], which have their scale, to keys and values.
+        """Attend with scaled queries [batch, heads, rows, head_dim] to keys and values.
 
         Args:
-            queries: Padded.
+            queries: The padded queries.
             keys: [batch, kv_heads, length, head_dim].
-            values: Likewise.
-            lengths: [batch] int32, how many of them are read.
-            mask: bool [batch, 1, rows, length], what is read.
-            may_decompose: Whether products and a softmax will do where there is no kernel.
+            values: [batch, kv_heads, length, head_dim].
+            lengths: [batch] int32, number of keys that are read.
+            mask: bool [batch, 1, rows, length], the keys that are read.
+            may_decompose: Whether products and a softmax may be used where there is no kernel.
         """
         layer = self._attention(queries, keys, values, "NONE", may_decompose)
         if lengths is not None:
@@ -354,14 +359,14 @@ class Graph:
     def packed_attention(
         self, queries: Any, keys: Any, values: Any, query_lengths: Any, key_lengths: Any
     ) -> Any:
-        """Causal attention of queries [rows, heads, head_dim], slot after slot, to slots' keys and values.
+        """Attend causally with queries [rows, heads, head_dim], slot after slot, to the slots' keys and values.
 
         Args:
-            queries: With their scale.
+            queries: The scaled queries.
             keys: [slots, kv_heads, length, head_dim].
-            values: Likewise.
-            query_lengths: [slots + 1] int32, rows before each slot's.
-            key_lengths: [slots] int32.
+            values: [slots, kv_heads, length, head_dim].
+            query_lengths: [slots + 1] int32, number of rows before each slot's.
+            key_lengths: [slots] int32, number of keys.
         """
         layer = self._attention(queries, keys, values, "LOWER_RIGHT", False)
         layer.query_form = self.module.AttentionIOForm.PACKED_NHD
@@ -370,7 +375,7 @@ class Graph:
         return layer.get_output(0)
 
     def all_reduce(self, x: Any, num_ranks: int) -> Any:
-        """The sum over ranks."""
+        """Return the sum over ranks."""
         trt = self.module
         kinds, reduce = trt.CollectiveOperation, trt.ReduceOperation.SUM
         layer = self.network.add_dist_collective(x, kinds.ALL_REDUCE, reduce, -1, list(range(num_ranks)))
@@ -381,7 +386,7 @@ class Graph:
     # Plans
 
     def profile(self, name: str, extents: Iterable[Extent]) -> Profile:
-        """The optimization profile: the shapes of the inputs where each named dimension is within its extent."""
+        """Add an optimization profile: the shapes of the inputs with each named dimension within its extent."""
         of = {extent.dimension: extent for extent in extents}
 
         def sizes(shape: tuple[Dimension, ...], bound: str) -> tuple[int, ...]:
@@ -395,12 +400,12 @@ class Graph:
         return Profile(name, tuple(ranges))
 
     def type(self, dtype: str) -> Any:
-        """TensorRT's type of that name."""
+        """Return TensorRT's type of that name."""
         return getattr(self.module.DataType, _TYPES[dtype])
 
     def type_name(self, dtype: Any) -> str:
-        """The name of one of TensorRT's types."""
-        return next(name for name, theirs in _TYPES.items() if theirs == dtype.name)
+        """Return the name of a TensorRT type."""
+        return next(name for name, trt_name in _TYPES.items() if trt_name == dtype.name)
 
     def _attention(self, queries: Any, keys: Any, values: Any, causal: str, may_decompose: bool) -> Any:
         trt = self.module

@@ -1,7 +1,7 @@
-"""A folder of plans → a runner: what was built is checked against what is asked for, then it is loaded.
+"""Loads a folder of plans into a runner, after checking it against the configuration.
 
-Whatever does not go together is said before anything that takes time, in one sentence. Called on the thread that
-loads the model.
+Anything that does not fit is reported in one sentence, before anything slow is done. Runs on the thread that loads
+the model.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _logger = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def load_runner(options: LoadOptions) -> ModelRunner:
-    """Read one rank's plans and allocate its KV cache.
+    """Load one rank's plans and allocate its KV cache.
 
     Raises:
-        ConfigError: The plans, or a GPU or TensorRT to run them, are not there; or they are not for what is asked.
+        ConfigError: The plans, a GPU or TensorRT are missing, or the plans do not fit the configuration.
     """
     config, mapping, agree = options.config, options.mapping, options.agree
     config.validate()
@@ -111,7 +111,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
 
 
 def _warn(sidecar: Sidecar) -> None:
-    """Say that plans have run on no hardware yet."""
+    """Log that plans have not run on real hardware yet."""
     _logger.warning(
         "engine is tensorrt (%s %s): its authors had no GPU that runs plans, so nothing but a stand-in for "
         "TensorRT has run it; compare its answers with those of the engine torch before you rely on them",
@@ -123,7 +123,7 @@ def _warn(sidecar: Sidecar) -> None:
 def _load_plans(
     sidecar: Sidecar, folder: Path, device: torch.device, collectives: Collectives
 ) -> tuple[LoadedPlan, LoadedPlan]:
-    """The layers and the head, with the weights that are inputs bound."""
+    """Load the layers and the head, and bind weights that are inputs."""
     module = find_runtime(sidecar, folder)
     check_processor(sidecar, folder, device)
     for file in (sidecar.layers.file, sidecar.head.file, sidecar.weights):
@@ -156,7 +156,7 @@ def _allocate(
     device: torch.device,
     agree: Callable[[int], int],
 ) -> RowCache:
-    """The rows, and blocks in the memory that is left."""
+    """Allocate the rows, and blocks in the remaining memory."""
     settings, dtype = sidecar.settings, getattr(torch, sidecar.settings.dtype)
     slots, size = config.max_num_sequences, config.tokens_per_block
     of_rows = settings.max_batch_size * row_bytes(held, settings.max_seq_len, dtype)

@@ -1,53 +1,43 @@
-"""LoRA adapters in a network: the matrices of all adapters of a batch behind each other, as inputs.
+"""LoRA adapters in a network: the concatenated matrices of all adapters of a batch, as inputs.
 
     y += B (A x where mask, else 0)     A [ranks, in], B [out, ranks], mask [rows, ranks]
 
-`ranks` are those of all adapters together, maybe none. The mask is 1 where a rank is of the row's own adapter.
-What others' ranks give is replaced, not multiplied by 0: it may be infinite.
+`ranks` are those of all adapters together; there may be none. The mask is 1 where a rank belongs to the row's own
+adapter. The results of other ranks are replaced by 0, not multiplied by it, as they may be infinite.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from inflight.adapters.lora_modules import Module, module_sizes
+from inflight.adapters.lora_modules import module_sizes, projections
 from inflight.engine.tensorrt.graph import Graph
 from inflight.engine.tensorrt.sidecar import Settings
 from inflight.models import DecoderConfig
 
-_GATE_UP = (Module.MLP_H_TO_4H, Module.MLP_GATE)
-_FUSED = {
-    "qkv": (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V),
-    "output": (Module.ATTN_DENSE,),
-    "down": (Module.MLP_4H_TO_H,),
-}
-"""The modules of a layer's projections, in the order of their outputs."""
-
 
 class NetworkAdapters:
-    """The adapters' inputs of a network; nothing if it is built without.
+    """The adapter inputs of a network; does nothing if it is built without adapters.
 
     Args:
-        graph: Where they are defined.
-        held: The model as this rank computes it.
-        settings: Of the build.
-        order: [rows], which of the batch's rows each row is.
+        graph: The graph in which they are defined.
+        held: The model, as this rank computes it.
+        settings: The build's settings.
+        order: [rows], the index in the batch of each row.
     """
 
     def __init__(self, graph: Graph, held: DecoderConfig, settings: Settings, order: Any) -> None:
         self._graph, self._dtype, self._sizes = graph, settings.dtype, module_sizes(held)
-        self._fused = _FUSED | {"up": _GATE_UP if held.gated_mlp else _GATE_UP[:1]}
+        self._projections = projections(held)
         self._is_own = None
         if settings.max_lora_rank:
             mask = graph.input("lora_mask", settings.dtype, ("T", "ranks"))
             self._is_own = graph.is_greater(graph.gather(mask, order), self._zero())
 
     def add(self, y: Any, x: Any, index: int, name: str) -> Any:
-        """The output of projection `name` of a layer plus that of each row's adapter; x is the projection's
-        input.
-        """
-        modules = self._fused[name.rsplit(".", 1)[1]]
-        if self._is_own is None or modules[0] not in self._sizes:
+        """Add each row's adapter to y, the output of a layer's projection `name`; x is the projection's input."""
+        modules = self._projections.get(name.rsplit(".", 1)[1], ())
+        if self._is_own is None or not modules:
             return y
         graph = self._graph
         parts: list[Any] = []

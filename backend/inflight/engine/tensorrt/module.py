@@ -1,6 +1,6 @@
-"""Finds TensorRT: `tensorrt`, or `tensorrt_rtx`, TensorRT for RTX. Both define and build the same networks.
+"""Finds TensorRT: `tensorrt`, or `tensorrt_rtx` (TensorRT for RTX). Both define and build the same networks.
 
-What they lack in type stubs, they lack here too: a module, and what comes of it, is Any.
+They have no type stubs, so the module and everything made from it is Any.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from inflight.errors import ConfigError
 
 MODULES = ("tensorrt", "tensorrt_rtx")
-"""Their names, the one that is preferred first."""
+"""The modules' names, the preferred one first."""
 
 _BINDINGS = {
     "tensorrt": ("tensorrt", "tensorrt_bindings"),
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def find_module(name: str | None = None) -> Any:
-    """The module of this name; None: the first that is installed.
+    """Import the module of this name; None: the first that is installed.
 
     Raises:
         ConfigError: None is installed, or its libraries cannot be loaded.
@@ -33,7 +33,7 @@ def find_module(name: str | None = None) -> Any:
             try:
                 return importlib.import_module(package)
             except ModuleNotFoundError as error:
-                if error.name != package:  # it is there, and what it imports is not
+                if error.name != package:  # it is installed, but one of its imports is not
                     reasons.append(f"{package}: {error}")
             except (ImportError, OSError, RuntimeError) as error:
                 reasons.append(f"{package}: {error}")
@@ -47,17 +47,17 @@ def find_module(name: str | None = None) -> Any:
 
 
 def module_name(module: Any) -> str:
-    """The name in `MODULES` of a module."""
+    """Return a module's name in `MODULES`."""
     return "tensorrt_rtx" if "rtx" in module.__name__ else "tensorrt"
 
 
 def module_version(module: Any) -> str:
-    """Such as 1.7.1.116. A plan runs with the version that has built it."""
+    """Return the version, such as 1.7.1.116. A plan runs only with the version that has built it."""
     return module.__version__
 
 
 def make_logger(module: Any) -> Any:
-    """A logger for TensorRT that writes to this package's log and remembers errors, as the attribute `errors`.
+    """Return a logger for TensorRT that writes to this package's log and keeps errors in the attribute `errors`.
 
     TensorRT keeps the first logger of a process for good.
     """
@@ -71,6 +71,6 @@ def make_logger(module: Any) -> Any:
             severities = module.ILogger.Severity
             if severity in (severities.INTERNAL_ERROR, severities.ERROR):
                 self.errors.append(msg)
-            _log.debug("%s", msg)  # of an error, whoever asked for something raises it
+            _log.debug("%s", msg)  # an error is raised by the caller of the failing operation
 
     return Logger()

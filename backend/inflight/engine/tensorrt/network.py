@@ -1,8 +1,8 @@
-"""A decoder as two networks: the layers, from token ids to hidden states, and the head, from those to logits.
+"""A decoder as two networks: the layers, from token ids to hidden states, and the head, from these to logits.
 
-It computes what `engine/layers/decoder.py` computes, operation by operation; what differs between families is in
-the DecoderConfig. Rows come in the order of the batch and leave in it; in between they are in the order of their
-slots, which is how caches are written.
+It computes the same as `engine/layers/decoder.py`, operation by operation; differences between families are in the
+DecoderConfig. Rows enter and leave in the order of the batch; in between they are in the order of their slots,
+which is how caches are written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inflight.engine.tensorrt.components import Components
 from inflight.engine.tensorrt.graph import Graph
 from inflight.engine.tensorrt.lora import NetworkAdapters
 from inflight.engine.tensorrt.sidecar import Settings
-from inflight.engine.tensorrt.weights import Matrix, Weights
+from inflight.engine.tensorrt.weights import NetworkMatrix, Weights
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, Layer, Norm
@@ -25,7 +25,7 @@ from inflight.models.sharding import Part
 
 
 def lacking(config: DecoderConfig) -> tuple[str, ...]:
-    """The components of a model that TensorRT's layers do not express, or not without copying the cache."""
+    """Return the components of a model that TensorRT's layers cannot express, or only by copying the cache."""
     experts = config.experts
     found = {
         "latent attention": config.latent is not None,
@@ -43,14 +43,14 @@ def lacking(config: DecoderConfig) -> tuple[str, ...]:
 def define_layers(
     graph: Graph, config: DecoderConfig, part: Part, settings: Settings, weights: Weights
 ) -> None:
-    """From token ids to the last layer's output, and the caches.
+    """Define the layers, from token ids to the last layer's output, with the caches.
 
     Args:
-        graph: An empty one.
-        config: Of the whole model.
-        part: Which part of it this rank has.
-        settings: Of the build.
-        weights: The part's.
+        graph: An empty graph.
+        config: Configuration of the whole model.
+        part: This rank's part of it.
+        settings: The build's settings.
+        weights: The part's weights.
 
     Raises:
         ConfigError: TensorRT does not define an operation.
@@ -61,9 +61,9 @@ def define_layers(
 def define_head(
     graph: Graph, config: DecoderConfig, part: Part, settings: Settings, weights: Weights
 ) -> None:
-    """From rows of the last layer's output to the normalized ones and logits; as `define_layers`.
+    """Define the head, from rows of the last layer's output to normalized rows and logits; see `define_layers`.
 
-    Of several ranks each gives the logits of its part of the vocabulary: a head may be asked at one rank alone.
+    Each rank computes the logits of its part of the vocabulary, so that the head can run on one rank alone.
     """
     made = Components(graph, part.held_config(config), settings.dtype, part.shard.size)
     norm, head = weights.final_norm, weights.lm_head
@@ -144,25 +144,25 @@ class _Layers:
         return x
 
     def _look_up_own(self, table: Any) -> Any:
-        """Embeddings of the ids that this rank has, zeros for the others."""
+        """Return embeddings of the ids that this rank has, zeros for others."""
         graph = self._graph
         begin, end = self._part.shard.split(self._config.vocab_size)
         own = graph.subtract(self._token_ids, graph.constant(begin, "int32", 1))
         zero, last = graph.constant(0, "int32", 1), graph.constant(end - begin - 1, "int32", 1)
         inside = graph.minimum(graph.maximum(own, zero), last)
-        is_out = graph.unsqueeze(graph.subtract(own, inside), 1)  # 0 for those that are here
+        is_out = graph.unsqueeze(graph.subtract(own, inside), 1)  # 0 for ids that are here
         is_here = graph.cast(graph.equal(is_out, graph.constant(0, "int32", 2)), self._settings.dtype)
         return graph.multiply(graph.gather(table, inside), is_here)
 
     def _rotary_tables(self, rope: RopeConfig | None) -> tuple[Any, Any, int] | None:
-        """cos and sin, and how many dimensions of a head are turned."""
+        """Return cos and sin, and the number of rotated dimensions of a head."""
         if rope is None:
             return None
         cos, sin = rope_tables(rope, self._config.rotary_head_dim, self._settings.max_seq_len)
         constants = self._graph.constant(cos, "float32"), self._graph.constant(sin, "float32")
         return *constants, 2 * cos.shape[1]
 
-    def _attend(self, x: Any, index: int, layer: Layer[Matrix], name: str) -> Any:
+    def _attend(self, x: Any, index: int, layer: Layer[NetworkMatrix], name: str) -> Any:
         graph, made, held = self._graph, self._made, self._held
         heads, kv_heads, dim = held.num_heads, held.num_kv_heads, held.head_dim
         qkv = self._product(x, layer.qkv, index, f"{name}.qkv")
@@ -182,7 +182,7 @@ class _Layers:
         return self._row_parallel(read, layer.output, index, f"{name}.output")
 
     def _head(self, x: Any, heads: int, norm: Norm | None, name: str, all_heads: int) -> Any:
-        """float32 [rows, heads, head_dim] of a product, through its norm."""
+        """Return a product's heads, float32 [rows, heads, head_dim], after their norm."""
         graph, made, dim = self._graph, self._made, self._held.head_dim
         if norm is None:
             return graph.reshape(graph.cast(x, "float32"), -1, heads, dim)
@@ -190,7 +190,7 @@ class _Layers:
             return graph.cast(made.norm(graph.reshape(x, -1, heads, dim), norm, name), "float32")
         if self._num_ranks == 1:
             return graph.reshape(graph.cast(made.norm(x, norm, name), "float32"), -1, heads, dim)
-        # Where there are fewer heads than ranks, several have the same one, which counts once.
+        # If there are fewer heads than ranks, several ranks have the same head, which counts once.
         wide = graph.cast(x, "float32")
         count = max(1, self._num_ranks // all_heads) * all_heads * dim
         squares = made.summed(graph.sum(graph.multiply(wide, wide), 1))
@@ -201,7 +201,7 @@ class _Layers:
         return graph.reshape(graph.cast(rounded, "float32"), -1, heads, dim)
 
     def _turn(self, x: Any, tables: tuple[Any, Any, int] | None) -> Any:
-        """float32 [rows, heads, head_dim] at the rows' positions."""
+        """Rotate float32 [rows, heads, head_dim] by the rows' positions."""
         if tables is None:
             return x
         graph, (cos, sin, rotary_dim) = self._graph, tables
@@ -210,7 +210,7 @@ class _Layers:
         turned = graph.rotate(graph.reshape(x, -1, heads, 1, dim), cos, sin, positions, rotary_dim)
         return graph.reshape(turned, -1, heads, dim)
 
-    def _mlp(self, x: Any, index: int, layer: Layer[Matrix], name: str) -> Any:
+    def _mlp(self, x: Any, index: int, layer: Layer[NetworkMatrix], name: str) -> Any:
         graph, made, given = self._graph, self._made, None
         if layer.experts is not None:
             assert self._held.experts is not None, "the layer has experts"
@@ -222,17 +222,17 @@ class _Layers:
             return self._row_parallel(inner, layer.down, index, f"{name}.down")
         shared = self._product(inner, layer.down, index, f"{name}.down")
         if layer.experts is not None and (gate := layer.experts.shared_gate) is not None:
-            weighed = made.product(x, Matrix(gate.weight), f"{name}.shared_gate")
+            weighed = made.product(x, NetworkMatrix(gate.weight), f"{name}.shared_gate")
             shared = graph.multiply(graph.activation(weighed, "SIGMOID"), shared)
         return made.summed(graph.add(given, shared))
 
-    def _product(self, x: Any, matrix: Matrix, index: int, name: str) -> Any:
-        """A layer's projection, with what adapters add to it."""
+    def _product(self, x: Any, matrix: NetworkMatrix, index: int, name: str) -> Any:
+        """Return a layer's projection, with the output of adapters added."""
         y = self._adapters.add(self._made.product(x, matrix, name), x, index, name)
         return self._made.biased(y, matrix, name)
 
-    def _row_parallel(self, x: Any, matrix: Matrix, index: int, name: str) -> Any:
-        """Every rank has some of the inputs; the bias is added once, to the sum."""
+    def _row_parallel(self, x: Any, matrix: NetworkMatrix, index: int, name: str) -> Any:
+        """Multiply with a weight whose inputs are divided among ranks; the bias is added once, to the sum."""
         y = self._adapters.add(self._made.product(x, matrix, name), x, index, name)
         return self._made.biased(self._made.summed(y), matrix, name)
 
@@ -244,7 +244,7 @@ class _Layers:
 
 
 def check_additional_outputs(names: tuple[str, ...], num_layers: int) -> None:
-    """ConfigError unless all of them are hidden states between the model's layers."""
+    """Raise ConfigError unless all names are hidden states between the model's layers."""
     for name in names:
         meaning = meaning_of(name)
         if meaning.kind is not OutputKind.HIDDEN_STATES or not 0 <= meaning.number <= num_layers:

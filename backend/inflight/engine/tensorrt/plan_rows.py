@@ -1,10 +1,9 @@
-"""The inputs of a plan about a batch's rows: their slots, where they are written, and which rows each row
-reads.
+"""A plan's inputs about a batch's rows: their slots, the positions to write, and the keys that each row reads.
 
-A plan computes rows in the order of their slots, and of a slot in the order of their positions. Generation rows
-are attended to by slot, each slot's at most one; context chunks apart, padded to the longest. A chunk of a single
-row is computed as a generation row: it is the same. Everything is in tensors, so that a recorded batch follows
-what is in the slots and positions that it reads at a replay. Knows no model. Called by the loop thread.
+A plan computes rows in the order of their slots, and within a slot by position. Generation rows are attended to by
+slot, at most one per slot; context chunks separately, padded to the longest. A chunk of a single row is computed
+as a generation row, which gives the same result. Everything is in tensors, so that a recorded batch uses the slots
+and positions that it reads at a replay. Knows no model. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from inflight.sampling.transfer import upload
 
 @dataclass(frozen=True, slots=True)
 class PlacedRows:
-    """The places in the caches of the rows of a batch, or of a part of one.
+    """The rows of a batch, or of a part of one, with their places in the caches.
 
     Attributes:
-        slots: [rows] int64 on the device; rows of a slot are in the order of their positions.
+        slots: [rows] int64 on the device; rows of a slot are ordered by position.
         positions: [rows] int64 on the device.
-        fixed: Which of them are chunks', and which generate; no slot is there twice among those that generate.
+        fixed: Which rows belong to chunks and which to generation; a slot has at most one generation row.
     """
 
     slots: Tensor
@@ -37,7 +36,7 @@ class PlacedRows:
 
 
 def place_rows(slots: Tensor, positions: Tensor, chunks: Sequence[PackedChunk]) -> PlacedRows:
-    """Rows that are all some sequence's: those of chunks, which come first, and behind them generation rows."""
+    """Return rows without padding: those of chunks first, then generation rows."""
     count = len(slots)
     long = [chunk for chunk in chunks if chunk.end - chunk.begin > 1]
     widest = max((chunk.end - chunk.begin for chunk in long), default=1)
@@ -52,19 +51,19 @@ def place_rows(slots: Tensor, positions: Tensor, chunks: Sequence[PackedChunk]) 
 def fill_up(
     slots: Tensor, positions: Tensor, fixed: FixedRows, null_slot: int, num_slots: int, length: int
 ) -> PlacedRows:
-    """Rows of which some only fill the batch up.
+    """Return the rows of a padded batch, with places for the padding rows.
 
-    A plan has no row to spare for these. They are written behind the sequences of the batch, to the first that
-    have room: what is there is written again before it is read. Of a batch that has nothing but these, any slot
-    will do.
+    A plan has no spare row for padding. So padding rows are written after the sequences of the batch, in the first
+    slots with room: these positions are written again before they are read. In a batch of padding rows only, any
+    slot will do.
 
     Args:
         slots: [rows] int64.
         positions: [rows] int64.
-        fixed: Which rows are what.
-        null_slot: The slot of those that fill it up.
-        num_slots: Of the plan.
-        length: Positions of a slot's cache; `RowCache.has_room_beside` says whether they suffice.
+        fixed: The kinds of the rows.
+        null_slot: The slot of padding rows.
+        num_slots: The plan's number of slots.
+        length: Number of positions of a slot's cache; `RowCache.has_room_beside` tells whether they suffice.
     """
     is_filler = slots == null_slot
     own = torch.where(is_filler, num_slots, slots)
@@ -84,20 +83,20 @@ def fill_up(
 
 @dataclass(frozen=True, slots=True)
 class PlanRows:
-    """The inputs of a plan that say which rows are what, int32 on the device; their names are the plan's.
+    """A plan's inputs about its rows, int32 on the device; the names are the plan's.
 
     Attributes:
-        slot_order: [rows] for each of the plan's rows, which of the batch's it is.
-        packed_order: [rows] for each of the batch's rows, which of the plan's it is.
-        write_indices: [slots] position of a slot's first row; 0 without one.
-        update_lengths: [slots + 1] how many rows the slots before have.
-        kv_lengths: [slots] how many positions a slot has with its rows; 0 without any.
+        slot_order: [rows] for each of the plan's rows, its index in the batch.
+        packed_order: [rows] for each of the batch's rows, its index in the plan.
+        write_indices: [slots] position of a slot's first row; 0 if it has none.
+        update_lengths: [slots + 1] number of rows of the slots before.
+        kv_lengths: [slots] number of positions of a slot including its rows; 0 if it has none.
         ctx_slots: [chunks] slot of each chunk of several rows.
-        ctx_q_gather: [chunks, longest] its rows, the plan's; the last one again where it is shorter.
-        gen_q_gather: [slots] the plan's row of a slot that generates; 0 of another.
-        gen_kv_lengths: [slots] how many positions that row reads; 1 of another.
-        o_gather: [rows] for each of the plan's rows, where its attention is: slots' first, then the chunks', row
-            by row; any of a row that only fills the batch up.
+        ctx_q_gather: [chunks, longest] the plan's rows of each chunk, padded by repeating the last one.
+        gen_q_gather: [slots] the plan's row of a slot in generation; 0 for other slots.
+        gen_kv_lengths: [slots] number of positions that this row reads; 1 for other slots.
+        o_gather: [rows] for each of the plan's rows, the index of its attention output: slots first, then chunks
+            row by row; arbitrary for padding rows.
     """
 
     slot_order: Tensor
@@ -113,7 +112,7 @@ class PlanRows:
 
 
 def lay_out_for_plan(rows: PlacedRows, num_slots: int) -> PlanRows:
-    """The inputs of a plan for at least one row. `num_slots` are the plan's."""
+    """Return the inputs of a plan with `num_slots` slots, for at least one row."""
     slots, positions, tiles = rows.slots, rows.positions, rows.fixed.tiles
     count, device = len(slots), slots.device
     order = slots.argsort(stable=True)
@@ -123,7 +122,7 @@ def lay_out_for_plan(rows: PlacedRows, num_slots: int) -> PlanRows:
     lengths = torch.cat([num_rows.new_zeros(1), num_rows.cumsum(0)])
     firsts = positions[order][lengths[:-1].clamp(max=count - 1)] * (num_rows > 0)
 
-    # What is no row, or no slot, goes to one behind the last, which is then left out.
+    # Unused rows and slots are written to an additional entry at the end, which is then cut off.
     first, end = tiles[:, :1], tiles[:, 1:2]
     of_tiles = first + torch.arange(rows.fixed.tile_rows, device=device)
     tile_places = num_slots + torch.arange(of_tiles.numel(), device=device)
@@ -154,15 +153,15 @@ def lay_out_for_plan(rows: PlacedRows, num_slots: int) -> PlanRows:
 
 
 def tile_limits(num_rows: int, max_chunks: int, longest: int) -> TileLimits:
-    """The tile limits of a recorded batch: a plan computes tiles like chunks, padded to at most twice its
+    """Return the tile limits of a recorded batch: a plan computes tiles like chunks, padded to at most twice its
     rows.
 
-    Half as many chunks as tiles fit in any case, and a single one.
+    Half as many chunks as tiles always fit, and so does a single one.
 
     Args:
-        num_rows: Of the batch.
-        max_chunks: Of the plan.
-        longest: Rows of the plan's longest chunk.
+        num_rows: Number of rows of the batch.
+        max_chunks: The plan's maximum number of chunks.
+        longest: Number of rows of the plan's longest chunk.
     """
     return TileLimits(max_chunks, min(num_rows, longest, -(-2 * num_rows // max_chunks)))
 
@@ -172,9 +171,9 @@ class PartLimits:
     """The limits of one run of a plan.
 
     Attributes:
-        max_rows: Rows.
-        max_chunks: Context chunks of several rows.
-        max_ranks: Ranks of all LoRA adapters together.
+        max_rows: Maximum number of rows.
+        max_chunks: Maximum number of context chunks with several rows.
+        max_ranks: Maximum sum of ranks of all LoRA adapters.
     """
 
     max_rows: int
@@ -184,12 +183,12 @@ class PartLimits:
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """Consecutive rows of a batch that a plan takes at once.
+    """Consecutive rows of a batch that a plan computes in one run.
 
     Attributes:
         begin: The first row.
-        end: The row behind the last.
-        chunks: Context chunks, or pieces of one, by these rows.
+        end: The row after the last.
+        chunks: Context chunks, or pieces of one, with rows relative to this part.
     """
 
     begin: int
@@ -204,14 +203,14 @@ def cut_batch(
     adapter_ranks: Mapping[int, int],
     limits: PartLimits,
 ) -> list[BatchPart]:
-    """Cut a batch into parts that run one after another: of a sequence each part reads what those before wrote.
+    """Divide a batch into parts that run in order: a part reads keys and values that earlier parts wrote.
 
     Args:
-        chunks: Of the batch.
-        num_rows: Of the batch; behind the chunks', each row is a sequence of its own.
-        adapters: [rows] the first page of each row's adapter, -1 for none; None: no row has one.
-        adapter_ranks: How many ranks each of these adapters has.
-        limits: Of a part.
+        chunks: The batch's context chunks.
+        num_rows: Number of rows of the batch; each row after the chunks is a sequence of its own.
+        adapters: [rows] first page of each row's adapter, -1 for none; None: no row has one.
+        adapter_ranks: The rank of each of these adapters.
+        limits: The limits of a part.
     """
     pieces = [
         PackedChunk(

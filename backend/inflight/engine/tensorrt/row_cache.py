@@ -1,11 +1,11 @@
-"""The linear KV caches of a plan, a row for each slot, and the blocks that the rows are copies of.
+"""The linear KV caches of a plan, one row per slot, and the blocks that rows are copies of.
 
     rows    [layers, 2, slots, kv_heads, length, head_dim]; 2 is keys, values
     blocks  as `engine.kv_cache` has them, [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]
 
-A plan reads and writes rows alone. What `RowResidency` says is copied here, in a few operations over all layers,
-as either is one tensor. Where no two sequences can share a block, there are no blocks: rows are all there is then,
-and block ids are numbers that the scheduler counts with. Called by the loop thread.
+A plan reads and writes rows only. The copies that `RowResidency` asks for are made here, in a few operations over
+all layers, as rows and blocks are one tensor each. If sequences cannot share blocks, there are only rows, and
+block ids are just numbers for the scheduler. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from inflight.engine.tensorrt.row_residency import RowChange, RowResidency
 from inflight.models import DecoderConfig
 from inflight.sampling.transfer import upload
 
-_TOKENS_AT_ONCE = 256  # of all layers together: 32 MiB of a model that keeps 128 KiB for a token
+_TOKENS_AT_ONCE = 256  # of all layers together: 32 MiB for a model with 128 KiB per token
 
 
 def row_bytes(held: DecoderConfig, max_seq_len: int, dtype: torch.dtype) -> int:
-    """Bytes of a slot's row over all layers."""
+    """Return the bytes of a slot's row over all layers."""
     return 2 * held.num_layers * held.kv_size * max_seq_len * dtype.itemsize
 
 
 class RowCache:
-    """Device memory for rows, and for blocks where there are any.
+    """Device memory for rows, and for blocks if there are any.
 
     Args:
-        held: What this rank has of the model.
-        num_slots: Rows.
-        max_seq_len: Positions of a row.
-        num_blocks: Block ids that the scheduler hands out.
-        tokens_per_block: Tokens of one.
-        shares_blocks: Whether sequences may share blocks, or find them later: without it there are none.
-        dtype: Of keys and values.
-        device: Where all of it is.
+        held: This rank's part of the model.
+        num_slots: Number of rows.
+        max_seq_len: Number of positions of a row.
+        num_blocks: Number of block ids that the scheduler uses.
+        tokens_per_block: Tokens per block.
+        shares_blocks: Whether sequences may share or reuse blocks; if not, there are no blocks.
+        dtype: Data type of keys and values.
+        device: The device of all memory.
 
     Attributes:
-        null_block: Id of the block that no sequence has.
-        num_blocks: As given.
-        tokens_per_block: As given.
-        num_slots: As given.
-        length: Positions of a row.
+        null_block: Id of the block that no sequence uses.
+        num_blocks: The argument of the same name.
+        tokens_per_block: The argument of the same name.
+        num_slots: The argument of the same name.
+        length: Number of positions of a row.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RowCache:
         return self._rows.dtype
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values, as a plan takes them: [slots, kv_heads, length, head_dim], contiguous."""
+        """Return a layer's keys and values in a plan's form: [slots, kv_heads, length, head_dim], contiguous."""
         keys, values = self._rows[index]
         return keys, values
 
@@ -98,19 +98,19 @@ class RowCache:
         self._known_blocks().clear(block_ids)
 
     def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:
-        """As `BlockCache`: behind the sequences of these slots, where `fill_up` places what fills a batch up."""
+        """See `BlockCache`: whether `fill_up` finds room for padding rows after these slots' sequences."""
         lengths = np.full(self.num_slots, self.length, dtype=np.int64)
         lengths[slots] = 0
         np.maximum.at(lengths, slots, np.asarray(positions) + 1)
         return int((self.length - lengths).sum()) >= num_rows
 
     def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:
-        """Let rows hold what the batch's rows read, behind its block copies.
+        """Fill the rows with the data that the batch's rows read; called after the batch's block copies.
 
-        Arguments are as for `RowResidency.apply`.
+        Arguments are those of `RowResidency.apply`.
 
         Raises:
-            ValueError: A row needs what another has computed, and there are no blocks.
+            ValueError: A row needs another one's data, and there are no blocks.
         """
         changes = self._residency.apply(batch, num_tokens)
         for change in changes:
@@ -120,11 +120,11 @@ class RowCache:
             self._load(changes)
 
     def forget(self, batch: ScheduledBatch) -> None:
-        """The batch failed."""
+        """Forget the slots of a failed batch."""
         self._residency.forget(batch)
 
     def write_through(self, slots: Tensor, positions: Tensor, places: Tensor) -> None:
-        """Copy what a batch has written from rows to blocks.
+        """Copy the keys and values that a batch has written from rows to blocks.
 
         Args:
             slots: [n] int64, on the device like the others.

@@ -1,16 +1,16 @@
-"""The KV blocks that each slot's row of a linear cache holds, and the changes a row needs before it is read.
+"""Tracks which KV blocks each slot's row of a linear cache holds, and which copies a row needs before it is read.
 
-TensorRT's caches are linear: a slot has a row with room for the longest sequence, and position p of its sequence
-is at p. The scheduler knows blocks, which sequences share, and which outlive them. So blocks stay what is true:
-each batch's new keys and values go to the rows and, behind the batch, from there to the blocks. A row is a copy of
-the blocks of its slot's block table, column by column; a column is what one block holds.
+TensorRT's caches are linear: a slot has a row with room for the longest sequence, with position p of its sequence
+at p. The scheduler uses blocks, which sequences share and which outlive them. So the blocks hold the valid data:
+each batch's new keys and values are written to rows and, after the batch, copied to the blocks. A row is a copy of
+the blocks in its slot's block table, column by column; a column holds one block.
 
-A column is as it should be if it was read from, or written with, the block that the table has there, in the
-block's present **version**. A block gets a new version when what rows hold of it may no longer be true: when it is
-the target of a copy, and when something is written to it from another row than before, or after some row has read
-from it. Ordinary generation changes none of that and costs nothing here.
+A column is valid if it was read from, or written with, the block that the table has there, in the block's current
+**version**. A block gets a new version when copies in rows may no longer be valid: when it is the target of a
+copy, when another row than before writes to it, and when it is written after a row has read it. Ordinary
+generation causes none of these and costs nothing here.
 
-Numbers on the host alone; knows neither a device nor a model. Called by the loop thread.
+Numbers on the host only; knows neither a device nor a model. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOBODY = -1
 
 @dataclass(frozen=True, slots=True)
 class ColumnLoad:
-    """The first `num_tokens` tokens of a block are to be copied to a column of a row."""
+    """A copy of the first `num_tokens` tokens of a block to a column of a row."""
 
     column: int
     block_id: int
@@ -40,11 +40,11 @@ class RowChange:
     """The changes to a slot's row before a batch runs: first cleared, then loaded.
 
     Attributes:
-        slot: Whose row.
-        cleared_from: The position from which on it is to be zero; None: nothing is cleared. A sequence that takes
-            a slot over gets a row without the last one's numbers: those beyond its end are masked, and what they
-            are multiplied by is zero, but that is not enough if they are infinite.
-        loads: What is to be read from blocks.
+        slot: The slot of the row.
+        cleared_from: The position from which the row is to be zeroed; None: nothing is cleared. A sequence that
+            takes over a slot must not see the previous one's values: positions beyond its end are masked, which
+            multiplies them by zero, but that is not enough if they are infinite.
+        loads: The copies from blocks.
     """
 
     slot: int
@@ -53,37 +53,37 @@ class RowChange:
 
 
 class RowResidency:
-    """The contents of the rows, by block.
+    """The content of the rows, by block.
 
     Args:
-        num_slots: Rows.
-        num_columns: Blocks of the longest sequence.
-        tokens_per_block: Tokens of a column.
-        num_blocks: Block ids are below.
+        num_slots: Number of rows.
+        num_columns: Number of blocks of the longest sequence.
+        tokens_per_block: Number of tokens of a column.
+        num_blocks: Number of block ids.
     """
 
     def __init__(self, num_slots: int, num_columns: int, tokens_per_block: int, num_blocks: int) -> None:
         self._size = tokens_per_block
         shape = (num_slots, num_columns)
-        # The block tables, as the batches tell them.
+        # The block tables, according to the batches.
         self._tables = np.zeros(shape, dtype=np.int64)
         self._lengths = np.zeros(num_slots, dtype=np.int64)
-        # What each column holds: that version of that block, as far as its sequence goes.
+        # The content of each column: a version of a block, up to the end of the sequence.
         self._blocks = np.full(shape, _NOBODY, dtype=np.int64)
         self._versions = np.zeros(shape, dtype=np.int64)
-        # Of each block: its version; whose row writes it; whether a row has read from it.
+        # Per block: its version, the row that writes it, and whether a row has read it.
         self._current = np.zeros(num_blocks, dtype=np.int64)
         self._writers = np.full(num_blocks, _NOBODY, dtype=np.int64)
         self._was_read = np.zeros(num_blocks, dtype=np.bool_)
         self._taken: set[int] = set()  # slots with a sequence
-        self._untouched: set[int] = set()  # of these, those whose sequence had no row in a batch yet
+        self._untouched: set[int] = set()  # of these, slots whose sequence had no row in a batch yet
 
     def apply(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> list[RowChange]:
-        """Take over a batch; returns what is to be done to rows before it runs, but behind its block copies.
+        """Apply a batch; return the changes to rows to make before it runs, after its block copies.
 
         Args:
-            batch: It carries on in no slot of a failed batch.
-            num_tokens: [slots] how many tokens of each slot's sequence are computed, beams' after their moves.
+            batch: The batch. It must not continue in a slot of a failed batch.
+            num_tokens: [slots] number of computed tokens of each slot's sequence, for beams after their moves.
         """
         moved = self._change_tables(batch)
         changes: list[RowChange] = []
@@ -99,7 +99,7 @@ class RowResidency:
         return changes
 
     def forget(self, batch: ScheduledBatch) -> None:
-        """The batch failed somewhere: nobody knows what is in its slots' rows."""
+        """Forget the slots of a failed batch, as the content of their rows is unknown."""
         slots = {start.slot for start in batch.starts}
         slots.update(chunk.slot for chunk in batch.context)
         slots.update(batch.generation_slots)
@@ -108,7 +108,7 @@ class RowResidency:
         self._untouched |= slots
 
     def _change_tables(self, batch: ScheduledBatch) -> set[int]:
-        """Apply all deltas; returns the slots whose table is not what it was with something behind it."""
+        """Apply all deltas; return the slots whose table has changed in other ways than by appending."""
         self._taken.difference_update(batch.released_slots)
         for start in batch.starts:
             self._lengths[start.slot] = 0
@@ -134,7 +134,7 @@ class RowResidency:
         return moved
 
     def _prepare(self, slot: int, num_tokens: int) -> Iterable[RowChange]:
-        """Let a row hold the first `num_tokens` tokens of its slot's sequence, behind which `_write` follows."""
+        """Make a row hold the first `num_tokens` tokens of its slot's sequence; `_write` follows."""
         count = min(-(-num_tokens // self._size), int(self._lengths[slot]))
         block_ids = self._tables[slot, :count]
         is_held = self._blocks[slot, :count] == block_ids
@@ -157,13 +157,13 @@ class RowResidency:
         return (RowChange(slot, cleared_from, tuple(loads)),)
 
     def _write(self, slot: int, begin: int, end: int) -> None:
-        """Positions `begin` to `end` are written to the row, and to the blocks that it is a copy of."""
+        """Record that positions `begin` to `end` are written to the row, and to the blocks it is a copy of."""
         last = min(-(-end // self._size), int(self._lengths[slot]))
         columns = np.arange(begin // self._size, last)
         block_ids = self._tables[slot, columns]
         self._renew(block_ids[(self._writers[block_ids] != slot) | self._was_read[block_ids]])
         self._writers[block_ids] = slot
-        # It is the only row that writes this version, so it has all that is written.
+        # It is the only row that writes this version, so it has all of it.
         self._hold(slot, columns, block_ids)
 
     def _hold(self, slot: int, columns: NDArray[np.int64], block_ids: NDArray[np.int64]) -> None:
@@ -171,7 +171,7 @@ class RowResidency:
         self._versions[slot, columns] = self._current[block_ids]
 
     def _renew(self, block_ids: int | NDArray[np.int64]) -> None:
-        """Give blocks a new version: rows that hold their old content are out of date."""
+        """Give blocks a new version: rows with their old content are out of date."""
         self._current[block_ids] += 1
         self._writers[block_ids] = _NOBODY
         self._was_read[block_ids] = False

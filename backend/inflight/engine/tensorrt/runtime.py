@@ -1,11 +1,11 @@
-"""Runs plans: all that is asked of TensorRT when a model is served is asked here.
+"""Runs plans: all calls of TensorRT while a model is served are here.
 
-A plan reads and writes torch tensors where they are. An **execution context** of TensorRT is what remembers
-shapes, addresses and the optimization profile of a call. There is one for each profile, and one for each recording
-(CUDA graph): what is recorded from a context is wrong once the context has seen other shapes. All contexts of a
-runtime compute in the same memory, as no two of them run at a time.
+A plan reads and writes torch tensors in place. A TensorRT **execution context** keeps the shapes, addresses and
+optimization profile of a call. There is one for each profile, and one for each recording (CUDA graph), as a
+recording becomes invalid once its context has seen other shapes. All contexts of a runtime use the same memory, as
+no two of them run at the same time.
 
-Whether anything can be run is found out by trying: TensorRT itself says no on a machine without a GPU.
+Whether plans can run is found out by trying: TensorRT itself reports an error on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from inflight.engine.tensorrt.module import make_logger
-from inflight.engine.tensorrt.sidecar import Plan, Profile, TensorSpec
+from inflight.engine.tensorrt.sidecar import Plan, PlanTensor, Profile
 from inflight.errors import ConfigError
 
-_TORCH_NAMES = {"int4": "uint8"}  # two to a byte
+_TORCH_NAMES = {"int4": "uint8"}  # two values per byte
 
 
 class Runtime:
-    """TensorRT, on one device.
+    """TensorRT on one device.
 
     Args:
-        module: TensorRT.
-        device: Where tensors are, and plans run.
-        communicator: Of a model of several ranks, what its plans add up through.
+        module: The TensorRT module.
+        device: The device of tensors and plans.
+        communicator: The communicator for sums over ranks; None with a single rank.
     """
 
     def __init__(self, module: Any, device: torch.device, communicator: Any | None = None) -> None:
@@ -44,10 +44,10 @@ class Runtime:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def load(self, folder: Path, plan: Plan) -> LoadedPlan:
-        """Read a plan. All of a runtime's are read before one of them runs.
+        """Load a plan. All plans of a runtime must be loaded before one of them runs.
 
         Raises:
-            ConfigError: TensorRT does not take it, or it is not what `plan` describes.
+            ConfigError: TensorRT refuses it, or it does not match its description `plan`.
         """
         path = folder / plan.file.name
         self._logger.errors.clear()
@@ -62,7 +62,7 @@ class Runtime:
         return LoadedPlan(self, engine, plan)
 
     def new_context(self, engine: Any, profile: int) -> Any:
-        """A context of a profile. RuntimeError if TensorRT makes none."""
+        """Create a context for a profile. Raises RuntimeError if TensorRT does not."""
         strategy = self._module.ExecutionContextAllocationStrategy.USER_MANAGED
         with self.stream() as stream:
             context = engine.create_execution_context(strategy)
@@ -77,14 +77,14 @@ class Runtime:
 
     @contextmanager
     def stream(self) -> Iterator[int]:
-        """The stream to run something on, in the order of what is queued on the current one.
+        """Yield the stream to run on, ordered after the work queued on the current stream.
 
-        TensorRT waits for the device where it is given the default stream, which is why it gets another.
+        TensorRT waits for the device when given the default stream, so it gets another one.
         """
         if self._stream is None:
             yield 0
             return
-        with torch.cuda.device(self._device):  # which TensorRT takes for its own
+        with torch.cuda.device(self._device):  # TensorRT uses the current device
             current = torch.cuda.current_stream()
             if current != torch.cuda.default_stream():
                 yield current.cuda_stream
@@ -113,12 +113,12 @@ class LoadedPlan:
     """A plan that can run.
 
     Args:
-        runtime: Where.
+        runtime: The runtime.
         engine: TensorRT's ICudaEngine.
-        spec: What it takes and gives.
+        spec: The plan's description.
 
     Attributes:
-        spec: As given.
+        spec: The argument of the same name.
     """
 
     def __init__(self, runtime: Runtime, engine: Any, spec: Plan) -> None:
@@ -128,28 +128,29 @@ class LoadedPlan:
         self._contexts: dict[tuple[int, Hashable], Any] = {}
         self._fixed: dict[str, Tensor] = {}
         self._aliased = {alias.output: alias.input for alias in spec.aliases}
-        self._nothing = torch.zeros(64, dtype=torch.int64, device=runtime.device)  # an address of no elements
+        # The address for empty tensors.
+        self._nothing = torch.zeros(64, dtype=torch.int64, device=runtime.device)
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Inputs that stay the same from call to call, at the same address: caches and weights.
+        """Set inputs that stay the same, at the same address, for all calls: caches and weights.
 
         Raises:
-            ValueError: One is not what the plan takes.
+            ValueError: A tensor does not match the plan.
         """
         for name, tensor in tensors.items():
             self._check_tensor(self.spec.tensor(name), tensor)
         self._fixed.update(tensors)
 
     def run(self, inputs: Mapping[str, Tensor], recording: Hashable = None) -> dict[str, Tensor]:
-        """The outputs by name, without those that are inputs changed in place; queued, not waited for.
+        """Run the plan asynchronously; return the outputs by name, except inputs changed in place.
 
         Args:
-            inputs: All that are not bound.
-            recording: Which recording this call is for, or is of; None: none.
+            inputs: All inputs that are not bound.
+            recording: The recording that this call belongs to; None: none.
 
         Raises:
-            ValueError: An input is missing, or not what the plan takes, or too large for its profiles.
-            RuntimeError: TensorRT does not run it, or lets nobody record it.
+            ValueError: An input is missing, does not match the plan, or is too large for its profiles.
+            RuntimeError: TensorRT does not run it, or it cannot be recorded.
         """
         names = {spec.name for spec in self.spec.inputs} - self._fixed.keys()
         if names != inputs.keys():
@@ -158,7 +159,7 @@ class LoadedPlan:
             self._check_tensor(self.spec.tensor(name), tensor)
         context = self._context(self._find_profile(inputs), recording)
         for name, tensor in inputs.items():
-            self._tell(context.set_input_shape(name, tuple(tensor.shape)), name)
+            self._check_accepted(context.set_input_shape(name, tuple(tensor.shape)), name)
             self._set_address(context, name, tensor)
         outputs: dict[str, Tensor] = {}
         for spec in self.spec.outputs:
@@ -186,7 +187,7 @@ class LoadedPlan:
         return self._contexts[key]
 
     def _find_profile(self, inputs: Mapping[str, Tensor]) -> int:
-        """The first profile that has room for these shapes."""
+        """Return the first profile that has room for these shapes."""
         profiles = self.spec.profiles
         misfits = [_misfit(profile, inputs) for profile in profiles]
         if None in misfits:
@@ -195,7 +196,7 @@ class LoadedPlan:
             return 0
         raise ValueError(f"the plan has no profile for this batch: {'; '.join(map(str, misfits))}")
 
-    def _check_tensor(self, spec: TensorSpec, tensor: Tensor) -> None:
+    def _check_tensor(self, spec: PlanTensor, tensor: Tensor) -> None:
         shape = tuple(tensor.shape)
         if spec.dtype == "int4":
             shape = (*shape[:-1], 2 * shape[-1])
@@ -210,27 +211,27 @@ class LoadedPlan:
             raise ValueError(f"{spec.name} has to be contiguous, on {self._runtime.device}")
 
     def _set_address(self, context: Any, name: str, tensor: Tensor) -> None:
-        self._tell(
+        self._check_accepted(
             context.set_tensor_address(name, (tensor if tensor.numel() else self._nothing).data_ptr()), name
         )
 
-    def _tell(self, is_taken: bool, name: str) -> None:
+    def _check_accepted(self, is_taken: bool, name: str) -> None:
         if not is_taken:
             raise ValueError(f"TensorRT does not take {name}: {self._runtime.last_error}")
 
 
 def _can_be_recorded(context: Any, stream: int) -> bool:
-    """Whether TensorRT says that the context can be captured in a CUDA graph; True where it cannot be asked."""
+    """Whether TensorRT can capture the context in a CUDA graph; True if this version cannot tell."""
     ask: Callable[[int], bool] | None = getattr(context, "is_stream_capturable", None)
     return ask is None or ask(stream)
 
 
-def _dtype(spec: TensorSpec) -> torch.dtype:
+def _dtype(spec: PlanTensor) -> torch.dtype:
     return getattr(torch, _TORCH_NAMES.get(spec.dtype, spec.dtype))
 
 
 def _misfit(profile: Profile, inputs: Mapping[str, Tensor]) -> str | None:
-    """A description of the first input that does not fit a profile; None if all do."""
+    """Return a description of the first input that does not fit a profile; None if all do."""
     for each in profile.ranges:
         if each.name not in inputs:
             continue
@@ -245,7 +246,7 @@ def _misfit(profile: Profile, inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def _check(engine: Any, plan: Plan, path: Path) -> None:
-    """ConfigError if the engine has other tensors than its description says, or changes others in place."""
+    """Raise ConfigError if the engine's tensors or aliases differ from its description."""
     names = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
     expected = {spec.name for spec in plan.inputs + plan.outputs}
     if names != expected:

@@ -14,19 +14,19 @@ import msgspec
 from inflight.errors import ConfigError
 
 FORMAT = 1
-"""Of these files; another one is refused."""
+"""The format's number; other formats are refused."""
 
 _READ_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """An input or output.
+class PlanTensor:
+    """An input or output of a plan.
 
     Attributes:
         name: Unique within a plan.
-        dtype: float32, float16, bfloat16, int32, bool, int8, float8_e4m3fn or int4 (two to a byte).
-        shape: -1 where it differs from batch to batch.
+        dtype: float32, float16, bfloat16, int32, bool, int8, float8_e4m3fn or int4 (two per byte).
+        shape: -1 for dimensions that differ from batch to batch.
     """
 
     name: str
@@ -36,7 +36,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShapeRange:
-    """The range of shapes that an optimization profile allows an input."""
+    """The range of shapes that an optimization profile allows for an input."""
 
     name: str
     min: tuple[int, ...]
@@ -46,7 +46,7 @@ class ShapeRange:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """An optimization profile, by its place in `Plan.profiles`; inputs of fixed shape are left out."""
+    """An optimization profile, in the order of `Plan.profiles`; inputs of fixed shape are left out."""
 
     name: str
     ranges: tuple[ShapeRange, ...]
@@ -54,7 +54,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """An output that has to be bound to the memory of an input, which it changes in place."""
+    """An output that must be bound to the memory of an input, which it changes in place."""
 
     input: str
     output: str
@@ -65,8 +65,8 @@ class File:
     """A file beside the sidecar.
 
     Attributes:
-        name: In the same folder.
-        digest: `file_digest` of it.
+        name: Its name, in the same folder.
+        digest: Its `file_digest`.
     """
 
     name: str
@@ -75,40 +75,43 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan, and how it is run."""
+    """A plan and its interface."""
 
     file: File
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: tuple[PlanTensor, ...]
+    outputs: tuple[PlanTensor, ...]
     profiles: tuple[Profile, ...]
     aliases: tuple[Alias, ...] = ()
 
-    def tensor(self, name: str) -> TensorSpec:
-        """An input or output by its name. KeyError if there is none."""
+    def tensor(self, name: str) -> PlanTensor:
+        """Return an input or output by its name. Raises KeyError if there is none."""
         for spec in self.inputs + self.outputs:
             if spec.name == name:
                 return spec
         raise KeyError(name)
 
     def most_rows(self, name: str) -> int:
-        """The largest first dimension that a profile allows an input. ValueError if there is none."""
+        """Return the largest first dimension that a profile allows for an input.
+
+        Raises ValueError if there is none.
+        """
         return max(each.max[0] for profile in self.profiles for each in profile.ranges if each.name == name)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings that `scripts/build` was called with.
+    """The settings of a build.
 
     Attributes:
-        dtype: Of activations and KV cache: float32, float16 or bfloat16.
-        weight_dtype: Of the matrices: as `dtype`, or int8, fp8 or int4.
-        max_batch_size: Slots, each of which has memory for one sequence.
-        max_seq_len: Tokens of a sequence that a slot has room for.
-        max_num_tokens: Rows of a batch.
-        max_context_chunks: Context chunks of a batch.
-        max_lora_rank: Ranks of all LoRA adapters of a batch together; 0: there are no adapters.
+        dtype: Data type of activations and KV cache: float32, float16 or bfloat16.
+        weight_dtype: Data type of the matrices: `dtype`, int8, fp8 or int4.
+        max_batch_size: Number of slots, each with memory for one sequence.
+        max_seq_len: Maximum number of tokens of a sequence in a slot.
+        max_num_tokens: Maximum number of rows of a batch.
+        max_context_chunks: Maximum number of context chunks of a batch.
+        max_lora_rank: Maximum sum of ranks of all LoRA adapters of a batch; 0: there are no adapters.
         additional_outputs: Names of hidden states between layers that are outputs.
-        tensor_parallel_size: Ranks.
+        tensor_parallel_size: Number of ranks.
         attention: split or packed.
         weights: constants or inputs.
         target: portable, current, or a compute capability such as sm89.
@@ -130,12 +133,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The facts about the model that a run needs, as this rank computes it.
+    """The facts about the model, as this rank computes it, that running the plans needs.
 
     Attributes:
-        num_kv_heads: Key heads of this rank.
-        sliding_windows: Of each layer, how many keys a token sees, itself included; None: all before it. A window
-            as long as max_seq_len is None.
+        num_kv_heads: Number of this rank's key heads.
+        sliding_windows: By layer, the number of keys that a token sees, itself included; None: all before it. A
+            window as long as max_seq_len is None.
     """
 
     hidden_size: int
@@ -149,18 +152,18 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """GPUs that a plan is for, by compute capability times ten.
+    """The GPUs that a plan is for, by compute capability times ten.
 
     Attributes:
-        exactly: Such as 89 for 8.9.
-        and_later: Whether later ones than the last of them run it too.
+        exactly: Capabilities, such as 89 for 8.9.
+        and_later: Whether GPUs later than the last of them run it too.
     """
 
     exactly: tuple[int, ...]
     and_later: bool
 
     def include(self, capability: int) -> bool:
-        """Whether the plan is for such a GPU."""
+        """Whether the plan is for a GPU of this capability."""
         return capability in self.exactly or (self.and_later and capability > max(self.exactly))
 
     def __str__(self) -> str:
@@ -170,21 +173,21 @@ class Processors:
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """The sidecar of one rank.
+    """The description of one rank's plans.
 
     Attributes:
         format: `FORMAT`.
         module: tensorrt or tensorrt_rtx.
-        module_version: What has built the plans, and has to run them.
-        rank: Tensor-parallel rank.
+        module_version: The version that has built the plans, and must run them.
+        rank: The tensor-parallel rank.
         checkpoint_digest: `checkpoint_digest` of the checkpoint.
-        settings: Of the build.
+        settings: The settings of the build.
         model: The model.
-        processors: Where the plans run.
-        layers: From token ids to the last layer's output.
-        head: From that to logits.
-        weights: Tensors `weight.NAME` for inputs of these names; None: weights are in the plans.
-        copied: Names of the checkpoint's files that lie beside the plans.
+        processors: The GPUs that the plans run on.
+        layers: The plan from token ids to the last layer's output.
+        head: The plan from that output to logits.
+        weights: The file with the tensors for inputs named `weight.NAME`; None: weights are in the plans.
+        copied: Names of the checkpoint's files that were copied beside the plans.
     """
 
     format: int
@@ -201,13 +204,13 @@ class Sidecar:
     copied: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
-        """As `sidecar_name` in `folder`."""
+        """Write the sidecar to `folder`, under its `sidecar_name`."""
         text = msgspec.json.format(msgspec.json.encode(self), indent=1)
         (folder / sidecar_name(self.rank)).write_bytes(text)
 
     @classmethod
     def read(cls, path: Path) -> Sidecar:
-        """From a file. ConfigError if it is missing, of another format or not understood."""
+        """Read a sidecar. Raises ConfigError if it is missing, of another format or invalid."""
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -229,12 +232,12 @@ class _Version:
 
 
 def sidecar_name(rank: int | str) -> str:
-    """The file of a rank; `*`: of any."""
+    """Return the file name of a rank's sidecar; `*`: a pattern for all ranks."""
     return f"rank{rank}.json"
 
 
 def file_digest(path: Path) -> str:
-    """BLAKE2b of a file, 32 hexadecimal digits. OSError if it cannot be read."""
+    """Return a file's BLAKE2b digest, 32 hexadecimal digits. Raises OSError if it cannot be read."""
     found = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while data := file.read(_READ_AT_ONCE):
@@ -243,10 +246,10 @@ def file_digest(path: Path) -> str:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """BLAKE2b of what tells checkpoints apart without reading their weights, 32 hexadecimal digits.
+    """Return a BLAKE2b digest that identifies a checkpoint without reading its weights, 32 hexadecimal digits.
 
-    That is config.json, and of each *.safetensors its name, its size and its header, which has the names, types,
-    shapes and places of its tensors. Weights that were changed in place, and nothing else, are not noticed.
+    It covers config.json, and the name, size and header of each *.safetensors file; the header has the names,
+    types, shapes and offsets of its tensors. Weights changed in place are not detected.
 
     Raises:
         ConfigError: A file cannot be read.

@@ -1,6 +1,6 @@
-"""For which GPUs a plan is built.
+"""The GPUs that a plan is built for.
 
-portable   what NVIDIA says a plan of TensorRT for RTX that names no GPU runs on: 8.0, 8.6, 8.9, 12.0 and later
+portable   GPUs on which a plan of TensorRT for RTX without a target runs: 8.0, 8.6, 8.9, 12.0 and later
 sm89 …     GPUs of these compute capabilities alone; several with commas between
 current    the GPU of this machine
 """
@@ -20,11 +20,11 @@ _FIRST_WITH_FLOAT8, _FIRST_WITH_BFLOAT16 = 89, 80
 
 
 def find_processors(module: Any, settings: Settings) -> Processors:
-    """The GPUs that plans of these settings run on.
+    """Return the GPUs that plans with these settings run on.
 
     Raises:
-        ConfigError: TensorRT does not build for the target, the target does not compute the data type, or it is
-            the GPU of this machine, which has none.
+        ConfigError: TensorRT does not build for the target, the target does not support the data type, or the
+            target is this machine's GPU and there is none.
     """
     target = settings.target
     if target == PORTABLE and _can_choose(module):
@@ -46,13 +46,13 @@ def find_processors(module: Any, settings: Settings) -> Processors:
 
 
 def set_target(module: Any, config: Any, processors: Processors) -> None:
-    """Tell TensorRT's configuration for which GPUs to build. ConfigError if it does not build for one."""
+    """Set the target GPUs in TensorRT's configuration. Raises ConfigError if it does not build for one of them."""
     if processors.and_later or not _can_choose(module):
-        return  # what is built where nothing is said
+        return  # TensorRT's default
     config.num_compute_capabilities = len(processors.exactly)
     for index, capability in enumerate(processors.exactly):
-        theirs = getattr(module.ComputeCapability, f"SM{capability}", None)
-        if theirs is None or not config.set_compute_capability(theirs, index):
+        trt_capability = getattr(module.ComputeCapability, f"SM{capability}", None)
+        if trt_capability is None or not config.set_compute_capability(trt_capability, index):
             raise ConfigError(
                 f"tensorrt_rtx does not build for compute capability {capability / 10:.1f}, expected one of "
                 f"{', '.join(_known(module))}"
@@ -60,12 +60,12 @@ def set_target(module: Any, config: Any, processors: Processors) -> None:
 
 
 def _can_choose(module: Any) -> bool:
-    """Whether this TensorRT can build for other GPUs than this machine's."""
+    """Whether this TensorRT can build for GPUs other than this machine's."""
     return bool(_known(module))
 
 
 def _known(module: Any) -> list[str]:
-    """The compute capabilities that it has names for, such as sm89."""
+    """Return the compute capabilities that it has names for, such as sm89."""
     names = (
         name.lower() for name in dir(getattr(module, "ComputeCapability", None)) if name.startswith("SM")
     )

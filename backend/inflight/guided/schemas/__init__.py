@@ -1,20 +1,19 @@
-"""JSON schemas as people write them, in any dialect, as schemas that llguidance follows exactly.
+"""Translates JSON schemas of any dialect into schemas that llguidance follows exactly.
 
-    writer.py     what is written for llguidance: `followed_schema`
-    objects.py    its part for keywords of objects
-    choices.py    its part for oneOf, not, and if
-    overlap.py    whether two schemas can hold at once
-    documents.py  dialects, references, and where a part is
-    distinct.py   arrays whose items differ, which are watched while a text comes
+    writer.py     the translation: `followed_schema`
+    objects.py    the translation of object keywords
+    choices.py    the translation of oneOf, not and if
+    overlap.py    whether two schemas have a common value
+    documents.py  dialects, references and paths
+    distinct.py   uniqueItems, which is watched while a text is generated
     patterns.py   regular expressions
-    matching.py   whether texts match them
+    matching.py   whether texts match regular expressions
     formats.py    formats
     spaces.py     the white space between the tokens of JSON
 
-A text that follows what is written is valid by the schema, in the dialect that it names. The reverse does not hold
-everywhere: where not all valid texts can be had, some are (unique items may have to come in the order of an enum).
-What cannot be followed is refused by its path. Annotations are left out, and so are formats that nobody knows.
-Plain functions; any thread.
+A text that follows the translation is valid by the schema, in its dialect. The reverse does not always hold: where
+not all valid texts can be generated, some are (unique items may have to come in the order of an enum). Unsupported
+parts are refused by their path. Annotations and unknown formats are ignored. Plain functions; any thread.
 """
 
 from inflight.guided.schemas.writer import followed_schema

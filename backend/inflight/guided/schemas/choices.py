@@ -1,4 +1,5 @@
-"""oneOf, not and if, written for llguidance, which knows allOf and anyOf. Functions over a document's writer."""
+"""Translation of oneOf, not and if for llguidance, which knows allOf and anyOf. Functions on a document's
+writer."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from inflight.guided.schemas.documents import Node, keywords_of, refused
 from inflight.guided.schemas.overlap import SAYING, TYPES, Facts, is_same, type_of, types_of, words_about
 from inflight.guided.schemas.patterns import other_than
+from inflight.json_values import is_list, is_object
 
 if TYPE_CHECKING:
     from inflight.guided.schemas.writer import Writer, Written
@@ -17,21 +19,21 @@ if TYPE_CHECKING:
 IN_PLACE = frozenset(
     ["$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas"]
 )
-"""Keywords that apply schemas to the same value."""
+"""Keywords that apply other schemas to the same value."""
 BARE_VALUES: tuple[tuple[str, Any], ...] = (("null", None), ("boolean", True), ("boolean", False))
 _KINDS = ("null", "boolean", "number", "string", "array", "object")
 _DEEPEST = 12
 
 
 def other_kinds(kinds: Iterable[str]) -> list[str]:
-    """All values of the `type` keyword but these; without integer there is no number."""
+    """Return all values of the `type` keyword except these; without integer there is no number either."""
     named = set(kinds)
     named |= {"number"} if {"integer", "fraction"} & named else set()
     return [kind for kind in _KINDS if kind not in named]
 
 
 def write_choices(writer: Writer, node: Node, words: Mapping[str, Any], parts: list[Written]) -> None:
-    """Write what these keywords, allOf and anyOf ask for into `parts`."""
+    """Write the schemas of these keywords, of allOf and of anyOf into `parts`."""
     if "allOf" in words:
         parts += [writer.write(each) for each in writer.parts(node, words, "allOf")]
     if "anyOf" in words:
@@ -77,15 +79,15 @@ def _all_of(parts: list[Written]) -> Written:
 
 
 def negated(writer: Writer, node: Node, depth: int = 0, may_leave_out: bool = False) -> Written | None:
-    """A schema of values that are not valid by another; None if it cannot be written.
+    """Return a schema of the values that are invalid by another; None if it cannot be written.
 
-    It may leave out some of these values. With `may_leave_out` it leaves out all that break nothing but keywords
-    whose opposite cannot be written.
+    It may leave out some of these values. With `may_leave_out` it leaves out values that violate only keywords
+    whose negation cannot be written.
     """
     if isinstance(node.value, bool):
         return not node.value
     writer.overlaps.count_step(node)
-    if not isinstance(node.value, dict) or depth > _DEEPEST:
+    if not is_object(node.value) or depth > _DEEPEST:
         return None
     words = keywords_of(node)
     options: list[Written] = []
@@ -106,19 +108,19 @@ def _negated_word(
     depth: int,
     may_leave_out: bool,
 ) -> list[Written] | None:
-    """Schemas of the values that are not valid by one keyword; None if they cannot be written."""
+    """Return schemas of the values that are invalid by one keyword; None if they cannot be written."""
     match keyword:
         case "type":
-            kinds = other_kinds(value if isinstance(value, list) else [value])
+            kinds = other_kinds(value if is_list(value) else [value])
             return [{"type": kinds}] if kinds else []
         case "const" | "enum":
-            # Refuses what no text can have.
+            # Raises for values that no generated text can have.
             writer.write(Node({keyword: value}, node.path, node.base, node.draft))
             return [values_but(value if keyword == "enum" else [value])]
-        case "required" if isinstance(value, list):
+        case "required" if is_list(value):
             return [{"type": "object", "properties": {name: False}} for name in value]
-        case "properties" if isinstance(value, dict):
-            return _negated_properties(writer, node, cast(dict[str, Any], value), depth, may_leave_out)
+        case "properties" if is_object(value):
+            return _negated_properties(writer, node, value, depth, may_leave_out)
         case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
             opposite = {"type": "number", _OPPOSITE_BOUNDS[keyword]: writer.number(node, words, keyword)}
             return [writer.write(Node(opposite, node.path, node.base, 0))]
@@ -160,7 +162,7 @@ _OPPOSITE_BOUNDS = {
 
 
 def _negated_target(writer: Writer, target: Node, depth: int, may_leave_out: bool) -> list[Written] | None:
-    """The opposite of a reference's target; None if it cannot be written, or refers to itself."""
+    """Return the negation of a reference's target; None if it cannot be written, or refers to itself."""
     if target.place in writer.negating:
         return None
     writer.negating.add(target.place)
@@ -190,7 +192,10 @@ def _negated_properties(
 
 
 def values_but(values: list[Any]) -> Written:
-    """A schema of values that are none of these. It leaves out arrays or objects where one of these is such."""
+    """Return a schema of all values except these.
+
+    If an array or object is among these, it excludes all of its type.
+    """
     kinds = other_kinds(type_of(value) for value in values)
     options: list[Written] = [{"type": kinds}] if kinds else []
     texts = [value for value in values if isinstance(value, str)]
@@ -213,16 +218,16 @@ def values_but(values: list[Any]) -> Written:
 
 @dataclass(slots=True)
 class _Option:
-    """An alternative of oneOf, and what has to be kept out of it.
+    """An alternative of oneOf, and the values to exclude from it.
 
     Attributes:
         node: The alternative.
-        facts: Of it.
-        kinds: Types that another has too.
-        values: Values that another has too.
-        names: Properties that another requires, and that therefore tell the two apart.
-        is_filled: Whether empty arrays are left out: the only arrays that another alternative has too.
-        opposites: What keeps out the values of another, where nothing above does.
+        facts: The facts about its values.
+        kinds: Types that another alternative has too.
+        values: Values that another alternative has too.
+        names: Properties that another alternative requires, and that therefore distinguish the two.
+        is_filled: Whether empty arrays are excluded, the only arrays that another alternative has too.
+        opposites: Schemas that exclude the values of other alternatives if nothing above does.
     """
 
     node: Node
@@ -235,7 +240,7 @@ class _Option:
 
 
 def _one_of(writer: Writer, node: Node, given: list[Node]) -> Written:
-    """Alternatives that no value has two of: as anyOf, without the values that more than one has."""
+    """Write alternatives of which no value has two, as anyOf without the values that more than one of them has."""
     around = replace(
         node, value={k: v for k, v in node.value.items() if k not in ("oneOf", "anyOf", "not", "if")}
     )
@@ -275,7 +280,7 @@ _ARTICLES = {
 
 
 def _part_values(writer: Writer, first: _Option, second: _Option, kind: str) -> bool:
-    """Keep apart alternatives of simple values; returns whether that can be."""
+    """Separate alternatives of simple values; return whether that is possible."""
     if words_about(first.facts, kind) or words_about(second.facts, kind):
         return False
     for one, other in ((first, second), (second, first)):
@@ -294,7 +299,7 @@ def _part_values(writer: Writer, first: _Option, second: _Option, kind: str) -> 
 
 
 def _part_arrays(writer: Writer, first: _Option, second: _Option, kind: str) -> bool:
-    """Keep apart alternatives of arrays whose items differ: the empty one is what both have."""
+    """Separate alternatives of arrays whose items differ: only the empty array is common to both."""
     items, others = first.facts.items, second.facts.items
     if kind != "array" or not items or not others or writer.overlaps.shared_types(items, others):
         return False
@@ -303,7 +308,7 @@ def _part_arrays(writer: Writer, first: _Option, second: _Option, kind: str) -> 
 
 
 def _part_objects(first: _Option, second: _Option, kind: str) -> bool:
-    """Keep apart alternatives that require different properties, by leaving those of the other out."""
+    """Separate alternatives that require different properties, by excluding the other's properties."""
     if kind != "object":
         return False
     for one, other in ((first, second), (second, first)):
@@ -312,14 +317,14 @@ def _part_objects(first: _Option, second: _Option, kind: str) -> bool:
         if telling:
             one.names += [] if any(name in one.names for name in telling) else telling[:1]
         elif words_about(other.facts, kind) <= {"required"}:
-            one.kinds.add("object")  # all that the other asks for holds here too
+            one.kinds.add("object")  # the other's object keywords hold here too
         else:
             return False
     return True
 
 
 def _part_untyped(first: _Option, second: _Option, kind: str) -> bool:
-    """Keep apart alternatives that name no type, and are about objects, by leaving out what is none."""
+    """Separate untyped alternatives about objects, by excluding other types."""
     is_untyped = kind != "object" and first.facts.types == second.facts.types == set(TYPES)
     if is_untyped and all(each.facts.words & {"required", "properties"} for each in (first, second)):
         first.kinds.add(kind)
@@ -332,7 +337,7 @@ _MOST_OPPOSITES = 12
 
 
 def _part_by_opposites(writer: Writer, first: _Option, second: _Option, kind: str) -> bool:
-    """Keep each alternative's values out of the other, as far as the opposite of an alternative can be written."""
+    """Exclude each alternative's values from the other, if the negation of an alternative can be written."""
     found = [_outside(writer, one, other) for one, other in ((first, second), (second, first))]
     if not all(_leaves(each, kind) for each in found):
         return False
@@ -353,7 +358,10 @@ def _leaves(opposite: Written | None, kind: str) -> bool:
 
 
 def _outside(writer: Writer, option: _Option, other: _Option) -> Written | None:
-    """A schema of values that `other` does not have, with a property that it forbids if `option` knows one."""
+    """Return a schema of `option`'s values outside of `other`.
+
+    Uses a property that `other` forbids, if possible.
+    """
     own = [name for name in option.facts.properties if any(name not in names for names in other.facts.closed)]
     if own:
         return _any_of([{"type": "object", "required": [name]} for name in own])

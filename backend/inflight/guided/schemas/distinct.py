@@ -1,8 +1,8 @@
-"""Arrays whose items all differ: what a grammar cannot say, and is therefore watched while the text comes.
+"""uniqueItems, which a grammar cannot express and which is therefore watched while a text is generated.
 
-A `Places` says at which places of a document `uniqueItems` is true; an `ItemWatch` reads one text, byte by byte,
-knows the items that such arrays have so far, and says what would complete an equal one. Where alternatives
-disagree, the items differ: some valid texts do not come, and no invalid one does.
+A `Places` finds the places of a document where `uniqueItems` is true. An `ItemWatch` reads one text byte by byte,
+knows the items of such arrays so far, and tells which bytes would complete an equal item. Where alternatives
+disagree about uniqueItems, items must differ: some valid texts are excluded, and no invalid ones are allowed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any, NamedTuple, cast
 
 from inflight.guided.schemas.documents import Document, Node, keywords_of
 from inflight.guided.schemas.overlap import distinct_key
+from inflight.json_values import is_object
 
 _SPACE, _ENDS = b" \t\r\n", b",]} \t\r\n"
 _QUOTE, _BACKSLASH = b'"\\'
 _CLOSED = (b'"', b"]", b"}")
-"""The last bytes of values that no further byte could belong to."""
+"""The last bytes of values that no further byte can extend."""
 
 
 class Places:
-    """The places of a document, found as they are asked for. One thread at a time."""
+    """The places of a document, computed on demand. Used by one thread at a time."""
 
     def __init__(self, text: str) -> None:
         self._document = Document(json.loads(text))
@@ -30,12 +31,12 @@ class Places:
         self.root = self.place([self._document.root])
 
     def place(self, nodes: Iterable[Node]) -> Place:
-        """The place where all of these hold, or some of them, with the parts that hold in place."""
+        """Return the place where all or some of these schemas apply, and those that they apply in place."""
         found: dict[tuple[str, str], Node] = {}
         waiting = list(nodes)
         while waiting:
             node = waiting.pop()
-            if not isinstance(node.value, dict) or node.place in found:
+            if not is_object(node.value) or node.place in found:
                 continue
             found[node.place] = node
             waiting += self._parts_in_place(node, keywords_of(node))
@@ -62,7 +63,7 @@ class Places:
 
 
 class Place:
-    """The place of a value in a document: the schemas that may apply to it, and the places inside."""
+    """The place of a value in a document: the schemas that may apply to it, and the places inside it."""
 
     def __init__(self, places: Places, schemas: list[tuple[Node, dict[str, Any]]]) -> None:
         self._places = places
@@ -72,7 +73,7 @@ class Place:
 
     @cached_property
     def item(self) -> Place:
-        """The place of an array's items, wherever they stand in it."""
+        """The place of an array's items, at any index."""
         nodes: list[Node] = []
         for node, words in self._schemas:
             nodes += [
@@ -85,7 +86,7 @@ class Place:
         return self._places.place(nodes)
 
     def property(self, name: str) -> Place:
-        """The place of an object's property."""
+        """Return the place of an object's property."""
         is_named = any(name in words.get("properties", {}) for _, words in self._schemas)
         key = name if is_named else None
         if key not in self._properties:
@@ -107,17 +108,17 @@ class Place:
 
 
 class _Open(NamedTuple):
-    """An array or object that has begun and not ended.
+    """An array or object that has begun but not ended.
 
     Attributes:
-        around: The one that it is in.
-        place: Where it stands.
+        around: The enclosing array or object.
+        place: Its place in the document.
         is_array: Whether it is an array.
-        begin: Where the item that is being read begins, in bytes.
-        key: The property that is being read; None: its name is next.
-        items: Of an array whose items differ, the spellings of those that are whole, by what equal values have
-            alike; else None. All states of a text share it: it may hold some that were taken back.
-        num_items: How many of these there are, from the first.
+        begin: Byte offset of the item being read.
+        key: The property being read; None: its name comes next.
+        items: For an array with unique items, the spellings of the complete items by a key of equal values;
+            otherwise None. Shared by all states of a text, so it may have items that were undone.
+        num_items: The number of items, from the first, that are valid in this state.
     """
 
     around: _Open | None
@@ -130,11 +131,11 @@ class _Open(NamedTuple):
 
     @property
     def inside(self) -> Place:
-        """The place of the value that is read next."""
+        """Return the place of the value that is read next."""
         return self.place.item if self.is_array else self.place.property(self.key or "")
 
     def known(self) -> dict[str, bytes]:
-        """The whole items, once those are dropped that were taken back."""
+        """Return the complete items, after dropping those that were undone."""
         items = {} if self.items is None else self.items
         while len(items) > self.num_items:
             items.popitem()
@@ -142,14 +143,14 @@ class _Open(NamedTuple):
 
 
 class _State(NamedTuple):
-    """How far a text was read: its innermost array or object, and what byte may mean what.
+    """The state after reading a part of a text: the innermost array or object, and the meaning of the next byte.
 
     Attributes:
-        size: Bytes that were read.
-        open: The innermost array or object; None outside of all.
-        begin: Where the string or scalar that is being read begins.
+        size: Number of bytes read.
+        open: The innermost array or object; None at the top level.
+        begin: Offset of the string or scalar being read.
         is_string: Whether a string is being read.
-        is_escaped: Whether the byte before was a backslash that begins an escape.
+        is_escaped: Whether the previous byte was a backslash that begins an escape.
         is_scalar: Whether a number, a boolean or null is being read.
     """
 
@@ -167,7 +168,7 @@ class _State(NamedTuple):
 
 
 class EqualItems(Exception):
-    """An item of an array whose items differ is equal to one before it."""
+    """An item of an array with unique items is equal to an earlier one."""
 
 
 class ItemWatch:
@@ -176,10 +177,10 @@ class ItemWatch:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._text = bytearray()
-        self._states = [_State()]  # behind each token
+        self._states = [_State()]  # after each token
 
     def read(self, token: bytes) -> None:
-        """Read a token. Raises EqualItems, and then has not read it."""
+        """Read a token. Raises EqualItems, without having read it, if it completes an equal item."""
         self._text += token
         state = self._states[-1]
         try:
@@ -191,23 +192,22 @@ class ItemWatch:
         self._states.append(state)
 
     def take_back(self, num_tokens: int) -> None:
-        """Forget the latest tokens."""
+        """Undo the latest tokens."""
         if num_tokens:
             del self._states[-num_tokens:]
             del self._text[self._states[-1].size :]
 
     def copy(self) -> ItemWatch:
-        """A watch of its own that has read as much, and can take back only what it reads itself."""
+        """Return an independent watch in the same state. It cannot undo tokens read before the copy."""
         other = ItemWatch(self._places)
         state = self._states[-1]
         other._text, other._states = bytearray(self._text), [state._replace(open=_copied(state.open))]
         return other
 
     def banned(self) -> list[bytes]:
-        """The bytes that no token may begin with, because they would complete an item equal to an earlier
-        one.
+        """Return bytes that no token may begin with, because they would complete an item equal to an earlier one.
 
-        They spell the rest of an item as that of an earlier one, or only close what is open.
+        They are the rest of an item spelled like an earlier one, or just close what is open.
         """
         state = self._states[-1]
         found: list[bytes] = []
@@ -243,7 +243,7 @@ class ItemWatch:
             state = self._begin_value(state)
             place = state.open.inside if state.open is not None else self._places.root
             is_array = byte == b"["[0]
-            items = {} if is_array and place.is_distinct else None
+            items: dict[Any, Any] | None = {} if is_array and place.is_distinct else None
             return state._replace(open=_Open(state.open, place, is_array, items=items))
         if byte in b"]}" and state.open is not None:
             return self._end_value(state._replace(open=state.open.around), state.size + 1)
@@ -278,7 +278,7 @@ class ItemWatch:
 
 
 def _copied(open_: _Open | None) -> _Open | None:
-    """The same arrays and objects with items of their own."""
+    """Return the same arrays and objects with their own copies of the items."""
     chain: list[_Open] = []
     while open_ is not None:
         chain.append(open_)
@@ -290,12 +290,12 @@ def _copied(open_: _Open | None) -> _Open | None:
 
 
 def _rests(items: Mapping[str, bytes], read: bytes) -> list[bytes]:
-    """The rests of the items that begin as what was read; without numbers and names, which could go on."""
+    """Return the rests of items that begin with `read`, except numbers and names, which could continue."""
     return [text[len(read) :] for text in items.values() if text.endswith(_CLOSED) and text.startswith(read)]
 
 
 def _is_known(items: Mapping[str, bytes], text: bytes) -> bool:
-    """Whether a text is a whole item, and equal to one of these."""
+    """Whether a text is a complete item that is equal to one of these."""
     try:
         return distinct_key(json.loads(text)) in items
     except (ValueError, RecursionError):

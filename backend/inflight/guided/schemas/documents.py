@@ -1,6 +1,6 @@
-"""A JSON schema as a document: which dialect its parts are of, what references point to, and where one is.
+"""A JSON schema as a document: the dialect of its parts, the targets of references, and paths.
 
-Owns what a keyword means in each draft: `keywords_of` gives the keywords of a part as those of 2020-12. Plain
+Owns the meaning of keywords in each draft: `keywords_of` gives the keywords of a part as those of 2020-12. Plain
 functions and immutable values; any thread.
 """
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 from urllib.parse import unquote, urldefrag, urljoin
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
+from inflight.json_values import is_list, is_object
 
 _DRAFTS = {
     "http://json-schema.org/draft-03/schema": 3,
@@ -23,7 +24,7 @@ _DRAFTS = {
     "http://json-schema.org/draft/2020-12/schema": 9,
 }
 _ALL = 0
-"""The dialect of a schema that names none: a keyword of any draft means what it does there."""
+"""The dialect of a schema that names none: a keyword of any draft has its meaning of that draft."""
 _SINCE = {
     **dict.fromkeys(("oneOf", "minProperties", "maxProperties"), 4),
     **dict.fromkeys(("const", "contains", "propertyNames"), 6),
@@ -32,10 +33,11 @@ _SINCE = {
     **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties", "$recursiveRef"), 8),
     **dict.fromkeys(("prefixItems", "$dynamicRef"), 9),
 }
-"""The first draft that knows a keyword; before, it is an annotation. Those that draft 3 becomes are left out."""
+"""The first draft that knows a keyword; in earlier drafts it is an annotation. Draft 3's renamed keywords are not
+here."""
 _UNTIL = {"extends": 3, "disallow": 3, "divisibleBy": 3, "$recursiveRef": 8}
 _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies")
-"""Keywords with an object of schemas."""
+"""Keywords whose value is an object of schemas."""
 _APPLICATORS = frozenset(
     [
         "allOf",
@@ -52,33 +54,33 @@ _APPLICATORS = frozenset(
     ]
     + ["additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties", "extends"]
 )
-"""Keywords with a schema, or an array of them."""
+"""Keywords whose value is a schema or an array of schemas."""
 
 
 def refused(path: str, reason: str) -> InvalidArgument:
-    """The error for a schema that cannot be followed.
+    """Return the error for a schema that cannot be followed.
 
     Args:
-        path: The part, as a JSON pointer.
+        path: The schema's path, as a JSON pointer.
         reason: A sentence that begins with the keyword.
     """
-    return InvalidArgument(f"guided_decoding_guide cannot be used: at {path}: {reason}")
+    return InvalidArgument(Name("guided_decoding_guide"), f" cannot be used: at {path}: {reason}")
 
 
 def shown(value: object) -> str:
-    """A value in an error."""
+    """Return a value's text for an error."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:60] + "…"
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A part of a document that is a schema.
+    """A schema inside of a document.
 
     Attributes:
-        value: The schema as it is written.
-        path: Where it is, as a JSON pointer.
-        base: The URI that its references are relative to, without a fragment.
+        value: The schema as written.
+        path: Its path, as a JSON pointer.
+        base: The base URI of its references, without a fragment.
         draft: 3, 4, 6, 7, 8 (2019-09) or 9 (2020-12); 0 if none is named.
     """
 
@@ -93,16 +95,16 @@ class Node:
         return self.path, self.base
 
     def inside(self, value: Any, *steps: str | int) -> Node:
-        """A part of this part."""
+        """Return a part of this schema."""
         path = self.path + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
         return _entered(replace(self, value=value, path=path))
 
 
 def _entered(node: Node, is_root: bool = False) -> Node:
-    """A node with the base and the dialect that it names itself, if it does."""
-    if not isinstance(node.value, dict):
+    """Return a node with the base and the dialect that it declares itself, if any."""
+    if not is_object(node.value):
         return node
-    value = cast(dict[str, Any], node.value)
+    value = node.value
     base, draft = node.base, node.draft
     named = value.get("$schema")
     if isinstance(named, str):
@@ -113,10 +115,10 @@ def _entered(node: Node, is_root: bool = False) -> Node:
 
 
 def _id_of(schema: Mapping[str, Any], draft: int, is_root: bool) -> str:
-    """The URI that a schema gives itself; "" if it gives none.
+    """Return the URI that a schema declares for itself; "" if it declares none.
 
-    The keyword is `id` in drafts 3 and 4, and `$id` later. Where no dialect is named, `id` is one at the root
-    only: further inside it is more often a keyword of somebody's own.
+    The keyword is `id` in drafts 3 and 4, and `$id` later. Without a named dialect, `id` counts at the root only:
+    further inside it is more often a custom keyword.
     """
     if "$ref" in schema and 0 < draft <= 7:
         return ""
@@ -125,7 +127,7 @@ def _id_of(schema: Mapping[str, Any], draft: int, is_root: bool) -> str:
 
 
 class Document:
-    """A whole schema, in which references are looked up."""
+    """A whole schema, with an index of the targets of references."""
 
     def __init__(self, schema: Any, path: str = "#") -> None:
         self.root = _entered(Node(schema, path, "", _ALL), is_root=True)
@@ -134,13 +136,13 @@ class Document:
         self._index(self.root)
 
     def _index(self, node: Node) -> None:
-        """Note what URIs and anchors stand for, here and in all parts."""
-        if isinstance(node.value, list):
-            for index, each in enumerate(cast(list[Any], node.value)):
+        """Index the URIs and anchors of this schema and all its parts."""
+        if is_list(node.value):
+            for index, each in enumerate(node.value):
                 self._index(node.inside(each, index))
-        if not isinstance(node.value, dict):
+        if not is_object(node.value):
             return
-        value = cast(dict[str, Any], node.value)
+        value = node.value
         self._targets.setdefault(node.base, node)
         if (given := _id_of(value, node.draft, node is self.root)).startswith("#"):
             self._targets.setdefault(node.base + given, node)
@@ -152,14 +154,14 @@ class Document:
         if value.get("$recursiveAnchor") is True:
             self._dynamic.setdefault("$recursiveAnchor", []).append(node)
         for keyword, each in value.items():
-            if keyword in _MAPS and isinstance(each, dict):
-                for name, inner in cast(dict[str, Any], each).items():
+            if keyword in _MAPS and is_object(each):
+                for name, inner in each.items():
                     self._index(node.inside(inner, keyword, name))
             elif keyword in _APPLICATORS:
                 self._index(node.inside(each, keyword))
 
     def target(self, node: Node, keyword: str, reference: Any) -> Node:
-        """The node that a reference points to. Raises InvalidArgument if it is not in this document."""
+        """Return the node that a reference points to. Raises InvalidArgument if it is not in this document."""
         if not isinstance(reference, str):
             raise refused(node.path, f"{keyword} is {shown(reference)}, expected a text")
         names = "$recursiveAnchor" if keyword == "$recursiveRef" else reference.partition("#")[2]
@@ -181,9 +183,9 @@ class Document:
         for step in pointer.split("/")[1:]:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             value: Any = found.value
-            if isinstance(value, list) and name.isdigit() and int(name) < len(value):
+            if is_list(value) and name.isdigit() and int(name) < len(value):
                 found = found.inside(value[int(name)], name)
-            elif isinstance(value, dict) and name in value:
+            elif is_object(value) and name in value:
                 found = found.inside(value[name], name)
             else:
                 raise refused(
@@ -193,12 +195,12 @@ class Document:
 
 
 def keywords_of(node: Node) -> dict[str, Any]:
-    """The keywords of a schema that is an object, in its order, as those of 2020-12.
+    """Return the keywords of an object schema, in order, as those of 2020-12.
 
-    An array of `items` becomes `prefixItems`, `dependencies` the two keywords that it was made of, and so on. What
-    the dialect does not know is left out: there it is an annotation.
+    An array of `items` becomes `prefixItems`, `dependencies` becomes the two keywords that replaced it, and so on.
+    Keywords that the dialect does not know are left out, as they are annotations there.
     """
-    given = cast(dict[str, Any], node.value)
+    given = node.value
     draft = node.draft
     known = {key: value for key, value in given.items() if _is_known(key, draft)}
     if 0 < draft <= 7 and "$ref" in known:
@@ -208,12 +210,12 @@ def keywords_of(node: Node) -> dict[str, Any]:
     _modernise_draft_3(node, known)
     dependencies = known.pop("dependencies", None)
     if dependencies is not None:
-        if not isinstance(dependencies, dict):
+        if not is_object(dependencies):
             raise refused(node.path, f"dependencies is {shown(dependencies)}, expected an object")
         for name, each in dependencies.items():
             if isinstance(each, str):
                 each = [each]
-            keyword = "dependentRequired" if isinstance(each, list) else "dependentSchemas"
+            keyword = "dependentRequired" if is_list(each) else "dependentSchemas"
             known[keyword] = {**known.get(keyword, {}), name: each}
     return known
 
@@ -226,14 +228,14 @@ def _is_known(keyword: str, draft: int) -> bool:
 
 def _modernise_arrays(known: dict[str, Any]) -> None:
     additional = known.pop("additionalItems", None)
-    if isinstance(known.get("items"), list):
+    if is_list(known.get("items")):
         known["prefixItems"] = known.pop("items")
         if additional is not None:
             known["items"] = additional
 
 
 def _modernise_bounds(known: dict[str, Any]) -> None:
-    """Draft 4 says whether a bound is exclusive by a boolean beside it."""
+    """Convert draft 4's bounds, whose exclusiveness is a separate boolean."""
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(known.get(exclusive), bool):
             is_exclusive = known.pop(exclusive)
@@ -245,7 +247,7 @@ def _modernise_draft_3(node: Node, known: dict[str, Any]) -> None:
     if isinstance(known.get("required"), bool):  # read by the schema that this one is a property of
         del known["required"]
     properties = known.get("properties")
-    if isinstance(properties, dict) and node.draft in (_ALL, 3):
+    if is_object(properties) and node.draft in (_ALL, 3):
         marked = [name for name, each in properties.items() if _is_marked_required(each)]
         if marked and isinstance(known.get("required", []), list):
             known["required"] = [*known.get("required", []), *marked]
@@ -257,18 +259,18 @@ def _modernise_draft_3(node: Node, known: dict[str, Any]) -> None:
             known["multipleOf"] = factor
     extends = known.pop("extends", None)
     if isinstance(extends, dict | list):
-        known["allOf"] = [*known.get("allOf", []), *(extends if isinstance(extends, list) else [extends])]
+        known["allOf"] = [*known.get("allOf", []), *(extends if is_list(extends) else [extends])]
     disallow = known.pop("disallow", None)
     if isinstance(disallow, str | list):
         known["not"] = {"anyOf": [known["not"], {"type": disallow}]} if "not" in known else {"type": disallow}
     kinds = known.get("type")
     if node.draft not in (_ALL, 3):
         return
-    if kinds == "any" or (isinstance(kinds, list) and "any" in kinds):
+    if kinds == "any" or (is_list(kinds) and "any" in kinds):
         del known["type"]
-    elif isinstance(kinds, list) and any(isinstance(each, dict) for each in kinds):
+    elif is_list(kinds) and any(is_object(each) for each in kinds):
         del known["type"]
-        options = [each if isinstance(each, dict) else {"type": each} for each in kinds]
+        options = [each if is_object(each) else {"type": each} for each in kinds]
         known["allOf"] = [*known.get("allOf", []), {"anyOf": options}]
 
 

@@ -1,8 +1,8 @@
-"""The formats of JSON schemas that are followed, each as a regular expression of Rust for the whole text.
+"""The supported formats of JSON schemas, each as a Rust regular expression for the whole text.
 
-Every text that an expression matches is of its format. Where that would need more than an expression says, not all
-texts of a format are matched (a host has at most ten labels here). All other formats are annotations,
-such as password, path or cuid2.
+Every text that an expression matches has the format. Where an expression cannot describe a format completely, only
+some of its texts are matched (a host has at most ten labels here). All other formats, such as password, path or
+cuid2, are annotations.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TEMPLATE = (
 _POINTER = "(?:/(?:[^/~]|~[01])*)*"
 _UUID = "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
-# Of the regular expressions, those that nobody reads in another way: groups without groups inside.
+# Only regular expressions that all dialects read alike: groups without nested groups.
 _CLASS = "\\[\\^?(?:[A-Za-z0-9_ ]|a-z|A-Z|0-9|\\\\[dws])+\\]"
 _ESCAPE = "\\\\[dDwWsS.\\\\/+*?()\\[\\]{}|^$-]"
 _TIMES = "(?:[*+?]|\\{[0-9]{1,2}\\})?"
@@ -90,4 +90,4 @@ FORMATS = {
         "regex": _REGEX,
     }.items()
 }
-"""By the name of a format: the names of drafts 3 to 2020-12."""
+"""By format name: the names of drafts 3 to 2020-12."""

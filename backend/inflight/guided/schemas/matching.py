@@ -1,6 +1,6 @@
 """Whether texts match the regular expressions of a schema, in time that is linear in the text.
 
-The expressions are a client's, so Python's engine is no choice: `^(a+)+$` takes it longer than anybody waits.
+The expressions come from a client, so Python's engine is out of the question: `^(a+)+$` takes it exponential time.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import llguidance
 from inflight.guided.schemas.patterns import UnreadablePattern, is_replaced, rust_patterns
 
 _MOST_FUEL = 200_000
-"""Parts of expressions that the library may derive for one text; about 20 ms."""
+"""Maximum number of derivatives of expressions per text, about 20 ms."""
 
 
 class _Bytes:
-    """A vocabulary of all bytes, as `llguidance.TokenizerWrapper` asks for it."""
+    """A vocabulary of all bytes, in the form that `llguidance.TokenizerWrapper` expects."""
 
     bos_token_id = None
     eos_token_id = 256
@@ -25,19 +25,19 @@ class _Bytes:
     tokens = (*(bytes([each]) for each in range(256)), b"")
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """No ids of a text: nothing is forced."""
+        """Return no ids: nothing is forced."""
         return []
 
 
 class Matching:
-    """Matches texts against expressions of Rust. One thread at a time."""
+    """Matches texts against Rust expressions. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._matchers: dict[str, llguidance.LLMatcher] = {}
         self._tokenizer: llguidance.LLTokenizer | None = None
 
     def matches(self, expression: str, text: str) -> bool | None:
-        """Whether a text has a match of an expression of Rust; None if that takes too much, or cannot be told."""
+        """Whether a text has a match of a Rust expression; None if unknown, or if it takes too much work."""
         matcher = self._matchers.get(expression)
         if matcher is None:
             matcher = self._matchers[expression] = self._matcher(expression)
@@ -45,18 +45,18 @@ class Matching:
             return None
         try:
             spelled = list(json.dumps(text, ensure_ascii=False).encode())
-        except UnicodeEncodeError:  # half a character
+        except UnicodeEncodeError:  # an unpaired surrogate
             return None
         num_allowed = matcher.validate_tokens(spelled)
         return None if matcher.is_error() else num_allowed == len(spelled)
 
     def may_match(self, pattern: str, text: str) -> bool:
-        """Whether a text may match an expression of ECMA 262, or Python's of the same letters."""
+        """Whether a text may match an expression, read as ECMA 262 or as Python."""
         if is_replaced(pattern):
             return True
         is_ascii = all(" " <= char <= "~" for char in text)
         if not is_ascii and (re.search(r"\\|\(\?[ims]", pattern) or not text.isprintable()):
-            return True  # the expressions of Rust leave out what others read in two ways
+            return True  # the Rust expressions exclude texts that are read in two ways
         try:
             return all(self.matches(each, text) is not False for each in rust_patterns(pattern))
         except UnreadablePattern:

@@ -1,4 +1,4 @@
-"""The keywords of objects, written for llguidance. Plain functions over the writer that they belong to."""
+"""Translation of object keywords for llguidance. Plain functions on a document's writer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from inflight.guided.schemas import choices
 from inflight.guided.schemas.documents import Node, keywords_of, refused, shown
 from inflight.guided.schemas.formats import FORMATS
+from inflight.json_values import is_list, is_object
 
 if TYPE_CHECKING:
     from inflight.guided.schemas.writer import Writer, Written
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
 _MOST_OPTIONS = 100
 _MOST_DEPENDENCIES = 8
 _LONGEST_NAME = 2**31
-"""Rust's expressions count no further."""
+"""The maximum count in Rust's expressions."""
 _MAPS = ("properties", "patternProperties", "dependentRequired", "dependentSchemas")
 
 
 def write_objects(
     writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
 ) -> None:
-    """Write all keywords of objects into `written`, and what has to hold beside it into `parts`."""
+    """Write the object keywords into `written`, and further schemas that must hold too into `parts`."""
     _check_maps(node, words)
     required = words.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+    if not is_list(required) or not all(isinstance(each, str) for each in required):
         raise refused(node.path, f"required is {shown(required)}, expected an array of texts")
     if "properties" in words:
         written["properties"] = {
@@ -58,7 +59,10 @@ def _check_maps(node: Node, words: Mapping[str, Any]) -> None:
 
 
 def _patterns(writer: Writer, node: Node, given: Mapping[str, Any]) -> dict[str, Written]:
-    """Schemas by expressions of names. Those that are equal share an expression, as llguidance has no overlaps."""
+    """Return schemas by expressions of names.
+
+    Equal schemas share an expression, as llguidance forbids overlaps.
+    """
     groups: list[tuple[list[str], Written]] = []
     for expression, each in given.items():
         pattern = writer.pattern(node, expression, "patternProperties")
@@ -73,20 +77,20 @@ def _patterns(writer: Writer, node: Node, given: Mapping[str, Any]) -> dict[str,
         for patterns, schema in groups
     }
     if any(map(_is_of_ascii, given)):
-        # For some \w is a letter of any script: no name is written that is taken in two ways.
+        # In some validators \w has letters of any script, so names that would be read in two ways are excluded.
         written.setdefault(r"[^\x00-\x7f]", False)
     return written
 
 
 def _is_of_ascii(expression: str) -> bool:
-    """Whether an expression matches whole names, of ASCII as ECMA 262 has \\w and \\d, and of more elsewhere."""
+    """Whether an expression matches whole names, and only ASCII ones in ECMA 262 but not everywhere."""
     outside = re.sub(r"\[(?!\^)(?:[^\]\\]|\\[^WDS])*\]", "w", expression)
     is_whole = re.fullmatch(r"\^[^|^\[.]*\$", outside) is not None
     return is_whole and bool(re.search(r"\\[wd]", expression)) and not re.search(r"\\[WDS.]", outside)
 
 
 def _write_names(writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any]) -> None:
-    """`propertyNames`: names that are listed become properties, and an expression one of patternProperties."""
+    """Write `propertyNames`: listed names become properties, an expression becomes one of patternProperties."""
     names = node.inside(words["propertyNames"], "propertyNames")
     facts = writer.overlaps.facts([names])
     properties: dict[str, Any] = dict(written.get("properties", {}))
@@ -96,11 +100,11 @@ def _write_names(writer: Writer, node: Node, words: Mapping[str, Any], written: 
         written["additionalProperties"] = False
         written.pop("patternProperties", None)
         return
-    # There is one expression for names, so that a format beside a pattern is the annotation that many take it for.
+    # Only one expression for names is supported, so a format beside a pattern is treated as an annotation.
     forms = [] if facts.patterns else list(dict.fromkeys(facts.formats))
     if not facts.words and not forms:
         return
-    writer.write(names)  # refuses what is wrong in it
+    writer.write(names)  # raises for invalid parts
     if "patternProperties" in written:
         raise refused(node.path, "propertyNames beside patternProperties cannot be followed: use one of them")
     listed = writer.listed(names)
@@ -149,7 +153,7 @@ def _write_dependencies(
     kinds = {"type": written["type"]} if "type" in written else {}
     options: list[Written] = []
     for name, others in words.get("dependentRequired", {}).items():
-        if not isinstance(others, list) or not all(isinstance(each, str) for each in others):
+        if not is_list(others) or not all(isinstance(each, str) for each in others):
             raise refused(node.path, f"dependentRequired has {shown(others)}, expected an array of texts")
         if name in required:
             required += [each for each in others if each not in required]
@@ -193,13 +197,13 @@ def _gather_evaluated(
     seen: set[tuple[str, str]],
     is_asker: bool = True,
 ) -> bool:
-    """Gather the properties that a schema knows; returns whether it knows all there may be.
+    """Collect the properties that a schema evaluates; return whether it evaluates all properties.
 
     Args:
-        seen: Parts that were asked already, or are being asked.
-        is_asker: Whether this is the schema whose unevaluated properties are asked for.
+        seen: Parts that have been visited, or are being visited.
+        is_asker: Whether this is the schema with the unevaluatedProperties.
     """
-    if not isinstance(node.value, dict):
+    if not is_object(node.value):
         return False
     writer.overlaps.count_step(node)
     words = keywords_of(node)
@@ -227,7 +231,7 @@ def _gather_evaluated(
 def _write_sizes(
     writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
 ) -> None:
-    """How many properties there are: llguidance counts those that have no schema of their own."""
+    """Write the number of properties. llguidance counts only those without a schema of their own."""
     least = writer.count(node, words, "minProperties") or 0
     most = writer.count(node, words, "maxProperties")
     required: list[str] = written.get("required", [])
@@ -267,7 +271,8 @@ def _write_sizes(
                 option["additionalProperties"] = False
             options.append(option)
     named = max(0, missing - 1)
-    if not is_closed and math.comb(len(optional), named) <= _MOST_OPTIONS:  # one has no name in properties
+    # The option without named properties.
+    if not is_closed and math.comb(len(optional), named) <= _MOST_OPTIONS:
         for names in itertools.combinations(optional, named):
             absent = dict.fromkeys((name for name in optional if name not in names), False)
             options.append({**kinds, "required": [*required, *names], "properties": absent, **sizes})

@@ -9,40 +9,41 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from inflight.errors import InvalidArgument
 from inflight.guided.schemas.documents import Document, Node, keywords_of, refused
 from inflight.guided.schemas.formats import FORMATS
 from inflight.guided.schemas.matching import Matching
+from inflight.json_values import is_list, is_object
 
 TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 """JSON's types; a number is an integer or a fraction."""
 _MOST_STEPS = 200_000
-"""Parts that may be looked at in all questions about a document together, a few seconds: enough for the 32,640
-pairs of 256 alternatives that a property tells apart."""
+"""Maximum number of parts examined over all questions about a document, a few seconds: enough for the 32,640 pairs
+of 256 alternatives that differ by a property."""
 _DEEPEST = 6
 LARGEST = 2**53
-"""Beyond, integers are no longer exact as float64, which llguidance has them as."""
+"""Larger integers are not exact as float64, which llguidance uses."""
 _INFINITE = float("inf")
 
 
 @dataclass(slots=True)
 class Facts:
-    """The facts that hold for every value that is valid by some schemas together.
+    """Facts that hold for every value that is valid by some schemas together.
 
     Attributes:
-        types: What it may be.
-        values: What it is one of; None if that is not said.
-        bounds: By what is bounded (value, length, items), the lowest and the highest.
-        required: Properties that an object has.
-        properties: By name, schemas of a property.
-        closed: Names that an object may have; one set for each schema that allows no others.
+        types: The possible types.
+        values: The possible values; None if they are not listed.
+        bounds: Lowest and highest bound, by what is bounded (value, length, items).
+        required: Required properties of an object.
+        properties: Schemas of properties, by name.
+        closed: Allowed property names; one set per schema that allows no other properties.
         items: Schemas of every item of an array.
-        patterns: Expressions that a string matches.
-        formats: Formats that a string has, of those that are known.
-        choices: Alternatives of which it is at least one.
-        words: The keywords of SAYING that there are.
+        patterns: Expressions that a string must match.
+        formats: Known formats that a string must have.
+        choices: Lists of alternatives of which at least one must hold.
+        words: The keywords of SAYING that are present.
     """
 
     types: set[str] = field(default_factory=lambda: set(TYPES))
@@ -101,7 +102,7 @@ SAYING = frozenset(
     ]
     + ["dependentSchemas", "unevaluatedProperties", *_BOUNDS]
 )
-"""Keywords that say more of a value than its type, but for `$ref`, and for `format`, which many only note."""
+"""Keywords that restrict a value beyond its type, except `$ref`, and `format`, which is often an annotation."""
 
 
 _ABOUT = {
@@ -113,31 +114,31 @@ _ABOUT = {
     **dict.fromkeys(("required", "minProperties", "maxProperties", "dependentRequired"), "object"),
     **dict.fromkeys(("dependentSchemas", "unevaluatedProperties"), "object"),
 }
-"""The type that a keyword is about; others are about all."""
+"""The type to which a keyword applies; other keywords apply to all types."""
 
 
 def words_about(facts: Facts, kind: str) -> set[str]:
-    """The keywords that say something of values of a type, but for a list of values, and for allOf."""
+    """Return the keywords that restrict values of a type, except enum, const and allOf."""
     about = "number" if kind in ("integer", "fraction") else kind
     words = facts.words - {"enum", "const", "allOf"}
     return {word for word in words if _ABOUT.get(word, about) == about}
 
 
 def types_of(kinds: Any) -> set[str]:
-    """The types that a `type` keyword names."""
-    named = {str(each) for each in (cast(list[Any], kinds) if isinstance(kinds, list) else [kinds])}
+    """Return the types of a `type` keyword."""
+    named = {str(each) for each in (kinds if is_list(kinds) else [kinds])}
     return {"integer", "fraction"} | (named - {"number"}) if "number" in named else named
 
 
 def type_of(value: Any) -> str:
-    """The type of a value."""
+    """Return the type of a value."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int | float):
         return "integer" if isinstance(value, int) or value.is_integer() else "fraction"
-    return {str: "string", list: "array"}.get(type(value), "object")
+    return "string" if isinstance(value, str) else "array" if is_list(value) else "object"
 
 
 class Overlaps:
@@ -150,7 +151,7 @@ class Overlaps:
         self._known: dict[tuple[tuple[int, str], ...], tuple[tuple[Node, ...], Facts]] = {}
 
     def facts(self, nodes: Sequence[Node]) -> Facts:
-        """The facts that hold for a value that is valid by all of these schemas."""
+        """Return facts that hold for a value that is valid by all of these schemas."""
         key = tuple((id(node.value), node.path) for node in nodes)
         if key not in self._known:
             facts = Facts()
@@ -159,7 +160,7 @@ class Overlaps:
         return self._known[key][1]
 
     def count_step(self, node: Node) -> None:
-        """Count one part that is looked at. Raises InvalidArgument if there were too many of them."""
+        """Count one examined part. Raises InvalidArgument if there are too many of them."""
         self._num_steps += 1
         if self._num_steps > _MOST_STEPS:
             raise refused(
@@ -169,11 +170,14 @@ class Overlaps:
             )
 
     def matches(self, expression: str, text: str) -> bool | None:
-        """Whether a text has a match of an expression of Rust; None if that cannot be told."""
+        """Whether a text has a match of a Rust expression; None if unknown."""
         return self._matching.matches(expression, text)
 
     def shared_types(self, first: Sequence[Node], second: Sequence[Node]) -> set[str]:
-        """The types of which some value may be valid by both; each is a list of schemas that hold together."""
+        """Return the types that some value valid by both arguments may have.
+
+        Each argument is a conjunction of schemas.
+        """
         return self._shared(first, second, 0)
 
     def _shared(
@@ -183,7 +187,7 @@ class Overlaps:
         depth: int,
         chosen: frozenset[str] = frozenset(),
     ) -> set[str]:
-        """Find `shared_types`; `chosen` has the paths of alternatives that one was already chosen of."""
+        """Implement `shared_types`; `chosen` has the paths of alternatives that were already chosen."""
         self.count_step(second[-1])
         a, b = self.facts(first), self.facts(second)
         shared = a.types & b.types
@@ -230,7 +234,7 @@ class Overlaps:
         return bool(first and second and not self._shared(first, second, depth + 1))
 
     def excludes(self, facts: Facts, value: Any, depth: int = 0) -> bool:
-        """Whether a value is certainly not valid."""
+        """Whether a value is certainly invalid."""
         kind = type_of(value)
         if kind not in facts.types:
             return True
@@ -260,23 +264,26 @@ class Overlaps:
         return False
 
     def _gather(self, nodes: Iterable[Node], facts: Facts, depth: int, seen: set[tuple[str, str]]) -> None:
-        """Note the facts of schemas that hold together; `seen` are targets of references, noted once each."""
+        """Collect the facts of schemas that hold together.
+
+        `seen` are the targets of references already collected.
+        """
         for node in nodes:
             self.count_step(node)
             if node.value is False:
                 facts.types.clear()
-            if not isinstance(node.value, dict) or depth > _DEEPEST * 3:
-                facts.words |= {"…"} if isinstance(node.value, dict) else set()
+            if not is_object(node.value) or depth > _DEEPEST * 3:
+                facts.words |= {"…"} if is_object(node.value) else set()
                 continue
             words = keywords_of(node)
             if "$ref" in words:
                 self._gather_target(node, words["$ref"], facts, depth, seen)
             self._note(node, words, facts)
-            if isinstance(all_of := words.get("allOf"), list):
+            if is_list(all_of := words.get("allOf")):
                 parts = [node.inside(each, "allOf", index) for index, each in enumerate(all_of)]
                 self._gather(parts, facts, depth + 1, seen)
             for keyword in ("anyOf", "oneOf"):
-                if isinstance(options := words.get(keyword), list):
+                if is_list(options := words.get(keyword)):
                     facts.choices.append(
                         [node.inside(each, keyword, index) for index, each in enumerate(options)]
                     )
@@ -286,7 +293,7 @@ class Overlaps:
     ) -> None:
         try:
             target = self._document.target(node, "$ref", reference)
-        except InvalidArgument:  # said where the schema is written
+        except InvalidArgument:  # reported where the schema is written
             facts.words.add("$ref")
             return
         if target.place not in seen:
@@ -298,8 +305,8 @@ class Overlaps:
         if "type" in words:
             facts.types &= types_of(words["type"])
         values = [words["const"]] if "const" in words else words.get("enum")
-        if isinstance(values, list):
-            given = cast(list[Any], values)
+        if is_list(values):
+            given = values
             facts.values = [
                 each for each in given if facts.values is None or any(is_same(each, v) for v in facts.values)
             ]
@@ -315,25 +322,25 @@ class Overlaps:
             facts.patterns.append(pattern)
         if isinstance(form := words.get("format"), str) and form in FORMATS:
             facts.formats.append(form)
-        if isinstance(required := words.get("required"), list):
-            facts.required += [str(each) for each in cast(list[Any], required)]
+        if is_list(required := words.get("required")):
+            facts.required += [str(each) for each in required]
         properties = words.get("properties", {})
-        if isinstance(properties, dict):
-            for name, each in cast(dict[str, Any], properties).items():
+        if is_object(properties):
+            for name, each in properties.items():
                 facts.properties.setdefault(name, []).append(node.inside(each, "properties", name))
             if words.get("additionalProperties") is False and not words.get("patternProperties"):
-                facts.closed.append(set(cast(dict[str, Any], properties)))
+                facts.closed.append(set(properties))
         if "items" in words and "prefixItems" not in words:
             facts.items.append(node.inside(words["items"], "items"))
 
 
 def is_same(first: Any, second: Any) -> bool:
-    """Whether two values are equal as JSON has it: 1 is 1.0 and not true."""
+    """Whether two values are equal as JSON values: 1 equals 1.0 but not true."""
     if isinstance(first, bool) or isinstance(second, bool) or first is None or second is None:
         return first is second
-    if isinstance(first, list) and isinstance(second, list):
+    if is_list(first) and is_list(second):
         return len(first) == len(second) and all(map(is_same, first, second))
-    if isinstance(first, dict) and isinstance(second, dict):
+    if is_object(first) and is_object(second):
         return first.keys() == second.keys() and all(is_same(first[key], second[key]) for key in first)
     return (type(first) in (int, float) and type(second) in (int, float) and first == second) or (
         isinstance(first, str) and first == second
@@ -341,18 +348,18 @@ def is_same(first: Any, second: Any) -> bool:
 
 
 def distinct_key(value: Any) -> str:
-    """A text that is the same for values that are equal as JSON has it, and for no others."""
+    """Return a text that is equal exactly for values that are equal as JSON."""
     return json.dumps(_without_spellings(value), sort_keys=True)
 
 
 def _without_spellings(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_spellings(each) for each in cast(list[Any], value)]
-    if isinstance(value, dict):
-        return {key: _without_spellings(each) for key, each in cast(dict[str, Any], value).items()}
+    if is_list(value):
+        return [_without_spellings(each) for each in value]
+    if is_object(value):
+        return {key: _without_spellings(each) for key, each in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def key_of(value: Any) -> str:
-    """A text that is the same for equal values only."""
+    """Return a text that is different for different values."""
     return json.dumps(value, sort_keys=True)

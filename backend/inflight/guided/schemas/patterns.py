@@ -1,7 +1,7 @@
-"""Regular expressions of JSON schemas, as expressions that llguidance reads the same way.
+"""Translates regular expressions of JSON schemas to expressions that llguidance reads the same way.
 
-A schema's `pattern` is of ECMA 262; validators in Python take it for one of their own; llguidance reads Rust's.
-Where these differ, the result matches what all of them match. Plain functions; any thread.
+A schema's `pattern` is ECMA 262; validators in Python read it as Python's syntax; llguidance reads Rust's. Where
+these differ, the result matches only what all of them match. Plain functions; any thread.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ _CLASSES = {
     "d": "0-9",
     "D": r"\x00-/:-\x7f",
     "w": _WORD,
-    "W": r"\x00-/:-@\[-\^`\{-\x7f",  # of ASCII: whether é is a letter is another matter in Python than in ECMA
+    "W": r"\x00-/:-@\[-\^`\{-\x7f",  # ASCII only: Python and ECMA disagree whether é is a letter
     "s": r"\t-\r ",
     "S": r"!-~\u{a1}-\u{167f}\u{2070}-\u{2fff}\u{3001}-\u{fefe}\u{ff00}-\u{10ffff}",
 }
-"""Escapes that are sets, as what a Rust class of the same characters has in it."""
+"""The contents of a Rust class with the same characters, by escape."""
 _CONTROLS = {"t": r"\t", "n": r"\n", "r": r"\r", "f": r"\f", "v": r"\v", "0": r"\x00"}
 
 
 class UnreadablePattern(ValueError):
-    """An expression that cannot be followed; the message says why, in words that follow the expression."""
+    """An unsupported expression; the message is to follow the expression in a sentence."""
 
 
 _ZOD_DURATION = (
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 )
 _KNOWN = {_ZOD_DURATION: FORMATS["duration"]}
-"""Expressions with look-aheads inside that libraries write, and what else says so."""
+"""Expressions with inner look-aheads that libraries generate, and their replacements."""
 
 
 def is_replaced(pattern: str) -> bool:
-    """Whether `rust_patterns` gives, for a known expression, one that matches fewer texts."""
+    """Whether `rust_patterns` replaces a known expression by one that matches fewer texts."""
     return pattern in _KNOWN
 
 
 def rust_patterns(pattern: str) -> list[str]:
-    """An expression of ECMA 262 as expressions of Rust that all have to match. Raises UnreadablePattern.
+    """Translate an expression of ECMA 262 to Rust expressions that must all match. Raises UnreadablePattern.
 
-    There are several where it begins with look-aheads: each says something of the whole text, as the rest does.
+    There are several if it begins with look-aheads: each is a condition on the whole text, like the rest.
     """
     if pattern in _KNOWN:
         return [_KNOWN[pattern]]
@@ -65,7 +65,7 @@ def rust_patterns(pattern: str) -> list[str]:
 
 
 def _end_of_group(pattern: str, begin: int) -> int:
-    """The place of the bracket that closes the one at `begin`."""
+    """Return the index of the bracket that closes the one at `begin`."""
     depth, place, in_class = 0, begin, False
     while place < len(pattern):
         char = pattern[place]
@@ -84,7 +84,7 @@ def _end_of_group(pattern: str, begin: int) -> int:
 
 
 def _has_alternatives(pattern: str) -> bool:
-    """Whether there is a | outside of groups: then what comes first holds for one alternative only."""
+    """Whether there is a | outside of groups, so that a leading look-ahead holds for one alternative only."""
     place = 0
     while place < len(pattern):
         char = pattern[place]
@@ -101,7 +101,7 @@ def _has_alternatives(pattern: str) -> bool:
 
 
 def _not_ahead(inner: str) -> str:
-    """An expression for texts that do not begin as a negative look-ahead says, where that is simple."""
+    """Return an expression for texts that do not begin with a negative look-ahead's, in simple cases."""
     if inner == "$":
         return "^(?s:.+)$"
     far = re.fullmatch(r"(?:\.|\[\\s\\S\])\*(.+)", inner)
@@ -122,7 +122,7 @@ def _not_ahead(inner: str) -> str:
 
 
 def _plain_texts(expression: str) -> list[str] | None:
-    """The texts that alternatives without anything special stand for; None if it is not only such."""
+    """Return the literal texts of an expression's alternatives; None if it has anything else."""
     if not re.fullmatch(r"(?:[\w \-@#%&=:;,<>~`'\"!/]|\\[^\w]|\|)+", expression):
         return None
     texts = [re.sub(r"\\(.)", r"\1", each) for each in re.findall(r"(?:\\.|[^|\\])+", expression)]
@@ -130,7 +130,7 @@ def _plain_texts(expression: str) -> list[str] | None:
 
 
 def rust_pattern(pattern: str) -> str:
-    """An expression of ECMA 262 as one of Rust. Raises UnreadablePattern."""
+    """Translate one expression of ECMA 262 to Rust. Raises UnreadablePattern."""
     _check_syntax(pattern)
     out: list[str] = []
     place = 0
@@ -163,11 +163,11 @@ def rust_pattern(pattern: str) -> str:
 
 
 def _check_syntax(pattern: str) -> None:
-    """Refuse what is no expression by Python either, but for what only ECMA 262 has."""
+    """Refuse expressions that are invalid in Python too, except syntax that only ECMA 262 has."""
     named = re.sub(r"\(\?<(?=[^=!])", "(?P<", pattern)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sets in sets, which Python may have some day
+            warnings.simplefilter("ignore")  # Python warns of nested sets
             re.compile(named)
     except OverflowError as error:
         raise UnreadablePattern(f"is no regular expression: {error}") from None
@@ -177,7 +177,7 @@ def _check_syntax(pattern: str) -> None:
 
 
 def _closes(pattern: str, place: int) -> bool:
-    """Whether a brace ends a quantifier; brackets of classes are read elsewhere."""
+    """Whether a brace ends a quantifier outside of classes."""
     begin = pattern.rfind("{", 0, place)
     found = _QUANTIFIER.match(pattern, begin) if begin >= 0 else None
     return pattern[place] == "}" and found is not None and found.end() == place + 1
@@ -237,7 +237,7 @@ def _escape(pattern: str, place: int, in_class: bool) -> tuple[str, int]:
 
 
 def _class(pattern: str, place: int) -> tuple[str, int]:
-    """A class, and the place behind it; `place` is behind its opening bracket."""
+    """Return a class and the index after it; `place` is the index after its opening bracket."""
     out = ["["]
     if pattern[place : place + 1] == "^":
         out.append("^")
@@ -269,24 +269,24 @@ def _class(pattern: str, place: int) -> tuple[str, int]:
 
 
 def _literal(char: str) -> str:
-    """A character that stands for itself, in a class or outside."""
+    """Return a literal character, escaped for use in or outside of a class."""
     if char.isalnum() or char == "_" or ord(char) > 127 or char == " ":
         return char
     return f"\\u{{{ord(char):x}}}"
 
 
 def literal_pattern(text: str) -> str:
-    """An expression of Rust that matches one text."""
+    """Return a Rust expression that matches exactly one text."""
     return "".join(map(_literal, text))
 
 
 def other_than(texts: Iterable[str]) -> str:
-    """An expression of Rust that matches every text but these, as a whole."""
+    """Return a Rust expression that matches every whole text except these."""
     return f"^(?:{_avoiding(set(texts))})$"
 
 
 def _avoiding(texts: set[str], as_beginnings: bool = False) -> str:
-    """An expression for all texts but these, or for all that begin with none of these."""
+    """Return an expression for all texts except these, or for all that begin with none of these."""
     if beginning := _common_beginning(texts):
         rest = {text.removeprefix(beginning) for text in texts}
         options = [_parting(beginning)]
@@ -314,7 +314,10 @@ def _common_beginning(texts: set[str]) -> str:
 
 
 def _parting(beginning: str) -> str:
-    """An expression for all texts that do not begin like this, by halves: Rust nests no deeper than 250 groups."""
+    """Return an expression for all texts that do not begin with `beginning`.
+
+    By halves, as Rust nests at most 250 groups.
+    """
     parts = [f"(?:[^{_literal(char)}](?s:.*))?" for char in beginning]
     texts = [_literal(char) for char in beginning]
     while len(parts) > 1:

@@ -1,4 +1,4 @@
-"""The white space between the tokens of JSON that a guide allows, as the keyword `x-guidance` of a schema says."""
+"""The white space that a guide allows between JSON tokens, as set by the keyword `x-guidance` of a schema."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from typing import Any, cast
 
 from inflight.guided.schemas.documents import refused, shown
 from inflight.guided.schemas.patterns import UnreadablePattern, rust_pattern
+from inflight.json_values import is_object
 
 MOST_SPACES = 20
-"""White space characters at one place, where nothing else is asked for: a model at a loss writes ever more."""
+"""Maximum number of white space characters at one place by default, as a confused model may write them
+endlessly."""
 KEYWORD = "x-guidance"
 
 
 @dataclass(frozen=True, slots=True)
 class Spaces:
-    """The white space that is allowed at one place.
+    """The white space allowed at one place.
 
     Attributes:
-        is_flexible: Whether there may be any.
-        pattern: What it looks like, as a regular expression of Rust; "" for the default.
+        is_flexible: Whether white space is allowed.
+        pattern: A Rust regular expression for it; "" for the default.
     """
 
     is_flexible: bool = True
     pattern: str = ""
 
     def options(self) -> dict[str, Any]:
-        """As llguidance reads it."""
+        """Return llguidance's options for it."""
         if not self.is_flexible:
             return {"whitespace_flexible": False}
         return {"whitespace_pattern": self.pattern or f"[ \\t\\n\\r]{{1,{MOST_SPACES}}}"}
 
 
 def read_spaces(schema: Any, root: str) -> Spaces:
-    """The white space that a whole schema asks for. Raises InvalidArgument for anything else."""
-    given: Any = cast(Mapping[str, Any], schema).get(KEYWORD) if isinstance(schema, dict) else None
+    """Read the white space option of a whole schema. Raises InvalidArgument for anything else."""
+    given: Any = cast(Mapping[str, Any], schema).get(KEYWORD) if is_object(schema) else None
     if given is None:
         return Spaces()
     path = f"{root}/{KEYWORD}"
-    if not isinstance(given, dict) or given.keys() - {"whitespace_pattern", "whitespace_flexible"}:
+    if not is_object(given) or given.keys() - {"whitespace_pattern", "whitespace_flexible"}:
         raise refused(
             path,
             f"{KEYWORD} is {shown(given)}, expected an object with whitespace_pattern or whitespace_flexible",
@@ -65,9 +67,9 @@ def read_spaces(schema: Any, root: str) -> Spaces:
 
 
 def _is_space(pattern: str) -> bool:
-    """Whether an expression matches nothing but blanks, tabs and line ends: it is taken apart until it is gone."""
+    """Whether an expression matches only blanks, tabs and line ends."""
     left = re.sub(r"\\[tnr]|\\x(?:20|0[9aAdD])|\\u00(?:20|0[9aAdD])|\\s|[ \t\n\r]", "s", pattern)
-    if "\\s" in pattern:  # vertical tabs are no white space of JSON
+    if "\\s" in pattern:  # a vertical tab is not JSON white space
         return False
     left = re.sub(r"\[s+\]", "s", left)
     for _ in range(len(pattern)):

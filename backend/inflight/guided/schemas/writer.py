@@ -1,4 +1,4 @@
-"""Writes a JSON schema as one that llguidance follows exactly. See the package for what that means."""
+"""Writes a JSON schema as one that llguidance follows exactly; see the package's docstring."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 from inflight.guided.schemas import choices, objects
 from inflight.guided.schemas.documents import Document, Node, keywords_of, refused, shown
 from inflight.guided.schemas.formats import FORMATS
 from inflight.guided.schemas.overlap import LARGEST, Overlaps, is_same, key_of, types_of
 from inflight.guided.schemas.patterns import UnreadablePattern, rust_patterns
 from inflight.guided.schemas.spaces import KEYWORD, read_spaces
+from inflight.json_values import is_list, is_object
 
 _KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ESCAPES = 'nrbtf\\"'
-"""No \\u: it would allow a second spelling of a property that there may be once."""
+"""Without \\u, which would allow a second spelling of a property that may come once."""
 _MOST_ORDERS = 400
 _MOST_CONTAINED = 20
 
@@ -26,15 +27,15 @@ Written = dict[str, Any] | bool
 
 
 def followed_schema(text: str, path: str = "#", is_watched: bool = False) -> str:
-    """A JSON schema as one that llguidance follows.
+    """Translate a JSON schema to one that llguidance follows.
 
     Args:
         text: The schema.
-        path: What errors call its root.
-        is_watched: Whether an `ItemWatch` sees to it that items differ where they have to.
+        path: The name of its root in errors.
+        is_watched: Whether an `ItemWatch` enforces uniqueItems.
 
     Raises:
-        InvalidArgument: It is none, or has something that cannot be followed; the message has its path.
+        InvalidArgument: The text is not a JSON schema or has an unsupported part; the message has its path.
     """
     try:
         schema = json.loads(text, parse_constant=_no_constant)
@@ -42,7 +43,7 @@ def followed_schema(text: str, path: str = "#", is_watched: bool = False) -> str
         raise refused(path, "the schema is nested too deeply") from None
     except ValueError as error:
         raise InvalidArgument(
-            f"guided_decoding_guide must be a JSON schema, got {text[:80]!r}: {error}"
+            Name("guided_decoding_guide"), f" must be a JSON schema, got {text[:80]!r}: {error}"
         ) from None
     spaces = read_spaces(schema, path)
     writer = None
@@ -66,14 +67,14 @@ def _no_constant(name: str) -> Any:
 
 
 class Writer:
-    """Writes the parts of one document.
+    """Translates the parts of one document.
 
     Attributes:
-        document: What is read.
+        document: The document being read.
         overlaps: Compares its parts.
-        definitions: What references have been written as, by their new names.
-        negating: Targets of references whose opposite is being written.
-        latest: The part that was begun last.
+        definitions: Translated targets of references, by their new names.
+        negating: Targets of references whose negation is being written.
+        latest: The part most recently begun.
     """
 
     def __init__(self, document: Document, is_watched: bool) -> None:
@@ -87,11 +88,11 @@ class Writer:
         self._open: set[str] = set()  # definitions that are being written
 
     def write(self, node: Node) -> Written:
-        """A schema as llguidance is to read it."""
+        """Return the translation of a schema."""
         self.latest = node
         if isinstance(node.value, bool):
             return node.value
-        if not isinstance(node.value, dict):
+        if not is_object(node.value):
             raise refused(node.path, f"the schema is {shown(node.value)}, expected an object or a boolean")
         words = keywords_of(node)
         written: dict[str, Any] = {}
@@ -116,7 +117,7 @@ class Writer:
         return _assembled(node, written, parts, {} if isinstance(reference, bool) else reference)
 
     def number(self, node: Node, words: Mapping[str, Any], keyword: str) -> int | float | None:
-        """A keyword that is a number; None if it is not there."""
+        """Return a numeric keyword; None if absent."""
         value = words.get(keyword)
         if value is None and keyword not in words:
             return None
@@ -125,7 +126,7 @@ class Writer:
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def count(self, node: Node, words: Mapping[str, Any], keyword: str) -> int | None:
-        """A keyword that says how many; None if it is not there."""
+        """Return a keyword that is a count; None if absent."""
         value = self.number(node, words, keyword)
         if value is not None and (not isinstance(value, int) or not 0 <= value <= LARGEST):
             raise refused(
@@ -135,7 +136,7 @@ class Writer:
         return value
 
     def pattern(self, node: Node, expression: Any, keyword: str) -> str:
-        """A regular expression of the schema, as one of Rust."""
+        """Return the schema's regular expression as a single Rust expression."""
         found = self.patterns(node, expression, keyword)
         if len(found) > 1:
             raise refused(
@@ -144,7 +145,7 @@ class Writer:
         return found[0]
 
     def patterns(self, node: Node, expression: Any, keyword: str) -> list[str]:
-        """A regular expression of the schema, as those of Rust that all have to match."""
+        """Return the schema's regular expression as Rust expressions that must all match."""
         if not isinstance(expression, str):
             raise refused(node.path, f"{keyword} is {shown(expression)}, expected a text")
         try:
@@ -153,17 +154,17 @@ class Writer:
             raise refused(node.path, f"{keyword} {shown(expression)} {error}") from None
 
     def parts(self, node: Node, words: Mapping[str, Any], keyword: str) -> list[Node]:
-        """The schemas that a keyword lists."""
+        """Return the schemas in a keyword's list."""
         value = words.get(keyword, [])
-        if not isinstance(value, list) or (keyword in words and not value and keyword != "prefixItems"):
+        if not is_list(value) or (keyword in words and not value and keyword != "prefixItems"):
             raise refused(node.path, f"{keyword} is {shown(value)}, expected schemas in an array")
-        return [node.inside(each, keyword, index) for index, each in enumerate(cast(list[Any], value))]
+        return [node.inside(each, keyword, index) for index, each in enumerate(value)]
 
     def _kinds(self, node: Node, words: Mapping[str, Any]) -> list[str] | None:
         if "type" not in words:
             return None
         value = words["type"]
-        kinds = cast(list[Any], value if isinstance(value, list) else [value])
+        kinds = value if is_list(value) else [value]
         if not kinds or any(each not in _KINDS for each in kinds):
             raise refused(
                 node.path, f"type is {shown(value)}, expected one or several of {', '.join(_KINDS)}"
@@ -171,7 +172,7 @@ class Writer:
         return list(dict.fromkeys(kinds))
 
     def _reference(self, node: Node, words: Mapping[str, Any]) -> dict[str, str] | bool:
-        """The written form of a reference; True without one, a boolean where its target is written as one."""
+        """Return the translated reference; True if there is none, a boolean if its target is one."""
         found = [keyword for keyword in ("$ref", "$dynamicRef", "$recursiveRef") if keyword in words]
         if not found:
             return True
@@ -195,9 +196,9 @@ class Writer:
             written["const"] = words["const"]
         if "enum" in words:
             values = words["enum"]
-            if not isinstance(values, list) or not values:
+            if not is_list(values) or not values:
                 raise refused(node.path, f"enum is {shown(values)}, expected an array of values")
-            for value in cast(list[Any], values):
+            for value in values:
                 _check_value(node, value, "enum")
             written["enum"] = values
 
@@ -278,7 +279,7 @@ class Writer:
             written["items"] = self.write(node.inside(words["unevaluatedItems"], "unevaluatedItems"))
 
     def _contained(self, node: Node, words: Mapping[str, Any]) -> tuple[int, int] | None:
-        """How many items `contains` asks for; None if for none."""
+        """Return how many items `contains` requires, at least and at most; None if it requires none."""
         if "contains" not in words:
             return None
         least, most = self.count(node, words, "minContains"), self.count(node, words, "maxContains")
@@ -290,7 +291,7 @@ class Writer:
     def _write_contained(
         self, node: Node, words: Mapping[str, Any], counts: tuple[int, int], parts: list[Written]
     ) -> None:
-        """Have the items that `contains` asks for come first: a grammar for any place would be one for each."""
+        """Put the items required by `contains` first: any other position would need a grammar of its own."""
         least, most = counts
         if {"prefixItems", "unevaluatedItems"} & words.keys() or least > _MOST_CONTAINED:
             raise refused(
@@ -308,7 +309,7 @@ class Writer:
         parts.append(part)
 
     def _unique(self, node: Node, words: Mapping[str, Any], least: int, most: int | None) -> Written | None:
-        """Arrays whose items all differ: all, or those in the order of the enum; None: they are watched."""
+        """Return arrays with unique items: all, or those in the order of the enum; None if they are watched."""
         values = self.listed(node.inside(words["items"], "items")) if "items" in words else None
         if values is None or {"prefixItems", "contains"} & words.keys():
             if self._is_watched:
@@ -335,7 +336,7 @@ class Writer:
         return {"anyOf": [*([{"enum": arrays}] if arrays else []), {"type": others}]}
 
     def listed(self, node: Node) -> list[Any] | None:
-        """The values of a schema that lists all of them, no two equal; None if it does not."""
+        """Return the values of a schema that lists all of them, all different; None if it does not."""
         facts = self.overlaps.facts([node])
         if facts.words - {"enum", "const"}:
             return None
@@ -354,17 +355,17 @@ class Writer:
         return list(distinct.values())
 
     def _has_formats(self, value: Any, formats: list[str]) -> bool:
-        """Whether a value is certainly of some formats, which are about texts only."""
+        """Whether a value certainly has these formats, which apply to texts only."""
         return not isinstance(value, str) or all(self.overlaps.matches(FORMATS[f], value) for f in formats)
 
 
 def _check_value(node: Node, value: Any, keyword: str) -> None:
-    """Refuse what a text cannot have, in a value or what is in it."""
-    if isinstance(value, list):
-        for each in cast(list[Any], value):
+    """Refuse values that no generated text can have, nested ones included."""
+    if is_list(value):
+        for each in value:
             _check_value(node, each, keyword)
-    elif isinstance(value, dict):
-        for each in cast(dict[str, Any], value).values():
+    elif is_object(value):
+        for each in value.values():
             _check_value(node, each, keyword)
     elif isinstance(value, str):
         wrong = next(
@@ -380,12 +381,12 @@ def _check_value(node: Node, value: Any, keyword: str) -> None:
 def _assembled(
     node: Node, written: dict[str, Any], parts: list[Written], reference: dict[str, str]
 ) -> Written:
-    """One schema of what was found. Properties come in the order in which they are first mentioned."""
+    """Combine the translated parts. Properties come in the order of first mention."""
     parts = [each for each in parts if each is not True and each != {}]
     if False in parts:
         return False
     combined: dict[str, Any] = dict(reference)
-    if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].keys() == {"anyOf"}:
+    if len(parts) == 1 and is_object(parts[0]) and parts[0].keys() == {"anyOf"}:
         combined["anyOf"] = parts[0]["anyOf"]
     elif parts:
         combined["allOf"] = parts

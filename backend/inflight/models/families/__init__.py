@@ -7,7 +7,7 @@ tensors. What the functions return names components that decoders have; nothing 
 from __future__ import annotations
 
 from inflight.models.families.deepseek import DEEPSEEK_FAMILIES
-from inflight.models.families.family import Family, WeightNames
+from inflight.models.families.family import FUSED_GATE_UP, FUSED_QKV, Family, WeightNames
 from inflight.models.families.gemma import GEMMA_FAMILIES
 from inflight.models.families.gpt import GPT_FAMILIES
 from inflight.models.families.gpt_oss import GPT_OSS
@@ -23,4 +23,4 @@ FAMILIES: tuple[Family, ...] = (
     *GPT_FAMILIES,
 )
 
-__all__ = ["FAMILIES", "Family", "WeightNames"]
+__all__ = ["FAMILIES", "FUSED_GATE_UP", "FUSED_QKV", "Family", "WeightNames"]

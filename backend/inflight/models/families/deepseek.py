@@ -4,30 +4,43 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inflight.models.config_file import ConfigFile
+from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig, LatentAttention, YarnScaling
-from inflight.models.families.family import ExpertStacks, Family, read_size
+from inflight.models.families.family import (
+    AttentionNames,
+    ExpertNames,
+    ExpertStacks,
+    Family,
+    LatentNames,
+    MlpNames,
+    read_size,
+)
 from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
 
-_V2_NAMES = replace(
-    LLAMA_NAMES,
-    qkv=(),
-    query="self_attn.q_proj",
-    query_down="self_attn.q_a_proj",
-    query_down_norm="self_attn.q_a_layernorm",
-    query_up="self_attn.q_b_proj",
-    kv_down="self_attn.kv_a_proj_with_mqa",
-    kv_down_norm="self_attn.kv_a_layernorm",
-    kv_up="self_attn.kv_b_proj",
-    router="mlp.gate",
-    expert="mlp.experts.{}.",
-    expert_up=("gate_proj", "up_proj"),
-    expert_down="down_proj",
-    shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    shared_down="mlp.shared_experts.down_proj",
-    stacks=ExpertStacks(),
+_ATTENTION = AttentionNames(
+    output="self_attn.o_proj",
+    latent=LatentNames(
+        query="self_attn.q_proj",
+        query_down="self_attn.q_a_proj",
+        query_down_norm="self_attn.q_a_layernorm",
+        query_up="self_attn.q_b_proj",
+        kv_down="self_attn.kv_a_proj_with_mqa",
+        kv_down_norm="self_attn.kv_a_layernorm",
+        kv_up="self_attn.kv_b_proj",
+    ),
 )
-_V3_NAMES = replace(_V2_NAMES, choice_bias="mlp.gate.e_score_correction_bias")
+_EXPERTS = ExpertNames(
+    router="mlp.gate",
+    prefix="mlp.experts.{}.",
+    each=MlpNames(up=("gate_proj", "up_proj"), down="down_proj"),
+    stacks=ExpertStacks(),
+    shared=MlpNames(
+        up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        down="mlp.shared_experts.down_proj",
+    ),
+)
+_V2_NAMES = replace(LLAMA_NAMES, attention=_ATTENTION, experts=_EXPERTS)
+_V3_NAMES = replace(_V2_NAMES, experts=replace(_EXPERTS, choice_bias="mlp.gate.e_score_correction_bias"))
 # What the model's first code read, and transformers' does not.
 _V2_NEUTRAL = {
     "moe_layer_freq": (None, 1),

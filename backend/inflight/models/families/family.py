@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.models.config_file import ConfigFile
+from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import Activation, DecoderConfig
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -23,6 +23,9 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 _DEFAULT_WINDOW = 4096  # transformers' default where the key is absent; null means none
 DEFAULT_FULL_LAYERS = 28
+
+FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
+"""Llama's projections where a checkpoint, or an adapter, has them as one module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,106 @@ class ExpertStacks:
 
 
 @dataclass(frozen=True, slots=True)
+class NormNames:
+    """Norms of a layer, below the layer; "" for one that the family does not have.
+
+    Attributes:
+        attention: Before attention.
+        mlp: Before the MLP.
+        attention_post: On what attention gives.
+        mlp_post: On what the MLP gives.
+    """
+
+    attention: str = ""
+    mlp: str = ""
+    attention_post: str = ""
+    mlp_post: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNames:
+    """Latent attention's modules, below the layer.
+
+    Attributes:
+        query: Queries projected from hidden states, where the model has no `query_rank`.
+        query_down: What queries are projected from, where it has one.
+        query_down_norm: Norm over that.
+        query_up: Queries projected from it.
+        kv_down: Compressed latent and shared key.
+        kv_down_norm: Norm over the compressed latent.
+        kv_up: Keys and values, head by head.
+    """
+
+    query: str
+    query_down: str
+    query_down_norm: str
+    query_up: str
+    kv_down: str
+    kv_down_norm: str
+    kv_up: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNames:
+    """Attention's modules, below the layer.
+
+    Attributes:
+        output: Output projection.
+        qkv: One module for each of query, key and value, or one for all three; none of latent attention.
+        qkv_by_head: The one module for query, key and value has one head's three, then the next head's.
+        query_norm: Norm over query heads; "" if there is none.
+        key_norm: Norm over key heads; "" if there is none.
+        sinks: The learned scores of heads, by the tensor's whole name; "" if there are none.
+        latent: None unless attention is latent.
+    """
+
+    output: str
+    qkv: tuple[str, ...] = ()
+    qkv_by_head: bool = False
+    query_norm: str = ""
+    key_norm: str = ""
+    sinks: str = ""
+    latent: LatentNames | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlpNames:
+    """The modules of an MLP.
+
+    Attributes:
+        up: Gate and up if the MLP is gated, else up; or one module for both.
+        down: Second projection.
+    """
+
+    up: tuple[str, ...]
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The modules of a layer that has experts, below the layer.
+
+    Attributes:
+        router: Scores of the experts.
+        prefix: Of an expert; `{}` stands for its index.
+        each: An expert's modules, below `prefix`.
+        stacks: What checkpoints have that keep all experts of a layer in one tensor; None: there are none.
+        shared: The MLP beside the experts; None if there is none.
+        shared_gate: What multiplies its result; "" if nothing does.
+        choice_bias: What is added to probabilities where experts are chosen, by the tensor's whole name; "" if
+            nothing is.
+    """
+
+    router: str
+    prefix: str
+    each: MlpNames
+    stacks: ExpertStacks | None = None
+    shared: MlpNames | None = None
+    shared_gate: str = ""
+    choice_bias: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightNames:
     """Names of modules; `.weight` and `.bias` are added where a tensor is looked up.
 
@@ -55,36 +158,12 @@ class WeightNames:
         embedding: Token embedding, below `base`.
         final_norm: Below `base`.
         layers: Prefix of a layer, below `base`; `{}` stands for its index.
-        attention_norm: Below the layer, like all that follow; "" if there is none.
-        attention_post_norm: Norm on what attention gives; "" if there is none.
-        qkv: One module for each of query, key and value, or one for all three; none of latent attention.
-        output: Output projection of the attention.
-        mlp_norm: Norm before the MLP; "" if there is none.
-        mlp_post_norm: Norm on what the MLP gives; "" if there is none.
-        up: Gate and up if the MLP is gated, else up; or one module for both.
-        down: Second projection of the MLP.
+        norms: Of each layer.
+        attention: Of each layer.
+        mlp: Of each layer that has no experts.
+        experts: Of the layers that have experts; None if there are none.
         lm_head: Output projection, by its whole name.
         position_embedding: Learned positions, below `base`; "" if there are none.
-        qkv_by_head: The one module for query, key and value has one head's three, then the next head's.
-        query_norm: Norm over query heads; "" if there is none.
-        key_norm: Norm over key heads; "" if there is none.
-        router: Of the layers that have experts, as what follows.
-        expert: Prefix of an expert; `{}` stands for its index.
-        expert_up: Gate and up of an expert, below `expert`.
-        expert_down: Its second projection.
-        stacks: What checkpoints have that keep all experts of a layer in one tensor; None: there are none.
-        shared_up: Gate and up of the MLP beside the experts.
-        shared_down: Its second projection.
-        shared_gate: What multiplies its result.
-        choice_bias: What is added to probabilities where experts are chosen, by the tensor's whole name.
-        query: Of latent attention, as what follows: queries projected from hidden states.
-        query_down: Or what queries are projected from.
-        query_down_norm: Norm over that.
-        query_up: Queries projected from it.
-        kv_down: Compressed latent and shared key.
-        kv_down_norm: Norm over the compressed latent.
-        kv_up: Keys and values, head by head.
-        sinks: The learned scores of the attention's heads, by the tensor's whole name; "" if there are none.
         transposed: Linear weights are stored [in, out].
         ignored: Suffixes of tensors that some versions save and that no forward pass needs.
     """
@@ -93,36 +172,12 @@ class WeightNames:
     embedding: str
     final_norm: str
     layers: str
-    attention_norm: str
-    qkv: tuple[str, ...]
-    output: str
-    mlp_norm: str
-    up: tuple[str, ...]
-    down: str
+    norms: NormNames
+    attention: AttentionNames
+    mlp: MlpNames
+    experts: ExpertNames | None = None
     lm_head: str = "lm_head"
     position_embedding: str = ""
-    attention_post_norm: str = ""
-    mlp_post_norm: str = ""
-    qkv_by_head: bool = False
-    query_norm: str = ""
-    key_norm: str = ""
-    router: str = ""
-    expert: str = ""
-    expert_up: tuple[str, ...] = ()
-    expert_down: str = ""
-    stacks: ExpertStacks | None = None
-    shared_up: tuple[str, ...] = ()
-    shared_down: str = ""
-    shared_gate: str = ""
-    choice_bias: str = ""
-    query: str = ""
-    query_down: str = ""
-    query_down_norm: str = ""
-    query_up: str = ""
-    kv_down: str = ""
-    kv_down_norm: str = ""
-    kv_up: str = ""
-    sinks: str = ""
     transposed: bool = False
     ignored: tuple[str, ...] = ()
 

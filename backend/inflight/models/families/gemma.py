@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inflight.models.config_file import ConfigFile
+from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig, RopeConfig
-from inflight.models.families.family import Family, read_activation, read_layer_types
-from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
+from inflight.models.families.family import Family, NormNames, read_activation, read_layer_types
+from inflight.models.families.llama import LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
 from inflight.models.rope import read_layer_type_ropes
 
 _HEAD_DIM = 256  # where the key is absent, like those that follow
@@ -19,9 +19,12 @@ _THETAS = {"full_attention": 1e6, "sliding_attention": 1e4}  # of Gemma 3
 
 _NAMES = replace(
     LLAMA_NAMES,
-    attention_post_norm="post_attention_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    mlp_post_norm="post_feedforward_layernorm",
+    norms=NormNames(
+        attention="input_layernorm",
+        attention_post="post_attention_layernorm",
+        mlp="pre_feedforward_layernorm",
+        mlp_post="post_feedforward_layernorm",
+    ),
 )
 
 
@@ -100,6 +103,6 @@ GEMMA_FAMILIES = (
         "gemma3_text",
         "Gemma3ForCausalLM",
         _read_gemma3,
-        replace(_NAMES, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"),
+        replace(_NAMES, attention=NORMED_ATTENTION),
     ),
 )

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from inflight.models.config_file import ConfigFile
+from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.families.family import Family, WeightNames, read_activation, read_size
+from inflight.models.families.family import (
+    AttentionNames,
+    Family,
+    MlpNames,
+    NormNames,
+    WeightNames,
+    read_activation,
+    read_size,
+)
 from inflight.models.rope import longest_sequence, read_rope
 
 _GPT2_POSITIONS = 1024  # where the key is absent
@@ -18,12 +26,9 @@ _GPT2_NAMES = WeightNames(
     position_embedding="wpe",
     final_norm="ln_f",
     layers="h.{}.",
-    attention_norm="ln_1",
-    qkv=("attn.c_attn",),
-    output="attn.c_proj",
-    mlp_norm="ln_2",
-    up=("mlp.c_fc",),
-    down="mlp.c_proj",
+    norms=NormNames(attention="ln_1", mlp="ln_2"),
+    attention=AttentionNames(qkv=("attn.c_attn",), output="attn.c_proj"),
+    mlp=MlpNames(up=("mlp.c_fc",), down="mlp.c_proj"),
     transposed=True,
     ignored=("attn.bias", "attn.masked_bias"),  # the causal mask, saved as a buffer by old versions
 )
@@ -73,13 +78,9 @@ _NEOX_NAMES = WeightNames(
     lm_head="embed_out",
     final_norm="final_layer_norm",
     layers="layers.{}.",
-    attention_norm="input_layernorm",
-    qkv=("attention.query_key_value",),
-    qkv_by_head=True,
-    output="attention.dense",
-    mlp_norm="post_attention_layernorm",
-    up=("mlp.dense_h_to_4h",),
-    down="mlp.dense_4h_to_h",
+    norms=NormNames(attention="input_layernorm", mlp="post_attention_layernorm"),
+    attention=AttentionNames(qkv=("attention.query_key_value",), qkv_by_head=True, output="attention.dense"),
+    mlp=MlpNames(up=("mlp.dense_h_to_4h",), down="mlp.dense_4h_to_h"),
     # The causal mask and rotary frequencies, saved as buffers by old versions.
     ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
 )
@@ -134,12 +135,11 @@ _OPT_NAMES = WeightNames(
     position_embedding="embed_positions",
     final_norm="final_layer_norm",
     layers="layers.{}.",
-    attention_norm="self_attn_layer_norm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    output="self_attn.out_proj",
-    mlp_norm="final_layer_norm",
-    up=("fc1",),
-    down="fc2",
+    norms=NormNames(attention="self_attn_layer_norm", mlp="final_layer_norm"),
+    attention=AttentionNames(
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), output="self_attn.out_proj"
+    ),
+    mlp=MlpNames(up=("fc1",), down="fc2"),
 )
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from inflight.models.config_file import ConfigFile
+from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import ClampedSwiglu, DecoderConfig, ExpertsConfig, RopeConfig
-from inflight.models.families.family import ExpertStacks, Family, no_window, read_layer_types, read_size
-from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
+from inflight.models.families.family import (
+    ExpertNames,
+    ExpertStacks,
+    Family,
+    MlpNames,
+    no_window,
+    read_layer_types,
+    read_size,
+)
+from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, read_llama_like
 from inflight.models.rope import read_rope, read_rope_section
 
 _HEAD_DIM, _WINDOW, _POSITIONS, _THETA = 64, 128, 131072, 150000.0  # where the keys are absent
@@ -94,12 +102,13 @@ GPT_OSS = Family(
     _read_gpt_oss,
     replace(
         LLAMA_NAMES,
-        sinks="self_attn.sinks",
-        router="mlp.router",
-        expert="mlp.experts.{}.",
-        expert_up=("gate_proj", "up_proj"),
-        expert_down="down_proj",
-        stacks=ExpertStacks(transposed=True, interleaved=True),
+        attention=replace(LLAMA_ATTENTION, sinks="self_attn.sinks"),
+        experts=ExpertNames(
+            router="mlp.router",
+            prefix="mlp.experts.{}.",
+            each=MlpNames(up=("gate_proj", "up_proj"), down="down_proj"),
+            stacks=ExpertStacks(transposed=True, interleaved=True),
+        ),
     ),
     quantizations=("mxfp4",),
 )

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from inflight.models.config_file import ConfigFile
+from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig, QkNorm, RopeConfig
 from inflight.models.families.family import (
+    FUSED_GATE_UP,
+    FUSED_QKV,
+    AttentionNames,
     Family,
+    MlpNames,
+    NormNames,
     WeightNames,
     read_activation,
     read_layer_types,
@@ -82,19 +87,21 @@ def read_llama_like(
     return replace(decoder, **changes)
 
 
+LLAMA_ATTENTION = AttentionNames(
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), output="self_attn.o_proj"
+)
 LLAMA_NAMES = WeightNames(
     base="model.",
     embedding="embed_tokens",
     final_norm="norm",
     layers="layers.{}.",
-    attention_norm="input_layernorm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    output="self_attn.o_proj",
-    mlp_norm="post_attention_layernorm",
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
+    norms=NormNames(attention="input_layernorm", mlp="post_attention_layernorm"),
+    attention=LLAMA_ATTENTION,
+    mlp=MlpNames(up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj"),
     ignored=("rotary_emb.inv_freq",),
 )
+NORMED_ATTENTION = replace(LLAMA_ATTENTION, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+"""Llama's attention with norms over queries and keys."""
 
 
 def _read_llama(config: ConfigFile) -> DecoderConfig:
@@ -264,13 +271,17 @@ LLAMA_FAMILIES = (
         "qwen3",
         "Qwen3ForCausalLM",
         _read_qwen3,
-        replace(LLAMA_NAMES, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"),
+        replace(LLAMA_NAMES, attention=NORMED_ATTENTION),
     ),
     Family(
         "phi3",
         "Phi3ForCausalLM",
         _read_phi3,
-        replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+        replace(
+            LLAMA_NAMES,
+            attention=replace(LLAMA_ATTENTION, qkv=(FUSED_QKV,)),
+            mlp=MlpNames(up=(FUSED_GATE_UP,), down="mlp.down_proj"),
+        ),
         {"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
     ),
     Family(
@@ -279,12 +290,8 @@ LLAMA_FAMILIES = (
         _read_olmo2,
         replace(
             LLAMA_NAMES,
-            attention_norm="",
-            attention_post_norm="post_attention_layernorm",
-            mlp_norm="",
-            mlp_post_norm="post_feedforward_layernorm",
-            query_norm="self_attn.q_norm",
-            key_norm="self_attn.k_norm",
+            norms=NormNames(attention_post="post_attention_layernorm", mlp_post="post_feedforward_layernorm"),
+            attention=NORMED_ATTENTION,
         ),
     ),
     Family("granite", "GraniteForCausalLM", _read_granite, LLAMA_NAMES),

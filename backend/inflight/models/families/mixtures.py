@@ -4,38 +4,44 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inflight.models.config_file import ConfigFile
+from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.family import (
     DEFAULT_FULL_LAYERS,
+    ExpertNames,
     ExpertStacks,
     Family,
+    MlpNames,
     read_layer_types,
     read_size,
     read_window,
 )
-from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
+from inflight.models.families.llama import LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
 
 _MIXTRAL_NAMES = replace(
     LLAMA_NAMES,
-    router="block_sparse_moe.gate",
-    expert="block_sparse_moe.experts.{}.",
-    expert_up=("w1", "w3"),
-    expert_down="w2",
-    stacks=ExpertStacks(router="mlp.gate"),
+    experts=ExpertNames(
+        router="block_sparse_moe.gate",
+        prefix="block_sparse_moe.experts.{}.",
+        each=MlpNames(up=("w1", "w3"), down="w2"),
+        stacks=ExpertStacks(router="mlp.gate"),
+    ),
 )
 _MOE_NAMES = replace(
     LLAMA_NAMES,
-    router="mlp.gate",
-    expert="mlp.experts.{}.",
-    expert_up=("gate_proj", "up_proj"),
-    expert_down="down_proj",
-    shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-    shared_down="mlp.shared_expert.down_proj",
-    shared_gate="mlp.shared_expert_gate",
-    stacks=ExpertStacks(),
+    experts=ExpertNames(
+        router="mlp.gate",
+        prefix="mlp.experts.{}.",
+        each=MlpNames(up=("gate_proj", "up_proj"), down="down_proj"),
+        stacks=ExpertStacks(),
+        shared=MlpNames(
+            up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+            down="mlp.shared_expert.down_proj",
+        ),
+        shared_gate="mlp.shared_expert_gate",
+    ),
 )
-_MOE_NAMES_WITH_QK_NORM = replace(_MOE_NAMES, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+_MOE_NAMES_WITH_QK_NORM = replace(_MOE_NAMES, attention=NORMED_ATTENTION)
 # Its norms are always there.
 _QWEN3_NEUTRAL = {"use_qk_norm": (None, True)}
 

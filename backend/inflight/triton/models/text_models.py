@@ -10,11 +10,11 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from inflight.checkpoint_config import CheckpointFacts
 from inflight.config import Role
 from inflight.errors import InflightError, InvalidArgument, Unsupported, unexpected
 from inflight.server.guard import guard_of_front_end, keep_private
@@ -38,8 +38,6 @@ from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
 from inflight.triton.input_arrays import input_arrays
 from inflight.triton.responses import triton_error
 
-_POSITIONS = ("max_position_embeddings", "n_positions")
-"""Where a config.json says how long a sequence can be."""
 _MOST_ROWS = 1 << 22
 """Longer than any model's prompts."""
 
@@ -152,13 +150,13 @@ class Preprocessing(TextModel):
         num_rows = row.integer("PROMPT_VOCAB_SIZE") or 0
         if not num_rows:
             return range(0)
-        folders = (self.parameters.engine.gpt_model_path, self.parameters.tokenizer_dir)
-        most = _longest_prompt(_config(folders))
+        facts = self._facts()
+        most = min(_MOST_ROWS, facts.longest_sequence or _MOST_ROWS)
         if not 0 <= num_rows <= most:
             raise InvalidArgument(
                 f"PROMPT_VOCAB_SIZE must be in [0, {most}], the longest prompt of the model, got {num_rows}"
             )
-        first = _model_vocab_size(folders)
+        first = facts.vocab_size
         if first is None:
             raise Unsupported(
                 "PROMPT_VOCAB_SIZE: where the model's vocabulary ends, its config.json says, which is neither in "
@@ -166,13 +164,16 @@ class Preprocessing(TextModel):
             )
         return range(first, first + num_rows)
 
+    def _facts(self) -> CheckpointFacts:
+        folders = (self.parameters.engine.gpt_model_path, self.parameters.tokenizer_dir)
+        return CheckpointFacts.read(*filter(None, folders))
+
     def _biases(self, rows: Sequence[TensorReader]) -> list[np.ndarray]:
         """A bias [vocab_size] for each row, or [0] for each if no prompt of the batch has words."""
         if not any(has_word_bias(row, *_BIAS_NAMES) for row in rows):
             return [np.zeros(0) for _ in rows]
         tokenizer = self.tokenizers.require()
-        folders = (self.parameters.engine.gpt_model_path, self.parameters.tokenizer_dir)
-        size = _model_vocab_size(folders) or tokenizer.vocab_size
+        size = self._facts().vocab_size or tokenizer.vocab_size
 
         def bias(row: TensorReader) -> np.ndarray:
             array = np.zeros(size, np.float32)
@@ -214,30 +215,6 @@ class Postprocessing(TextModel):
 
     def _text(self, ids: list[int]) -> str:
         return self.tokenizers.require().decode(ids, skip_special_tokens=self.parameters.skip_special_tokens)
-
-
-def _model_vocab_size(folders: Sequence[str | None]) -> int | None:
-    """`vocab_size` of the first config.json in these folders; a model may have more logits than tokens."""
-    size = _config(folders).get("vocab_size")
-    return size if isinstance(size, int) else None
-
-
-def _longest_prompt(config: Mapping[str, Any]) -> int:
-    """How far a model's positions reach by its config.json, stretched ones too; any model's if it is not said."""
-    found = [config[key] for key in _POSITIONS if isinstance(config.get(key), int)]
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    factor = scaling.get("factor") if isinstance(scaling, dict) else None
-    stretched = max(1.0, factor) if isinstance(factor, int | float) else 1.0
-    return min(_MOST_ROWS, int(found[0] * stretched)) if found else _MOST_ROWS
-
-
-def _config(folders: Sequence[str | None]) -> Mapping[str, Any]:
-    """The first config.json in these folders; empty without one."""
-    for folder in folders:
-        path = Path(folder or "", "config.json")
-        if folder and path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
-    return {}
 
 
 def _query(reader: TensorReader) -> str:

@@ -19,7 +19,7 @@ SHAPES = [(40, 96, 32), (8, 96, 16), (33, 100, 100), (64, 256, 128), (70, 192, 6
 
 
 def module(matrix: GroupedMatrix, dtype: torch.dtype) -> GroupedLinear:
-    made = KeepingLevels(dtype, CPU).keep_levels(matrix, None, False)
+    made = KeepingLevels(dtype, CPU).linear(matrix)
     assert isinstance(made, GroupedLinear)
     if matrix.is_float4:  # as on a GPU
         tile = tile_of(matrix.group_size, matrix.scales.shape[1])

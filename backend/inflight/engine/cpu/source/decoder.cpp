@@ -4,6 +4,9 @@
 // runs on the caller's thread and on those of the decoder's team, and returns when all is done; one call at a time for
 // each decoder.
 #include "decoder.h"
+#ifdef INFLIGHT_AMX
+#include "amx_check.h"
+#endif
 
 using namespace inflight;
 
@@ -13,8 +16,53 @@ using namespace inflight;
 using Element = INFLIGHT_ELEMENT;
 using Stored = Element::Stored;
 
+namespace {
+// `inflight.engine.cpu.layout` has the same numbers by the same names, and compares them.
+struct Constant {
+  const char* name;
+  int64_t value;
+};
+constexpr Constant kConstants[] = {
+    {"kPanel", kPanel},
+    {"kLanes", kLanes},
+    {"pair bytes", Element::kPair * sizeof(Stored)},
+    {"kRanksAtOnce", kRanksAtOnce},
+    {"kElement", kElement},
+    {"kInt8", kInt8},
+    {"kInt4", kInt4},
+    {"kFloat4", kFloat4},
+    {"kAtOnce", Int4::kAtOnce},
+    {"kOfGroup", Int4::kOfGroup},
+    {"kZeroBits", Int4::kZeroBits},
+    {"kWord of int4", Int4::kWord},
+    {"kWord of float4", Float4::kWord},
+    {"kTile", kTile},
+    {"kMaxHeadDim", kMaxHeadDim},
+    {"sizeof(Linear)", sizeof(Linear)},
+    {"sizeof(Norm)", sizeof(Norm)},
+    {"sizeof(Layer)", sizeof(Layer)},
+    {"sizeof(Shape)", sizeof(Shape)},
+    {"sizeof(LayerAdapter)", sizeof(LayerAdapter)},
+    {"sizeof(Adapter)", sizeof(Adapter)},
+    {"sizeof(Batch)", sizeof(Batch)},
+    {"sizeof(Routed)", sizeof(Routed)},
+    {"sizeof(PenalizedRows)", sizeof(PenalizedRows)},
+    {"sizeof(MaskedRows)", sizeof(MaskedRows)},
+    {nullptr, 0},
+};
+}  // namespace
+
 #pragma GCC visibility push(default)
 extern "C" {
+// Whether this library's products can be relied on, a ProductCheck: to be asked before anything else.
+int check_products() {
+#ifdef INFLIGHT_AMX
+  return check_tiles<Element>();
+#else
+  return 0;
+#endif
+}
+const void* constants() { return kConstants; }
 void* create(const Shape* shape, const Layer* layers) {
   try {
     return new Decoder<Element>(*shape, layers);

@@ -273,8 +273,12 @@ class Decoder {
     team_.barrier();
   }
 
+  static bool is_by_tiles(const Linear& linear) {
+    return linear.kind == kElement ? kByTiles<E> : !linear.has_groups() && kByTiles<Int8>;
+  }
+
   Tasks tasks_of(const Product& product, int64_t rows) const {
-    return Tasks(rows, product.linear.columns, team_.size());
+    return Tasks(rows, product.linear.columns, team_.size(), is_by_tiles(product.linear));
   }
 
   Stored* ranks_of(int64_t row) const { return ranks_.get() + row * by_adapter_.widest(); }
@@ -316,7 +320,7 @@ class Decoder {
     };
     if (!kHasInt8 || linear.kind == kElement) {
       const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
-      multiply<E>(reinterpret_cast<const typename E::Operand*>(operand_.get()), tasks, packed, team_, thread, begin,
+      multiply<E>(reinterpret_cast<const RowOperand<E>*>(operand_.get()), tasks, packed, team_, thread, begin,
                   [&](int row, int panel, Floats low, Floats high) {
                     finish(row, panel, low, high);
                     done(row, tasks.within_matrix(panel), low, high);
@@ -338,7 +342,7 @@ class Decoder {
       if (linear.kind == kFloat4) return of_groups(Float4{});
       const float* row_scales = row_scales_.get();
       const Packed<Int8> packed{static_cast<const uint8_t*>(linear.data), linear.columns, linear.inner};
-      multiply<Int8>(reinterpret_cast<const Int8::Operand*>(operand_.get()), tasks, packed, team_, thread, begin,
+      multiply<Int8>(reinterpret_cast<const RowOperand<Int8>*>(operand_.get()), tasks, packed, team_, thread, begin,
                      [&](int row, int panel, Ints low_sums, Ints high_sums) {
                        const Floats scale = floats(row_scales[row]);
                        Floats low = rescale(linear, panel * kPanel, low_sums, scale);
@@ -377,7 +381,7 @@ class Decoder {
   }
 
   static Floats rescale(const Linear& linear, int column, Ints sums, Floats row_scale) {
-    const Ints exact = sub(sums, load(linear.corrections + column));
+    const Ints exact = Int8::kOffset ? sub(sums, load(linear.corrections + column)) : sums;
     return mul(mul(to_floats(exact), load(linear.scales + column)), row_scale);
   }
 
@@ -640,7 +644,7 @@ class Decoder {
     const Share share(rows, thread, team_.size());
     for (int64_t row = share.begin; row < share.end; ++row) routing_.choose(row);
     team_.barrier();
-    if (thread == 0) routing_.sort();
+    if (thread == 0) routing_.sort(is_by_tiles(layer.expert_up) && is_by_tiles(layer.expert_down));
     team_.barrier();
     if (thread == 0) {
       routed_.ns += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begun).count();

@@ -30,7 +30,7 @@ class Routing {
     rows_ = rows;
     const int64_t visits = rows * per_row_;
     begins_.resize(experts_ + 1);
-    of_expert_.reserve(experts_ + visits / kMostRowsOfTask);
+    of_expert_.reserve(experts_ + visits / (kMostRowsOfTask - kMostTiledRows));
     return scores_.reserve(rows * width()) && chosen_.reserve(visits) && chances_.reserve(visits) &&
            places_.reserve(visits) && rows_of_.reserve(visits);
   } catch (const std::bad_alloc&) {
@@ -74,16 +74,16 @@ class Routing {
     for (int i = 0; normalizes_ && i < per_row_; ++i) chances[i] /= total;
   }
 
-  // After all rows have chosen: every expert's rows beside each other.
-  void sort() {
+  // After all rows have chosen: every expert's rows beside each other, in blocks for tiles or for other products.
+  void sort(bool by_tiles) {
     std::fill(begins_.begin(), begins_.end(), 0);
     for (int64_t visit = 0; visit < visits(); ++visit) ++begins_[chosen_.get()[visit] + 1];
     of_expert_.clear();
     num_read_ = 0;
     for (int expert = 0; expert < experts_; ++expert) {
-      const RowBlocks blocks(begins_[expert + 1]);
+      const RowBlocks blocks(begins_[expert + 1], by_tiles);
       begins_[expert + 1] += begins_[expert];
-      const int64_t chunks = blocks.rows ? (blocks.count + kBlocksAtOnce - 1) / kBlocksAtOnce : 0;
+      const int64_t chunks = blocks.rows ? (blocks.count + blocks.at_once() - 1) / blocks.at_once() : 0;
       num_read_ += chunks > 0;
       for (int64_t chunk = 0; chunk < chunks; ++chunk)
         of_expert_.push_back({blocks, begins_[expert], blocks.count * chunk / chunks,

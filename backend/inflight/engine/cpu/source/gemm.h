@@ -4,10 +4,12 @@
 // thread reads its panels as one stream whatever the number of rows is. One copy serves one row (memory bound) and
 // many (compute bound: as many rows as registers have room for, kMaxRows). Activations are packed for each product,
 // into blocks of up to so many rows, [inner / pair][words of a pair][rows of the block]: rows that lie a power of two
-// apart would share a few lines of the cache. products.h says what pairs and words are.
+// apart would share a few lines of the cache. products.h says what pairs and words are. Where tiles multiply, blocks are
+// larger and laid out for them (products_amx.h).
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "element.h"
@@ -16,8 +18,18 @@
 
 namespace inflight {
 
-constexpr int kBlocksAtOnce = kMostRowsOfTask / kMaxRows;
 constexpr int kPrefetch = 8192;        // bytes ahead
+
+// Packed activations, and how many of them a row of so many values has.
+template <class E>
+using RowOperand = std::conditional_t<kByTiles<E>, typename E::Stored, typename E::Operand>;
+template <class E>
+constexpr int operand_width(int inner) {
+  constexpr int kTile = kByTiles<E> ? kLanes * E::kPair : 1;
+  return (inner + kTile - 1) / kTile * kTile;
+}
+template <class E>
+constexpr int kWordsOf = kByTiles<E> ? 1 : E::kWords;
 
 template <class E>
 struct Packed {
@@ -31,18 +43,24 @@ struct Packed {
     return panel(index) + static_cast<int64_t>(begin) * kPanel;
   }
   static int64_t part_bytes(int inner) { return static_cast<int64_t>(inner) * kPanel * sizeof(typename E::Stored); }
-  static int whole(int inner) { return inner; }  // so much can be a part
+  // So much can be a part: whole tiles, as their sums are made tile by tile.
+  static int whole(int inner) { return operand_width<E>(inner); }
 };
 
 // Rows in blocks of nearly equal size: 13 are 7 and 6, not 12 and 1. All but the fewest are in two blocks at least, the
 // second of which is multiplied while memory brings what the first is multiplied by next.
+// Those of tiles are in as few as they fit in.
 struct RowBlocks {
-  explicit RowBlocks(int64_t rows)
-      : rows(rows), count(std::max<int64_t>((rows + kMaxRows - 1) / kMaxRows, rows > kFewRows ? 2 : 1)) {}
+  RowBlocks(int64_t rows, bool by_tiles)
+      : rows(rows),
+        most(by_tiles ? kMostTiledRows : kMaxRows),
+        count(std::max<int64_t>((rows + most - 1) / most, rows > kFewRows && !by_tiles ? 2 : 1)) {}
+  // How many of them a task may have.
+  int64_t at_once() const { return kMostRowsOfTask / most; }
   int64_t begin(int64_t block) const { return rows * block / count; }
   int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
 
-  const int64_t rows, count;
+  const int64_t rows, most, count;
 };
 
 // Packs a row of `num_pairs` pairs.
@@ -50,6 +68,16 @@ template <class E>
 void pack_row(const void* source, int64_t num_pairs, void* packed, const RowBlocks& blocks, int64_t row) {
   const int64_t block = blocks.of(row), begin = blocks.begin(block), step = blocks.begin(block + 1) - begin;
   const auto* from = static_cast<const char*>(source);
+  if constexpr (kByTiles<E>) {
+    const int64_t pairs = operand_width<E>(static_cast<int>(num_pairs * E::kPair)) / E::kPair;
+    char* to = static_cast<char*>(packed) + 4 * (begin * pairs + (row - begin) * kLanes);
+    for (int64_t i = 0; i < num_pairs; i += kLanes, to += 4 * kLanes * step) {
+      const int64_t here = std::min<int64_t>(kLanes, num_pairs - i);
+      std::memcpy(to, from + 4 * i, 4 * here);
+      std::memset(to + 4 * here, 0, 4 * (kLanes - here));
+    }
+    return;
+  }
   char* to = static_cast<char*>(packed) + 4 * (begin * num_pairs * E::kWords + (row - begin));
   for (int64_t i = 0; i < num_pairs; ++i)
     for (int word = 0; word < E::kWords; ++word, to += 4 * step) {
@@ -81,6 +109,7 @@ struct Part {
 template <class E>
 struct Waiting {
   typename E::Sums sums[kMostRowsOfTask][2];
+  Tiles tiles;
 };
 
 // Calls done(row, panel index, low 16 sums, high 16 sums) for the rows of one block, after the panel's last part.
@@ -106,8 +135,19 @@ inline void run_rows(const typename E::Operand* block, int row, const Packed<E>&
   }
 }
 
+// As `run_rows`, by tiles.
+template <class E, class TilesOfThread, class Done>
+inline void run_tiles(TilesOfThread& tiles, const RowOperand<E>* block, int row, int rows, const Packed<E>& w, int panel,
+                      const Part& part, const Ahead& ahead, typename E::Sums (*waiting)[2], const Done& done) {
+  if (rows == 0) return;  // where no row's logits are wanted
+  tiles.template multiply<E>(block + static_cast<int64_t>(part.begin) * rows, rows, w.part(panel, part.begin),
+                    part.end - part.begin, part.begin == 0, ahead, waiting);
+  if (part.end < part.inner) return;
+  for (int i = 0; i < rows; ++i) done(row + i, panel, waiting[i][0], waiting[i][1]);
+}
+
 template <class E, class Done>
-void run_part(const typename E::Operand* a, const RowBlocks& blocks, int64_t first, int64_t last, const Packed<E>& w,
+void run_part(const RowOperand<E>* a, const RowBlocks& blocks, int64_t first, int64_t last, const Packed<E>& w,
               int panel, const Part& part, bool is_first, Waiting<E>& waiting, const Done& done) {
   const char* data = reinterpret_cast<const char*>(w.part(panel, part.begin));
   const int64_t bytes = w.part_bytes(part.end - part.begin);
@@ -115,17 +155,20 @@ void run_part(const typename E::Operand* a, const RowBlocks& blocks, int64_t fir
   int row = static_cast<int>(blocks.begin(first));
   for (int64_t block = first; block < last; ++block) {
     const Ahead ahead = look_ahead(data, bytes, block - first, last - first, is_first);
-    const typename E::Operand* rows = a + static_cast<int64_t>(row) * w.inner;
+    const RowOperand<E>* rows = a + static_cast<int64_t>(row) * operand_width<E>(w.inner);
     const int end = static_cast<int>(blocks.begin(block + 1));
-    switch (end - row) {
+    if constexpr (kByTiles<E>)
+      run_tiles<E>(waiting.tiles, rows, row, end - row, w, panel, part, ahead, own, done);
+    else
+      switch (end - row) {
 #define INFLIGHT_ROWS(n)                                                                       \
   case n:                                                                                      \
     if constexpr (n <= kMaxRows) run_rows<n>(rows, row, w, panel, part, ahead, own, done); \
     break;
-      INFLIGHT_ROWS(1) INFLIGHT_ROWS(2) INFLIGHT_ROWS(3) INFLIGHT_ROWS(4) INFLIGHT_ROWS(5) INFLIGHT_ROWS(6)
-      INFLIGHT_ROWS(7) INFLIGHT_ROWS(8) INFLIGHT_ROWS(9) INFLIGHT_ROWS(10) INFLIGHT_ROWS(11) INFLIGHT_ROWS(12)
+        INFLIGHT_ROWS(1) INFLIGHT_ROWS(2) INFLIGHT_ROWS(3) INFLIGHT_ROWS(4) INFLIGHT_ROWS(5) INFLIGHT_ROWS(6)
+        INFLIGHT_ROWS(7) INFLIGHT_ROWS(8) INFLIGHT_ROWS(9) INFLIGHT_ROWS(10) INFLIGHT_ROWS(11) INFLIGHT_ROWS(12)
 #undef INFLIGHT_ROWS
-    }
+      }
     own += end - row;
     row = end;
   }
@@ -151,16 +194,16 @@ struct MatrixRows {
 // few panels for the threads, rows are cut finer.
 class Tasks {
  public:
-  Tasks(int64_t rows, int columns, int num_threads)
-      : blocks_(rows),
+  Tasks(int64_t rows, int columns, int num_threads, bool by_tiles)
+      : blocks_(rows, by_tiles),
         panels_((columns + kPanel - 1) / kPanel),
-        chunks_(std::max((blocks_.count + kBlocksAtOnce - 1) / kBlocksAtOnce,
+        chunks_(std::max((blocks_.count + blocks_.at_once() - 1) / blocks_.at_once(),
                          panels_ >= 2 * num_threads ? 1 : std::min<int64_t>(num_threads, blocks_.count))) {}
 
   // Of several matrices of so many panels, which lie behind each other: the rows of each are beside each other, in the
   // order of `of`.
   Tasks(const std::vector<MatrixRows>& of, int panels)
-      : blocks_(0), panels_(panels), chunks_(static_cast<int64_t>(of.size())), of_(&of) {}
+      : blocks_(0, false), panels_(panels), chunks_(static_cast<int64_t>(of.size())), of_(&of) {}
 
   int64_t count() const { return panels_ * chunks_; }
 
@@ -181,8 +224,8 @@ class Tasks {
       return one < other.first_row;
     });
     const MatrixRows& rows = *(behind - 1);
-    pack_row<E>(source, num_pairs, packed + rows.first_row * num_pairs * E::kWords, rows.blocks,
-                row - rows.first_row);
+    const int64_t words = operand_width<E>(static_cast<int>(num_pairs * E::kPair)) / E::kPair * kWordsOf<E>;
+    pack_row<E>(source, num_pairs, packed + rows.first_row * words, rows.blocks, row - rows.first_row);
   }
 
   // Which panel of its own matrix a panel is.
@@ -198,7 +241,7 @@ class Tasks {
 // The whole product of packed rows; called by every thread of a team that was dealt the tasks. Calls
 // begin(panel index, first row, row after the last) before the rows' sums with a panel are made.
 template <class E, class Begin, class Done>
-void multiply(const typename E::Operand* a, const Tasks& tasks, const Packed<E>& w, Team& team, int thread,
+void multiply(const RowOperand<E>* a, const Tasks& tasks, const Packed<E>& w, Team& team, int thread,
               const Begin& begin_task, const Done& done) {
   const int64_t num_parts = (2 * w.part_bytes(w.inner) + kCache - 1) / kCache;
   const int part_size = w.whole(static_cast<int>((w.inner / E::kPair + num_parts - 1) / num_parts * E::kPair));
@@ -206,7 +249,7 @@ void multiply(const typename E::Operand* a, const Tasks& tasks, const Packed<E>&
   int64_t last = -1;
   team.share(thread, [&](int64_t number) {
     const Task task = tasks[number];
-    const auto* rows = a + task.first_row * w.inner;
+    const auto* rows = a + task.first_row * operand_width<E>(w.inner);
     const auto of_all = [&](int row, int panel, auto low, auto high) {
       done(static_cast<int>(task.first_row) + row, panel, low, high);
     };

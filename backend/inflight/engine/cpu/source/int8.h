@@ -1,8 +1,8 @@
 // int8 weights, one scale a column, and activations quantized row by row as they come.
 //
-// A row's values become round(x / scale) + 128 in 0 .. 255 with scale = max |x| / 127: of the row alone, so that what
-// a row gives does not depend on the others. VNNI multiplies unsigned by signed bytes, and others give the same sums;
-// what the 128 adds is known beforehand, 128 times the column's sum.
+// A row's values become round(x / scale), in -127 .. 127 with scale = max |x| / 127: of the row alone, so that what a row
+// gives does not depend on the others. VNNI multiplies unsigned by signed bytes: where Int8::kOffset is 128, that is added
+// to them, and what it adds to a product is known beforehand, 128 times the column's sum.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,7 @@ float quantize_row(const typename E::Stored* source, int count, int padded, uint
   const Floats factor = floats(most > 0 ? 127.0f / most : 0.0f);
   for (int i = 0; i < padded; i += kLanes) {
     const Floats x = E::load(source + i, first_lanes(count - i));
-    Ints q = to_ints(mul(x, factor));
-    q = add(q, ints(128));
+    const Ints q = add(to_ints(mul(x, factor)), ints(Int8::kOffset));
     store_bytes(target + i, q, first_lanes(padded - i));
   }
   return most / 127.0f;

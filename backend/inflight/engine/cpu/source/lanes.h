@@ -1,7 +1,7 @@
 // Sixteen float32 values at a time, `Floats`, their whole numbers, `Ints`, and which of them are meant, a `Mask`.
 //
 // Kernels are written in these and the functions on them; a target defines them by its registers: AVX-512 one, AVX2
-// two. What differs between targets beside these are the products' innermost loops (products.h).
+// two, NEON four, and any other processor as many as the compiler takes. What differs between targets beside these are the products' innermost loops (products.h).
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,16 @@ constexpr int kLanes = 16;
 
 }  // namespace inflight
 
-#if defined(__AVX512F__)
+#if defined(INFLIGHT_GENERIC)
+#include "lanes_generic.h"
+#elif defined(__AVX512F__)
 #include "lanes_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "lanes_avx2.h"
+#elif defined(__aarch64__)
+#include "lanes_neon.h"
 #else
-#error "no lanes for this processor"
+#error "no lanes for this processor but with -DINFLIGHT_GENERIC"
 #endif
 
 namespace inflight {

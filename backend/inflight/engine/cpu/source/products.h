@@ -42,8 +42,26 @@ struct LoneFloats {
 
 }  // namespace inflight
 
-#if defined(__AVX512F__)
+#if defined(INFLIGHT_GENERIC)
+#include "products_generic.h"
+#elif defined(__AVX512F__)
 #include "products_avx512.h"
-#else
+#elif defined(__AVX2__)
 #include "products_avx2.h"
+#else
+#include "products_neon.h"
+#endif
+
+#ifdef INFLIGHT_AMX
+#include "products_amx.h"
+#else
+namespace inflight {
+
+// Whether tiles multiply this type, in blocks of so many rows.
+template <class E>
+constexpr bool kByTiles = false;
+constexpr int kMostTiledRows = kMaxRows;
+struct Tiles {};
+
+}  // namespace inflight
 #endif

@@ -91,6 +91,7 @@ struct Int8 {
   using Register = __m256i;
   using Sums = Ints;
   static constexpr int kPair = 4, kWords = 2;  // a word has the first and third byte of four, or the others
+  static constexpr int kOffset = 128;          // of activations
 
   static Sums zero() { return ints(0); }
   static Register load_word(const void* source, int word) {

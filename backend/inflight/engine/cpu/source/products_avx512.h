@@ -58,6 +58,7 @@ struct Int8 {
   using Pairs = __m512i;
   using Sums = Ints;
   static constexpr int kPair = 4, kWords = 1;
+  static constexpr int kOffset = 128;  // of activations
 
   static Sums zero() { return _mm512_setzero_si512(); }
   static Pairs load_pairs(const Stored* source) { return _mm512_loadu_si512(source); }

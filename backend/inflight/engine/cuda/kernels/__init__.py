@@ -1,6 +1,6 @@
-"""Kernels for GPUs in Triton's language, and what launches them.
+"""GPU kernels in Triton's language, and the functions that launch them.
 
-Imported only where they are asked for: the package `triton` comes with torch's builds for CUDA, and elsewhere it
-may be missing. With TRITON_INTERPRET=1 in the environment before the import they run on a CPU, slowly, which is
-how they are tested without a GPU.
+Imported on demand: the package `triton` comes with torch's CUDA builds and may be missing elsewhere. With
+TRITON_INTERPRET=1 in the environment before the import, the kernels run (slowly) on a CPU, which is how they are
+tested without a GPU.
 """

@@ -1,12 +1,14 @@
-"""Attention over paged KV blocks: a kernel for generation rows, whose keys are split, and one for context chunks.
+"""Attention over paged KV blocks: a kernel for generation rows, which splits their keys, and one for context
+chunks.
 
-A generation row's keys are cut into parts by its own length alone, so that sums are made in the same order
-whatever else is in the batch; how many programs share the parts depends on the number of rows, and changes no
-result. A chunk's rows see keys in tiles that begin at the same positions however the context is cut into chunks.
+A generation row's keys are split into parts by the row's length alone, so that sums are made in the same order
+whatever else is in the batch. The number of programs that share the parts depends on the number of rows, and does
+not change results. A chunk's rows see keys in tiles that begin at the same positions however the context is
+chunked.
 
-Scores and sums are float32; products take the dtype of the queries, and float32 is not rounded to TF32. Keys and
-values of 8 bits become numbers of that dtype as they are read. Keys behind the last row of a sequence are never
-read, so that blocks may hold anything there.
+Scores and sums are float32. Products use the queries' dtype, and float32 is not rounded to TF32. 8-bit keys and
+values are converted to that dtype as they are read. Keys after the last row of a sequence are never read, so
+blocks may hold anything there.
 """
 
 from __future__ import annotations
@@ -22,23 +24,24 @@ from inflight.engine.packing import TILE_ROWS
 from inflight.engine.windows import AttentionWindow
 
 MAX_HEAD_DIM = 256
-"""Of wider heads a tile of keys does not fit into a processor's shared memory."""
+"""For wider heads, a tile of keys does not fit into a processor's shared memory."""
 
-_TILE_KEYS = 64  # of heads of up to 128, in half precision
-_TILE_BYTES = 8192  # of rows that 4 warps have registers for; more get 8
-_LEAST_PART = 256  # keys; shorter parts cost more to add up than they save
+_TILE_KEYS = 64  # for heads of up to 128, in half precision
+_TILE_BYTES = 8192  # of rows for which 4 warps have enough registers; larger ones get 8 warps
+_LEAST_PART = 256  # in keys; adding up shorter parts costs more than they save
 _PROGRAMS = 1024  # enough to fill the processors of a GPU several times
 _LEAST_SHARING = (
-    4  # programs for a row and key head: among many short rows a long one is not read by one alone
+    # Programs per row and key head, so that among many short rows a long one is not read by a single program.
+    4
 )
-PARTS_AT_ONCE = 4  # that `_add_up` reads together
+PARTS_AT_ONCE = 4  # parts read together by `_add_up`
 _LEAST_DOT = 16  # rows of the smallest product that Triton compiles
 
 
 def num_parts(num_kv_heads: int, longest: int) -> int:
-    """Into how many parts a generation row's keys are split at most: about 256 programs for a lone long row.
+    """Return the maximum number of parts of a generation row's keys: about 256 programs for a single long row.
 
-    Sequences of at most `longest` tokens do not have more parts than that is long.
+    With sequences of at most `longest` tokens there are no more parts than those need.
     """
     parts = max(4, min(64, power_of_two(256 // num_kv_heads)))
     return min(parts, power_of_two(-(-longest // _LEAST_PART)))
@@ -53,10 +56,10 @@ def _see(
 ):  # fmt: skip
     """Add a tile of keys to rows' running softmaxes.
 
-    `best` [rows], `total` [rows] and `read` [rows, WIDTH] are the largest score, the sum of exponentials and the
-    weighed sum of values so far. `places` [keys] are positions, of which those in `is_read` [keys] are read, and
-    rows see those in `visible`, [rows, keys] or for all rows alike [1, keys]. With ALL_VISIBLE every row sees
-    every key of the tile, and neither mask is looked at.
+    `best` [rows], `total` [rows] and `read` [rows, WIDTH] are the maximum score, the sum of exponentials and the
+    weighted sum of values so far. `places` [keys] are positions; those in `is_read` [keys] are read, and rows see
+    those in `visible`, [rows, keys], or [1, keys] for all rows alike. With ALL_VISIBLE every row sees every key of
+    the tile, and both masks are ignored.
     """
     columns = tl.arange(0, WIDTH)
     if ALL_VISIBLE:
@@ -78,15 +81,15 @@ def _see(
     else:
         scores = tl.where(visible, scores, float("-inf"))
         now_best = tl.maximum(best, tl.max(scores, axis=1))
-        reference = tl.where(now_best == float("-inf"), 0.0, now_best)  # of rows that have seen nothing yet
+        reference = tl.where(now_best == float("-inf"), 0.0, now_best)  # for rows that have seen no key yet
     weights = tl.exp(scores - reference[:, None])
-    kept = tl.exp(best - reference)
+    decay = tl.exp(best - reference)
     value_rows = blocks * value_block + offsets * value_token
     values = load_tokens(
         value_page, value_rows, columns, inside, value_scales, tokens, is_read, queries, LEVELS
     )
     added = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return now_best, total * kept + tl.sum(weights, axis=1), read * kept[:, None] + added
+    return now_best, total * decay + tl.sum(weights, axis=1), read * decay[:, None] + added
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_BATCH)
@@ -98,11 +101,11 @@ def _attend_generation(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     NUM_PARTS: tl.constexpr, LEAST_PART: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A row's query heads of one key head, over every so many-th part of its keys.
+    """Attend with a row's query heads of one key head to every n-th part of the row's keys.
 
-    Grid: generation rows, key heads, programs that share the parts. A part's softmax goes to `parts_read`
-    [generation rows, heads, NUM_PARTS, HEAD_DIM], `parts_best` and `parts_total` [generation rows, heads,
-    NUM_PARTS], float32.
+    Grid: generation rows, key heads, n programs that share the parts. The softmax of a part is stored in
+    `parts_read` [generation rows, heads, NUM_PARTS, HEAD_DIM], `parts_best` and `parts_total` [generation rows,
+    heads, NUM_PARTS], float32.
     """
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -165,7 +168,7 @@ def _add_up(
     RECENT: tl.constexpr, HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     NUM_PARTS: tl.constexpr, LEAST_PART: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One softmax of the parts' of a row and head, into `results` [rows, heads, HEAD_DIM].
+    """Combine the parts' softmaxes of a row and head into `results` [rows, heads, HEAD_DIM].
 
     Grid: generation rows, heads.
     """
@@ -188,15 +191,15 @@ def _add_up(
     if HAS_SINKS:
         total += tl.exp(tl.load(sinks + head).to(tl.float32) - best)
     result = tl.zeros([WIDTH], tl.float32)
-    # A few at a time: most rows have few parts, and a tile for all that there may be would be nearly empty.
+    # A few at a time: most rows have few parts, and a tile for the maximum would be nearly empty.
     for first in range(0, num_parts, AT_ONCE):
         some = first + tl.arange(0, AT_ONCE)
-        kept = tl.exp(tl.load(parts_best + place + some, mask=some < num_parts, other=float("-inf")) - best)
+        decay = tl.exp(tl.load(parts_best + place + some, mask=some < num_parts, other=float("-inf")) - best)
         inside = (some < num_parts)[:, None] & (columns < HEAD_DIM)[None, :]
         read = tl.load(
             parts_read + (place + some)[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0
         )
-        result += tl.sum(read * kept[:, None], axis=0)
+        result += tl.sum(read * decay[:, None], axis=0)
     result = result / total
     target = results + (row * tl.num_programs(1) + head) * HEAD_DIM + columns
     tl.store(target, result.to(results.dtype.element_ty), mask=(columns < HEAD_DIM) & (row >= 0))
@@ -211,11 +214,11 @@ def _attend_chunk(
     TOKENS_PER_BLOCK: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a chunk's rows, for one query head. Grid: heads, tiles.
+    """Attend with a tile of a chunk's rows, for one query head. Grid: heads, tiles.
 
-    `results` are [rows, heads, HEAD_DIM]; `tiles` are `FixedRows.tiles`.
+    `results` is [rows, heads, HEAD_DIM]; for `tiles` see `FixedRows.tiles`.
     """
-    of_tile = tiles + (tl.num_programs(1) - 1 - tl.program_id(1)) * 4  # the longest contexts begin first
+    of_tile = tiles + (tl.num_programs(1) - 1 - tl.program_id(1)) * 4  # the longest contexts first
     head = tl.program_id(0)
     first_row = tl.load(of_tile)
     num_rows = tl.load(of_tile + 1) - first_row
@@ -252,7 +255,8 @@ def _attend_chunk(
             )  # fmt: skip
     begin_masked = first
     if RECENT == 0 and not queries.dtype.element_ty.is_fp32():
-        # Tiles that every row sees whole need no mask. In float32 two loops are more than there are registers for.
+        # Tiles that every row sees completely need no mask. In float32, two loops need more registers than there
+        # are.
         begin_masked = (start + 1) // TILE * TILE
         for begin in range(0, begin_masked, TILE):
             places = begin + tl.arange(0, TILE)
@@ -295,22 +299,22 @@ def attend_generation(
     sinks: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Generation rows' attention. Nothing is asked of the host, and the grid follows from the shapes.
+    """Compute the attention of generation rows. Does not wait for the device; the grid depends on shapes only.
 
     Args:
-        results: [all rows, heads, head_dim], contiguous; is written where `rows` says.
+        results: [all rows, heads, head_dim], contiguous; written at `rows`.
         queries: [all rows, heads, head_dim], the last dimension contiguous; float32, bfloat16 or float16.
-        pages: Keys and values as they are stored, [blocks, tokens_per_block, kv_heads, head_dim], the last
-            dimension contiguous.
-        tables: [slots, blocks] int64, contiguous: which blocks a slot's sequence has.
-        rows: [generation rows] int64, contiguous: which rows they are; -1: none.
+        pages: The stored keys and values, [blocks, tokens_per_block, kv_heads, head_dim], the last dimension
+            contiguous.
+        tables: [slots, blocks] int64, contiguous: the block tables of the slots.
+        rows: [generation rows] int64, contiguous: the indices of generation rows; -1: unused.
         slots: [all rows] int64, contiguous.
-        positions: [all rows] int64, contiguous, of the rows' own tokens, whose keys are in the pages.
-        window: What a row sees; None: all up to itself.
-        scale: Multiplies scores.
-        soft_cap: Scores become cap * tanh(score / cap); None: they stay.
+        positions: [all rows] int64, contiguous: positions of the rows' own tokens, whose keys are in the pages.
+        window: The window of the layer; None: a row sees all keys up to its own.
+        scale: Factor of the scores.
+        soft_cap: Scores become cap * tanh(score / cap); None: unchanged.
         sinks: [heads], each head's learned score.
-        scales: Of keys and values in 8 bits, [blocks * tokens_per_block, kv_heads] float32, contiguous.
+        scales: Scales of 8-bit keys and values, [blocks * tokens_per_block, kv_heads] float32, contiguous.
     """
     num_rows, (_, num_heads, head_dim) = len(rows), queries.shape
     keys, values = pages
@@ -355,19 +359,19 @@ def attend_chunks(
     sinks: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """The attention of context chunks' rows; arguments as for `attend_generation`.
+    """Compute the attention of context chunks' rows; for other arguments see `attend_generation`.
 
     Args:
-        results: Is written where `tiles` has rows.
-        queries: Of these and any other rows.
-        pages: Keys and values, those of the chunks themselves among them.
-        tables: As there.
-        tiles: As `FixedRows.tiles`.
-        window: As there.
-        scale: As there.
-        soft_cap: As there.
-        sinks: As there.
-        scales: As there.
+        results: Written at the rows of `tiles`.
+        queries: Queries of these rows and possibly others.
+        pages: The stored keys and values, including those of the chunks.
+        tables: See `attend_generation`.
+        tiles: See `FixedRows.tiles`.
+        window: See `attend_generation`.
+        scale: See `attend_generation`.
+        soft_cap: See `attend_generation`.
+        sinks: See `attend_generation`.
+        scales: See `attend_generation`.
     """
     _, num_heads, head_dim = queries.shape
     keys, values = pages
@@ -386,10 +390,10 @@ def attend_chunks(
 
 
 def chunk_tiling(width: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """How many keys a tile of `_attend_chunk` has, its warps, and how many tiles are on their way.
+    """Return the keys per tile of `_attend_chunk`, the number of warps, and the number of pipeline stages.
 
-    In half precision 4 warps: Hopper's products are of 64 rows, which 4 warps own. With 8, a prompt of 8,192
-    tokens with heads of 128 took 3.8 ms a layer on an H100 instead of 2.0.
+    In half precision, 4 warps: Hopper's products have 64 rows, which 4 warps own. With 8 warps, a prompt of 8,192
+    tokens with heads of 128 took 3.8 ms per layer on an H100 instead of 2.0.
     """
     keys, num_warps = _tiling(TILE_ROWS, width, dtype)
     if dtype.itemsize > 2 or width > 128:
@@ -398,15 +402,15 @@ def chunk_tiling(width: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 def _tiling(rows: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """How many keys a tile has for so many rows, and how many warps compute it.
+    """Return the keys per tile for this many rows, and the number of warps.
 
-    So few that tiles fit into shared memory and sums into registers: `test_triton_kernels.py` looks at what is
-    compiled.
+    Small enough that tiles fit into shared memory and sums into registers: `test_triton_kernels.py` checks the
+    compiled kernels.
     """
     keys = _TILE_KEYS // (2 if width > 128 else 1) // (2 if dtype.itemsize > 2 else 1)
     return max(_LEAST_DOT, keys), 4 if rows * width * dtype.itemsize <= _TILE_BYTES else 8
 
 
 def _or_nothing(sinks: Tensor | None, any_tensor: Tensor) -> Tensor:
-    """A kernel takes a tensor in any case; which one, if it reads none, is the same to it."""
+    """Return `sinks`, or any tensor if None: a kernel's tensor argument is required even if it is not read."""
     return any_tensor if sinks is None else sinks

@@ -1,7 +1,7 @@
-"""Products with quantized matrices that are unpacked inside the kernel: levels, and scales of groups of inputs.
+"""Products with quantized matrices unpacked inside the kernel: levels, with scales for groups of inputs.
 
-A group's levels less their zero point are whole numbers, or floats of 8 or 4 bits, that half precision holds
-exactly; they are multiplied as such, and the sums, in float32, are scaled group by group.
+A group's levels minus its zero point are integers, or 8-bit or 4-bit floats, which half precision represents
+exactly. They are multiplied as such, and the float32 sums are scaled group by group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inflight.engine.cuda.kernels.launching import launch, power_of_two
 
-_MOST_ROWS = 64  # of a tile
+_MOST_ROWS = 64  # rows of a tile
 
 
 @triton.jit
@@ -22,10 +22,10 @@ def _multiply(
     FOUR_BITS: tl.constexpr, FLOAT4: tl.constexpr, FLOAT8: tl.constexpr, HAS_ZEROS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the results. Grid: tiles of outputs, tiles of rows.
+    """Compute a tile of the results. Grid: tiles of outputs, tiles of rows.
 
-    INPUTS divides the size of a group. Of 4 bits, INPUTS bytes after each other have as many inputs in their lower
-    halves, and those behind them in their upper halves.
+    INPUTS divides the size of a group. With 4 bits, INPUTS consecutive bytes have the first INPUTS inputs in their
+    lower halves and the next INPUTS inputs in their upper halves.
     """
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -42,7 +42,7 @@ def _multiply(
             place = (begin // INPUTS) // 2 * INPUTS + inner
             both = tl.load(of_outputs + place[:, None], mask=is_input[:, None] & is_output[None, :], other=0)
             bits = (both.to(tl.int32) >> (4 * is_upper)) & 15
-            if FLOAT4:  # twice its size is a whole number: 0, 1, and from an exponent of 1 on 2 or 3, shifted
+            if FLOAT4:  # twice its value is an integer: 0, 1, and for an exponent from 1 on 2 or 3, shifted
                 exponent = (bits >> 1) & 3
                 least = tl.where(exponent == 0, 0, 2) + (bits & 1)
                 size = (least << tl.maximum(exponent - 1, 0)).to(tl.float32) * 0.5
@@ -53,7 +53,7 @@ def _multiply(
             stored = tl.load(
                 of_outputs + inputs[:, None], mask=is_input[:, None] & is_output[None, :], other=0
             )
-            if FLOAT8:  # as a float16 of a 256th, which processors without float8 have too
+            if FLOAT8:  # read as float16 of a 256th, for processors without float8
                 byte = stored.to(tl.int16)
                 half = ((byte & 128) << 8) | ((byte & 127) << 7)
                 levels = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
@@ -65,7 +65,7 @@ def _multiply(
         read = tl.load(of_rows + inputs[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
         product = tl.dot(read, levels.to(read.dtype), input_precision="ieee")
         scale = tl.load(scales + group, mask=is_output, other=0)
-        if FLOAT4:  # of a power of 2 the exponent's bits in float32; that of 0 is there one place lower
+        if FLOAT4:  # a power of 2 is the exponent's bits in float32, with a special case for 0
             power = scale.to(tl.int32)
             scale = tl.where(power == 0, 1 << 22, power << 23).to(tl.float32, bitcast=True)
         total += product * scale[None, :]
@@ -76,17 +76,18 @@ def _multiply(
 def multiply(
     x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, bits: int, tile: int
 ) -> Tensor:
-    """x times a matrix, [rows, outputs] in x's dtype.
+    """Return x times a matrix, [rows, outputs] in x's dtype.
 
     Args:
         x: [rows, inputs], the last dimension contiguous.
-        values: [outputs, inputs] int8, uint8 or float8; or of 4 bits uint8 [outputs, bytes], as `_multiply` says.
-        scales: [outputs, groups] float32, contiguous; float8_e8m0fnu where 4 bits are floats.
-        zeros: Likewise uint8; None: all are 0.
-        group_size: Inputs of a group.
+        values: [outputs, inputs] int8, uint8 or float8; with 4 bits uint8 [outputs, bytes], packed as in
+            `_multiply`.
+        scales: [outputs, groups] float32, contiguous; float8_e8m0fnu for 4-bit floats.
+        zeros: [outputs, groups] uint8, contiguous; None: all are 0.
+        group_size: Number of inputs of a group.
         bits: 4 or 8.
-        tile: Inputs that are multiplied at a time: a power of two >= 16 that divides `group_size`, or any such if
-            there is one group.
+        tile: Number of inputs multiplied at a time: a power of two >= 16 that divides `group_size`, or any such if
+            there is a single group.
     """
     num_rows, num_inputs = x.shape
     num_outputs, num_groups = scales.shape

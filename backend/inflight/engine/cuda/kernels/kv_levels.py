@@ -1,7 +1,7 @@
-"""Keys and values in 8 bits, inside of kernels: how a head's numbers become levels and a scale, and back.
+"""Keys and values in 8 bits inside kernels: conversion of a head's values to levels and a scale, and back.
 
-The same numbers as `kv_rounding.py`. The bits of float8 are made and read by operations on integers: older GPUs
-have no others for it, and Triton's interpreter has none that are right.
+The same arithmetic as `kv_rounding.py`. The bits of float8 are converted by integer operations, as older GPUs have
+no instructions for it, and Triton's interpreter has no correct ones.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch import Tensor
 from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, LEAST_SCALE
 
 AS_COMPUTED, INT8, FP8 = 0, 1, 2
-"""What a kernel's `LEVELS` says of its cache."""
+"""The values of a kernel's `LEVELS`: the storage of its KV cache."""
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _KINDS = {INT8_LEVELS.stored: INT8, FP8_LEVELS.stored: FP8}
 
 
 def levels_of(stored: torch.dtype) -> int:
-    """`LEVELS` of a cache whose keys and values are stored in this dtype."""
+    """Return `LEVELS` for a cache with keys and values of this dtype."""
     return _KINDS.get(stored, AS_COMPUTED)
 
 
 def or_any(scales: tuple[Tensor, Tensor] | None, pages: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """A kernel takes tensors in any case; which, if it reads none, is the same to it."""
+    """Return `scales`, or any tensors if None: a kernel's tensor arguments are required even if they are not
+    read."""
     return pages if scales is None else scales
 
 
@@ -36,9 +37,9 @@ def or_any(scales: tuple[Tensor, Tensor] | None, pages: tuple[Tensor, Tensor]) -
 def load_tokens(
     page, rows, columns, inside, scales, tokens, is_read, any_result, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """One head of some tokens' keys or values [tokens, columns], in the dtype of `any_result`.
+    """Load one head of some tokens' keys or values [tokens, columns], in the dtype of `any_result`.
 
-    `scales` and `tokens` say where each token's scale is.
+    `scales` and `tokens` tell where each token's scale is.
     """
     numbers = tl.load(page + rows[:, None] + columns[None, :], mask=inside, other=0)
     if LEVELS == 0:
@@ -46,7 +47,7 @@ def load_tokens(
     scale = tl.load(scales + tokens, mask=is_read, other=0.0)
     if LEVELS == 1:
         wide = numbers.to(tl.float32)
-    else:  # as halves, whose exponents have a bias that is greater by 8
+    else:  # converted as halves, whose exponent bias is greater by 8
         bits = numbers.to(tl.int32)
         halves = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         wide = halves.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -55,7 +56,7 @@ def load_tokens(
 
 @triton.jit
 def store_head(cache, target, scales, place, numbers, inside, LEVELS: tl.constexpr):
-    """A key or a value of one head, 0 where not `inside`: as it is, or as levels and, at `place`, a scale."""
+    """Store a key or value of one head, 0 where not `inside`: unchanged, or as levels and a scale at `place`."""
     if LEVELS == 0:
         tl.store(cache + target, numbers, mask=inside)
     else:
@@ -76,14 +77,14 @@ def _round_head(numbers, LEVELS: tl.constexpr) -> Any:
     # NaN becomes 0.
     scaled = tl.where(scaled == scaled, scaled, 0.0)
     if LEVELS == 1:
-        # A sum with 1.5 * 2**23 has the nearest integer as its last bits.
+        # A sum with 1.5 * 2**23 has the nearest integer in its last bits.
         levels = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     else:
         bits = scaled.to(tl.int32, bitcast=True)
         positive = bits & 0x7FFFFFFF
-        # To nearest, ties to even: 20 of 23 bits behind the leading one go.
+        # Round to nearest, ties to even: the last 20 of 23 mantissa bits are dropped.
         normal = ((positive + 0x7FFFF + ((positive >> 20) & 1)) >> 20) - (120 << 3)
-        # A sum with 2**14 has the multiples of 2**-9 as its last bits.
+        # A sum with 2**14 has multiples of 2**-9 in its last bits.
         small = (tl.abs(scaled) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         levels = tl.where(positive < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
     return levels, scale

@@ -1,7 +1,7 @@
 """The operations of a decoder layer between its matrix products, each in one kernel.
 
-Numbers are float32 inside, and rounded where torch's operators round them, so that results are the same but for
-the order of sums.
+They compute in float32 and round where torch's operators round, so that results are the same except for the order
+of sums.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from inflight.engine.cuda.kernels.kv_levels import levels_of, or_any, store_head
 from inflight.engine.cuda.kernels.launching import PER_BATCH, launch, power_of_two
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
-"""What `gated_activation` computes, by the name in DecoderConfig."""
+"""The activations of `gated_activation`, by their name in DecoderConfig."""
 
-_COLUMNS = 1024  # of an activation that a program computes
+_COLUMNS = 1024  # columns of an activation per program
 
 
 @triton.jit
 def _add_norm(
     x, computed, weight, sums, normed, x_row, computed_row, size, eps, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's residual sum, rounded, and its RMSNorm. Grid: rows."""
+    """Compute a row's residual sum, rounded, and its RMSNorm. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -32,7 +32,7 @@ def _add_norm(
     second = tl.load(computed + row * computed_row + columns, mask=inside, other=0.0).to(tl.float32)
     factors = tl.load(weight + columns, mask=inside, other=0.0).to(
         tl.float32
-    )  # on the way as the sum is made
+    )  # read asynchronously while the sum is made
     total = (first + second).to(sums.dtype.element_ty)
     tl.store(sums + row * size + columns, total, mask=inside)
     wide = total.to(tl.float32)
@@ -47,7 +47,7 @@ def _rotate_and_write(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     ROTARY_DIM: tl.constexpr, HAS_NORMS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One head of a row: a query, which is turned; a key, which is turned and stored; a value, which is stored.
+    """Process one head of a row: rotate a query, rotate and store a key, or store a value.
 
     Grid: rows, HEADS + 2 * KV_HEADS. `cosines` and `sines` are [positions, ROTARY_DIM / 2] float32.
     """
@@ -77,7 +77,7 @@ def _rotate_and_write(
             factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
             other_factors = tl.load(weight + partner, mask=is_partner, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(result * result, axis=0) / HEAD_DIM + eps)
-            # Rounded as the norm's result is, before it is turned.
+            # Rounded like the norm's result before the rotation.
             result = (result * scale * factors).to(numbers.dtype).to(tl.float32)
             others = (others * scale * other_factors).to(numbers.dtype).to(tl.float32)
         if ROTARY_DIM > 0:
@@ -97,7 +97,10 @@ def _rotate_and_write(
 def _gated_activation(
     inner, results, inner_row, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The activation of a row's first half, rounded, times its second. Grid: rows, blocks of columns."""
+    """Compute the activation of a row's first half, rounded, times its second half.
+
+    Grid: rows, blocks of columns.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -118,13 +121,13 @@ def _gated_activation(
 
 
 def add_norm(x: Tensor, computed: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + computed, and the RMSNorm of that: [rows, size] each, in their dtype.
+    """Return x + computed and its RMSNorm, [rows, size] each, in their dtype.
 
     Args:
         x: [rows, size], the last dimension contiguous.
-        computed: Likewise.
+        computed: The output of attention or MLP, like `x`.
         weight: [size].
-        eps: Of the norm.
+        eps: The norm's epsilon.
     """
     num_rows, size = x.shape
     sums, normed = torch.empty((2, num_rows, size), dtype=x.dtype, device=x.device)
@@ -146,18 +149,18 @@ def rotate_and_write(
     caches: tuple[Tensor, Tensor],
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [rows, num_heads, head_dim] and keys [rows, kv_heads, head_dim]; stores keys and values.
+    """Return queries [rows, num_heads, head_dim] and keys [rows, kv_heads, head_dim]; store keys and values.
 
     Args:
-        qkv: [rows, num_heads + 2 * kv_heads, head_dim], heads one after another.
-        num_heads: Of queries.
-        norms: Weights [head_dim] of the RMSNorm of each query's head and of each key's; None: there are none.
-        eps: Of these.
+        qkv: [rows, num_heads + 2 * kv_heads, head_dim]: heads of queries, keys and values.
+        num_heads: Number of query heads.
+        norms: Weights [head_dim] of the RMSNorms of query heads and key heads; None: there are none.
+        eps: The norms' epsilon.
         rotation: Cosines and sines, [positions, rotary_dim / 2] float32, contiguous, and the rows' positions,
-            [rows] int64; None: nothing is turned.
-        places: [rows] int64, as `KvCache.write` takes them.
-        caches: Keys and values as they are stored, [tokens, kv_heads, head_dim], contiguous.
-        scales: Of caches in 8 bits, [tokens, kv_heads] float32, contiguous.
+            [rows] int64; None: no rotation.
+        places: [rows] int64, see `KvCache.write`.
+        caches: The stored keys and values, [tokens, kv_heads, head_dim], contiguous.
+        scales: Scales of 8-bit caches, [tokens, kv_heads] float32, contiguous.
     """
     num_rows, all_heads, head_dim = qkv.shape
     kv_heads = (all_heads - num_heads) // 2
@@ -178,7 +181,7 @@ def rotate_and_write(
 
 
 def gated_activation(inner: Tensor, activation: str) -> Tensor:
-    """act(gate) * up [rows, size], of gate and up beside each other [rows, 2 * size]; one of ACTIVATIONS."""
+    """Return act(gate) * up [rows, size], from gate and up side by side, [rows, 2 * size]. See ACTIVATIONS."""
     num_rows, size = inner.shape[0], inner.shape[1] // 2
     results = torch.empty((num_rows, size), dtype=inner.dtype, device=inner.device)
     block = min(_COLUMNS, power_of_two(size))

@@ -1,4 +1,4 @@
-"""The highest logit of each row, for the choice of tokens: two kernels, that read a row once."""
+"""The highest logit of each row, for sampling: two kernels, which read each row once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from inflight.sampling.nan_check import Peaks
 from inflight.sampling.row_kernels import RowKernels
 from inflight.sampling.rows import Rows, select_rows
 
-_BLOCK = 4096  # logits that a program reads
+_BLOCK = 4096  # logits per program
 
 
 @triton.jit
 def _peak(numbers, places) -> Any:
-    """The highest of `numbers`, and the least of `places` that has it; where any is nan, nan and such a place."""
+    """Return the highest of `numbers` and the lowest of its `places`; NaN and its place if there is any NaN."""
     is_nan = numbers != numbers
     ordered = tl.where(is_nan, float("inf"), numbers)
     has_nan = tl.max(is_nan.to(tl.int32), axis=0) > 0
@@ -33,8 +33,7 @@ def _peak(numbers, places) -> Any:
 
 @triton.jit
 def _peaks_of_blocks(logits, highest, tokens, row_size, size, BLOCK: tl.constexpr):
-    """Find the highest logit of a block of a row, NaN where the block has one, and the first token that has
-    it.
+    """Find the highest logit of a block of a row (NaN if it has one) and the first token that has it.
 
     Grid: rows, blocks; results [rows, blocks].
     """
@@ -50,7 +49,7 @@ def _peaks_of_blocks(logits, highest, tokens, row_size, size, BLOCK: tl.constexp
 
 @triton.jit
 def _peaks_of_rows(block_highest, block_tokens, highest, tokens, num_blocks, BLOCKS: tl.constexpr):
-    """The same of a row, by those of its blocks. Grid: rows."""
+    """Combine the results of a row's blocks. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     inside = blocks < num_blocks
@@ -62,7 +61,7 @@ def _peaks_of_rows(block_highest, block_tokens, highest, tokens, num_blocks, BLO
 
 
 def find_peaks(logits: Tensor) -> Peaks:
-    """As `nan_check.find_peaks`, of logits [rows, vocab_size] float32, the last dimension contiguous."""
+    """Like `nan_check.find_peaks`, for logits [rows, vocab_size] float32, the last dimension contiguous."""
     num_rows, size = logits.shape
     num_blocks = -(-size // _BLOCK)
     device = logits.device
@@ -79,7 +78,7 @@ def find_peaks(logits: Tensor) -> Peaks:
 
 
 class KernelRowKernels(RowKernels):
-    """`RowKernels` on a GPU: the highest logits by the kernels here, the rest by torch's operators."""
+    """`RowKernels` on a GPU: the highest logits by the kernels here, everything else by torch's operators."""
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         return find_peaks(logits)

@@ -1,7 +1,7 @@
-"""Products with weights of 8 bits, int8 or float8, whose levels become half precision on the way to the product.
+"""Products with 8-bit weights, int8 or float8, whose levels are converted to half precision inside the kernel.
 
-Weights are read once for up to 256 rows, so few rows take half the time of half-precision weights. A result's sum
-is made in one order, whatever the other rows are.
+Weights are read once for up to 256 rows, so few rows take half the time of half-precision weights. The order of a
+result's sum does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from torch import Tensor
 from inflight.engine.cuda.kernels.launching import launch
 
 FEW_ROWS = 32
-"""Up to so many rows `float8_product` is quicker than torch's operator on an H100, which is made for many."""
+"""Up to this many rows `float8_product` is faster than torch's operator on an H100, which is made for many
+rows."""
 
-_NARROW = 8192  # outputs; tiles of 32 of them do not fill the processors of a GPU twice
-_PARTS = 4  # of the inputs of matrices with few outputs
-_SUMMED = 256  # outputs that a program adds up
+_NARROW = 8192  # in outputs; with tiles of 32, matrices with fewer do not fill the processors of a GPU twice
+_PARTS = 4  # of the inputs, for matrices with few outputs
+_SUMMED = 256  # outputs per program of `_add_parts`
 
 
 class Tiling(NamedTuple):
-    """How a product is shared out.
+    """The division of a product into tiles.
 
     Attributes:
-        rows: Of a tile.
-        outputs: Of a tile.
-        inputs: That a program multiplies at a time.
-        parts: Of a tile's inputs, which are summed apart before the sums are added.
-        is_shared: Whether each part has a program of its own; another kernel then adds their sums.
-        num_warps: Of a program.
-        num_stages: Steps whose inputs are on their way at once.
+        rows: Rows per tile.
+        outputs: Outputs per tile.
+        inputs: Inputs that a program multiplies at a time.
+        parts: Number of parts of a tile's inputs, which are summed separately before their sums are added.
+        is_shared: Whether each part has its own program; then another kernel adds their sums.
+        num_warps: Warps per program.
+        num_stages: Pipeline stages.
     """
 
     rows: int
@@ -45,18 +46,18 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # compiled for no number of rows alone
+@triton.jit(do_not_specialize=["num_rows"])  # one compilation for all numbers of rows
 def _multiply_levels(
     x, levels, scales, row_scales, results, num_rows, num_outputs, size, x_row,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
     IS_SHARED: tl.constexpr, HAS_ROW_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of results [num_rows, num_outputs]: x times levels [num_outputs, size], times scales.
+    """Compute a tile of results [num_rows, num_outputs]: x times levels [num_outputs, size], times scales.
 
-    Grid: tiles of rows, tiles of outputs, and with IS_SHARED parts: `results` are then their sums, [PARTS,
-    num_rows, num_outputs] float32, before they are scaled. With HAS_ROW_SCALES x is float8, and its rows have
-    scales too. Levels are the left side of the product: only that one may come from registers on every
-    processor, where they are converted.
+    Grid: tiles of rows, tiles of outputs, and with IS_SHARED parts: `results` are then the parts' unscaled sums,
+    [PARTS, num_rows, num_outputs] float32. With HAS_ROW_SCALES x is float8, and its rows have scales too. Levels
+    are the left operand of the product, as only that may come from registers, where they are converted, on every
+    processor.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -75,7 +76,7 @@ def _multiply_levels(
             is_level = is_output[:, None] & inside[None, :]
             is_number = is_row[None, :] & inside[:, None]
             if HAS_ROW_SCALES:
-                # Half precision holds every float8, and products of two are exact in float32.
+                # Half precision represents every float8, and products of two are exact in float32.
                 some_levels = tl.load(level_places + first, mask=is_level, other=0.0)
                 some_x = tl.load(x_places + first, mask=is_number, other=0.0).to(tl.float16)
             else:
@@ -97,7 +98,7 @@ def _multiply_levels(
 def _add_parts(
     sums, scales, results, num_rows, num_outputs, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Results [num_rows, num_outputs] of the sums of parts. Grid: rows, blocks of outputs."""
+    """Add the sums of parts to results [num_rows, num_outputs]. Grid: rows, blocks of outputs."""
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_output = outputs < num_outputs
@@ -109,7 +110,7 @@ def _add_parts(
 
 
 def int8_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-    """[rows, outputs] in x's dtype: x times the weights that levels and scales stand for.
+    """Return x times the quantized weights, [rows, outputs] in x's dtype.
 
     Args:
         x: [rows, inputs], the last dimension contiguous.
@@ -136,14 +137,14 @@ def int8_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
 def float8_product(
     x: Tensor, row_scales: Tensor, levels: Tensor, scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[rows, outputs] in `dtype`: the product of what both sides' levels and scales stand for.
+    """Return the product of two quantized matrices, [rows, outputs] in `dtype`.
 
     Args:
-        x: [rows, inputs] float8_e4m3fn, the last dimension contiguous; up to FEW_ROWS of them.
+        x: [rows, inputs] float8_e4m3fn, the last dimension contiguous; at most FEW_ROWS rows.
         row_scales: [rows] float32, contiguous.
         levels: [outputs, inputs] float8_e4m3fn, contiguous.
         scales: [outputs] float32.
-        dtype: Of the results.
+        dtype: Data type of the results.
     """
     num_rows, num_outputs = len(x), len(levels)
     results = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
@@ -167,13 +168,13 @@ def _launch(
 
 
 def int8_tiling(num_rows: int, num_outputs: int) -> Tiling:
-    """The tiling of `int8_product`: the fastest of those tried on an H100, with matrices of an 8B model.
+    """Return the tiling of `int8_product`, the fastest of those tried on an H100 with matrices of an 8B model.
 
-    With few rows weights are waited for: many of them are on their way. Where there are few outputs, several
-    programs share the inputs of each: otherwise too few warps convert levels.
+    With few rows, reading weights dominates, so many reads are in flight. If there are few outputs, several
+    programs share the inputs of each, as otherwise too few warps convert levels.
     """
     if num_outputs <= _NARROW:
-        # In as many parts whatever the number of rows, so that each row's sum is made in one order.
+        # The same number of parts for any number of rows, so that each row's sum is made in the same order.
         if num_rows <= 32:
             rows, outputs = (16, 32) if num_rows <= 16 else (32, 64)
             return Tiling(rows, outputs, 256, _PARTS, True, 2, 3)
@@ -186,7 +187,7 @@ def int8_tiling(num_rows: int, num_outputs: int) -> Tiling:
 
 
 def float8_tiling(num_rows: int, num_outputs: int) -> Tiling:
-    """The tiling of `float8_product`, measured as that of `int8_product` was."""
+    """Return the tiling of `float8_product`, measured like that of `int8_product`."""
     rows = 16 if num_rows <= 16 else 32
     if num_outputs <= _NARROW:
         return Tiling(rows, 16, 512, 1, False, 2, 3)

@@ -1,4 +1,4 @@
-"""Rows rounded to float8, each by a scale of its own, in one kernel."""
+"""Rounds rows to float8, each with its own scale, in one kernel."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 from inflight.engine.cuda.kernels.launching import launch, power_of_two
 
-_OF_LARGEST = 1 / 448  # of float8_e4m3fn
+_OF_LARGEST = 1 / 448  # largest float8_e4m3fn
 
 
 @triton.jit
 def _quantize_rows(
     x, levels, scales, x_row, size, OF_LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A row's levels, and what they are multiplied by. Grid: rows.
+    """Compute a row's levels and its scale. Grid: rows.
 
-    Triton's `/` is off by a bit at times, by which a number may get another level.
+    Triton's `/` is off by a bit at times, which may change a level.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -32,11 +32,11 @@ def _quantize_rows(
 
 
 def quantize_float8(x: Tensor, least_scale: float) -> tuple[Tensor, Tensor]:
-    """float8_e4m3fn [rows, size], and a float32 scale for each row; the largest of a row is 448 scales.
+    """Return float8_e4m3fn levels [rows, size], and a float32 scale per row; a row's largest value becomes 448.
 
     Args:
         x: [rows, size], the last dimension contiguous.
-        least_scale: Of rows of zeros.
+        least_scale: The scale of rows of zeros.
     """
     num_rows, size = x.shape
     levels = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)

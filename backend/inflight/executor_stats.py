@@ -1,7 +1,7 @@
-"""The Executor API's statistics: its classes, their JSON, and how this engine's counters become them.
+"""The Executor API's statistics: the classes, their JSON, and the conversion from this engine's counters.
 
-Clients of the Executor get the objects, and the answer to a `state` request has the same in its JSON. The names of
-fields and keys are TensorRT-LLM's. Fields can be assigned, as the originals' can.
+Clients of the Executor get the objects; the answer to a `state` request has the same values in its JSON. Names of
+fields and keys are TensorRT-LLM's. Fields can be assigned, as in the original.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _NS_PER_MS = 1_000_000
 
 
 class _WithJson:
-    """A dataclass that can be written as JSON, with TensorRT-LLM's keys: the fields' names in camelCase."""
+    """A dataclass with a JSON form that has TensorRT-LLM's keys: the field names in camelCase."""
 
     def to_json_str(self) -> str:
-        """A JSON object; what there is none of is null."""
+        """Return a JSON object; absent values are null."""
         return json.dumps(self.to_plain(), separators=(",", ":"), sort_keys=True)
 
     def to_plain(self) -> dict[str, object]:
-        """The content of that object."""
+        """Return the content of the JSON object."""
         return {
             each.metadata.get("json") or _camel_case(each.name): _plain(getattr(self, each.name))
             for each in fields(self)  # pyright: ignore[reportArgumentType]  # every subclass is a dataclass
@@ -34,7 +34,7 @@ class _WithJson:
 
 @dataclass
 class KvCacheStats(_WithJson):
-    """Blocks of the KV cache: how many there are, and counts since the start."""
+    """KV cache blocks: numbers now, and counts since the start."""
 
     max_num_blocks: int = 0
     free_num_blocks: int = 0
@@ -49,7 +49,7 @@ class KvCacheStats(_WithJson):
 
 @dataclass
 class StaticBatchingStats(_WithJson):
-    """The static batch of an iteration, from its start until then."""
+    """A static batch, from its start until now."""
 
     num_scheduled_requests: int = 0
     num_context_requests: int = 0
@@ -73,7 +73,7 @@ class InflightBatchingStats(_WithJson):
 
 @dataclass
 class SpecDecodingStats(_WithJson):
-    """Drafts of one iteration. They need no pass of their own here, so latency and overhead are 0."""
+    """Draft tokens of one iteration. Drafting takes no extra pass here, so latency and overhead are 0."""
 
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -85,26 +85,26 @@ class SpecDecodingStats(_WithJson):
 
 @dataclass
 class IterationStats(_WithJson):
-    """Statistics of one iteration and of the queue after it: TensorRT-LLM's class of this name.
+    """TensorRT-LLM's `IterationStats`: statistics of one iteration and of the queue after it.
 
     Attributes:
         timestamp: Local time, with microseconds.
         iter: Number of the iteration.
-        iter_latency_ms: Its duration.
-        new_active_requests_queue_latency_ms: Sum of the times that requests waited which started in it.
-        num_new_active_requests: How many those were.
+        iter_latency_ms: Its duration in milliseconds.
+        new_active_requests_queue_latency_ms: Total time that the requests started in it had waited.
+        num_new_active_requests: Number of requests started in it.
         num_active_requests: Requests without a final response.
-        num_queued_requests: Requests that wait.
-        num_completed_requests: Requests whose final response it made.
-        max_num_active_requests: Most requests that can run at a time.
-        max_batch_size_static, max_batch_size_tuner_recommended, max_batch_size_runtime: Most sequences that run
-            at once; there is no tuner.
-        max_num_tokens_static, max_num_tokens_tuner_recommended, max_num_tokens_runtime: Most tokens of an
-            iteration.
-        gpu_mem_usage, cpu_mem_usage, pinned_mem_usage: Bytes that this process holds.
-        kv_cache_stats, cross_kv_cache_stats: The KV cache, and that of cross attention, which there is none of.
-        static_batching_stats, inflight_batching_stats: The batch; one of them is None.
-        specdec_stats: Drafts; None without any.
+        num_queued_requests: Requests in the queue.
+        num_completed_requests: Requests that got their final response in it.
+        max_num_active_requests: Maximum number of requests that can run at a time.
+        max_batch_size_static, max_batch_size_tuner_recommended, max_batch_size_runtime: Maximum number of
+            sequences that run at a time; there is no tuner.
+        max_num_tokens_static, max_num_tokens_tuner_recommended, max_num_tokens_runtime: Maximum number of tokens
+            per iteration.
+        gpu_mem_usage, cpu_mem_usage, pinned_mem_usage: Memory of this process, in bytes.
+        kv_cache_stats, cross_kv_cache_stats: The KV cache; there is no cross-attention cache.
+        static_batching_stats, inflight_batching_stats: The batch; exactly one of them is set.
+        specdec_stats: Draft tokens; None without any.
     """
 
     timestamp: str = ""
@@ -134,7 +134,7 @@ class IterationStats(_WithJson):
 
 @dataclass
 class DisServingRequestStats(_WithJson):
-    """The transfer of a request's KV blocks between servers."""
+    """Transfer of a request's KV blocks between servers in disaggregated serving."""
 
     kv_cache_transfer_ms: float = 0.0
     kv_cache_size: int = 0
@@ -142,17 +142,17 @@ class DisServingRequestStats(_WithJson):
 
 @dataclass
 class RequestStats(_WithJson):
-    """One request after an iteration.
+    """TensorRT-LLM's `RequestStats`: one request after an iteration.
 
     Attributes:
         id: The request's id.
-        stage: Where it is.
+        stage: Its stage.
         context_prefill_position: Prompt tokens computed.
         num_generated_tokens: Tokens generated so far.
-        avg_num_decoded_tokens_per_iter: Of iterations that gave it tokens.
+        avg_num_decoded_tokens_per_iter: Average over the iterations that gave it tokens.
         scheduled: Whether it was in the iteration's batch.
         paused: Whether it is paused.
-        dis_serving_stats: Of disaggregated serving; None.
+        dis_serving_stats: None, as there is no disaggregated serving.
         alloc_total_blocks_per_request, alloc_new_blocks_per_request, reused_blocks_per_request,
             missed_blocks_per_request, kv_cache_hit_rate_per_request: KV blocks of the tokens it began with.
     """
@@ -174,7 +174,7 @@ class RequestStats(_WithJson):
 
 @dataclass
 class RequestStatsPerIteration(_WithJson):
-    """All requests after an iteration, whose number is `iter`."""
+    """Statistics of all requests after iteration `iter`."""
 
     iter: int = 0
     request_stats: list[RequestStats] = field(default_factory=list[RequestStats])
@@ -197,11 +197,11 @@ def _camel_case(name: str) -> str:
 # ---------------------------------------------------------------------- from this engine's counters
 
 
-def iteration_stats(kept: core.KeptIteration, memory: core.MemoryUsage) -> IterationStats:
-    """The statistics of an iteration; `memory` is what the engine's process holds now."""
-    stats = kept.stats
+def iteration_stats(entry: core.KeptIteration, memory: core.MemoryUsage) -> IterationStats:
+    """Return the statistics of an iteration; `memory` is the current memory of the engine's process."""
+    stats = entry.stats
     return IterationStats(
-        timestamp=core.timestamp(kept.wall_clock_s),
+        timestamp=core.timestamp(entry.wall_clock_s),
         iter=stats.iteration,
         iter_latency_ms=stats.duration_ns / _NS_PER_MS,
         new_active_requests_queue_latency_ms=stats.new_requests_queue_ns / _NS_PER_MS,
@@ -234,7 +234,7 @@ def iteration_stats(kept: core.KeptIteration, memory: core.MemoryUsage) -> Itera
     )
 
 
-def _static_batching_stats(stats: core.IterationStats) -> StaticBatchingStats | None:
+def _static_batching_stats(stats: core.IterationCounts) -> StaticBatchingStats | None:
     batch = stats.static_batch
     if batch is None:
         return None
@@ -247,7 +247,7 @@ def _static_batching_stats(stats: core.IterationStats) -> StaticBatchingStats | 
     )
 
 
-def _inflight_batching_stats(stats: core.IterationStats) -> InflightBatchingStats | None:
+def _inflight_batching_stats(stats: core.IterationCounts) -> InflightBatchingStats | None:
     if stats.static_batch is not None:
         return None
     return InflightBatchingStats(
@@ -261,7 +261,7 @@ def _inflight_batching_stats(stats: core.IterationStats) -> InflightBatchingStat
     )
 
 
-def _spec_decoding_stats(stats: core.IterationStats) -> SpecDecodingStats | None:
+def _spec_decoding_stats(stats: core.IterationCounts) -> SpecDecodingStats | None:
     steps, accepted = stats.num_drafted_requests, stats.num_accepted_draft_tokens
     if not steps:
         return None
@@ -273,12 +273,12 @@ def _spec_decoding_stats(stats: core.IterationStats) -> SpecDecodingStats | None
     )
 
 
-def request_stats(told: core.RequestStatsPerIteration) -> RequestStatsPerIteration:
-    """The statistics of all requests after an iteration."""
-    return RequestStatsPerIteration(told.iteration, [_of_request(each) for each in told.request_stats])
+def request_stats(stats: core.RequestCountsOfIteration) -> RequestStatsPerIteration:
+    """Return the statistics of all requests after an iteration."""
+    return RequestStatsPerIteration(stats.iteration, [_request_stats(each) for each in stats.request_stats])
 
 
-def _of_request(stats: core.RequestStats) -> RequestStats:
+def _request_stats(stats: core.RequestCounts) -> RequestStats:
     return RequestStats(
         id=stats.request_id,
         stage=stats.stage,

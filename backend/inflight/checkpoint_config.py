@@ -1,0 +1,295 @@
+"""A checkpoint's config.json and generation_config.json: the one reader of both, and the facts that they state.
+
+Errors name file, key, what came and what was expected. `inflight.models` translates the keys of each family when
+it loads a checkpoint; programs that load none, or need a fact before, ask `CheckpointFacts`. Standard library
+only; any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from inflight.errors import ConfigError
+from inflight.file_names import native
+from inflight.hub import instead_of_gguf
+from inflight.json_values import is_list, is_object
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Types that unquantized weights are stored in."""
+
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_POSITIVE_INT, _POSITIVE = "an integer >= 1", "a number > 0"
+_T = TypeVar("_T")
+
+
+class ConfigFile:
+    """Typed access to the keys of one JSON object. A key that is null counts as absent.
+
+    It remembers which keys were asked for, so that whoever has read all that is understood can look at the rest.
+    """
+
+    def __init__(self, path: Path, values: Mapping[str, Any], section: str = "") -> None:
+        """Wrap `values`, found in `path` under the key `section` ("" for the whole file)."""
+        self.path = path
+        self.values = values
+        self._section = section
+        self._read: set[str] = set()
+
+    @classmethod
+    def load(cls, path: Path) -> ConfigFile:
+        """Read `path`. Raises ConfigError if it is missing or no JSON object."""
+        try:
+            values: Any = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path} does not exist; a Hugging Face checkpoint folder has one") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+        if not is_object(values):
+            raise ConfigError(f"{path} holds a {type(values).__name__}, expected a JSON object")
+        return cls(path, values)
+
+    def error(self, key: str, expected: str) -> ConfigError:
+        """The error for a value that cannot be used."""
+        name = f"{self._section}.{key}" if self._section else key
+        if key not in self.values:
+            return ConfigError(f"{self.path}: key {name!r} is missing, expected {expected}")
+        return ConfigError(f"{self.path}: key {name!r} is {self.values[key]!r}, expected {expected}")
+
+    def value(self, key: str) -> Any:
+        """The value of `key`, of any type; None if absent. The key counts as read from now on."""
+        self._read.add(key)
+        return self.values.get(key)
+
+    def unread(self) -> list[str]:
+        """The keys that are there and that nobody has asked for."""
+        return [key for key in self.values if key not in self._read]
+
+    def has(self, key: str) -> bool:
+        """Whether `key` is there and not null."""
+        return self.value(key) is not None
+
+    def int_or_none(self, key: str) -> int | None:
+        """An integer of at least 1, None if absent."""
+        return self._checked(key, lambda value: type(value) is int and value >= 1, _POSITIVE_INT)
+
+    def positive_int(self, key: str) -> int:
+        """An integer of at least 1."""
+        return self._required(key, self.int_or_none(key), _POSITIVE_INT)
+
+    def number_or_none(self, key: str) -> float | None:
+        """A positive number, None if absent."""
+        value = self._checked(
+            key, lambda value: type(value) in (int, float) and 0 < value < float("inf"), _POSITIVE
+        )
+        return None if value is None else float(value)
+
+    def number(self, key: str) -> float:
+        """A positive number."""
+        return self._required(key, self.number_or_none(key), _POSITIVE)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._checked(key, lambda value: type(value) is bool, "true or false")
+        return default if value is None else value
+
+    def text_or_none(self, key: str) -> str | None:
+        """A string, None if absent."""
+        return self._checked(key, lambda value: isinstance(value, str), "a string")
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings; empty if absent."""
+        return tuple(self._checked(key, lambda value: _is_list_of(value, str), "a list of strings") or ())
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive numbers."""
+
+        def is_valid(value: Any) -> bool:
+            return is_list(value) and all(type(item) in (int, float) and item > 0 for item in value)
+
+        expected = "a list of numbers > 0"
+        found = self._required(key, self._checked(key, is_valid, expected), expected)
+        return tuple(float(item) for item in found)
+
+    def token_ids(self, key: str) -> tuple[int, ...] | None:
+        """A token id or a list of token ids, without those below 0, which no token has; None if absent."""
+        value = self._checked(
+            key, lambda value: type(value) is int or _is_list_of(value, int), "a token id or a list of them"
+        )
+        if value is None:
+            return None
+        ids = value if is_list(value) else [value]
+        return tuple(item for item in dict.fromkeys(ids) if item >= 0)
+
+    def _checked(self, key: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
+        """The value of `key`; None if absent. Raises ConfigError if it is not valid."""
+        value = self.value(key)
+        if value is not None and not is_valid(value):
+            raise self.error(key, expected)
+        return value
+
+    def _required(self, key: str, value: _T | None, expected: str) -> _T:
+        if value is None:
+            raise self.error(key, expected)
+        return value
+
+    def child(self, key: str) -> ConfigFile:
+        """The object under `key`."""
+        value = self.value(key)
+        if not is_object(value):
+            raise self.error(key, "a JSON object")
+        return ConfigFile(self.path, value, key)
+
+
+class CheckpointFacts:
+    """Facts that config.json states of a checkpoint, by all the names that families have for them.
+
+    A fact that is not stated is None. Sizes that are not integers of at least 1 count as not stated: loading the
+    checkpoint says what is wrong with them.
+    """
+
+    def __init__(self, config: ConfigFile) -> None:
+        """Take the facts of `config`, which is a config.json."""
+        self._config = config
+
+    @classmethod
+    def read(cls, *folders: str | Path) -> CheckpointFacts:
+        """The facts of the first of these folders that has a config.json; where none has one, none is stated.
+
+        Raises:
+            ConfigError: The file cannot be read, or is not a JSON object.
+        """
+        paths = [Path(native(folder)) / _CONFIG for folder in folders]
+        for path in paths:
+            if path.is_file():
+                return cls(ConfigFile.load(path))
+        return cls(ConfigFile(paths[0] if paths else Path(_CONFIG), {}))
+
+    @property
+    def name(self) -> str:
+        """The class or classes in `architectures`, else the model type; ConfigError if they are not texts."""
+        return ", ".join(self._config.texts("architectures")) or self.model_type or "unnamed"
+
+    @property
+    def model_type(self) -> str | None:
+        """The model type; ConfigError if it is not a text."""
+        return self._config.text_or_none("model_type")
+
+    @property
+    def tokenizer_class(self) -> str | None:
+        """transformers' class of the tokenizer; ConfigError if it is not a text."""
+        return self._config.text_or_none("tokenizer_class")
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of logits, which may be more than the tokenizer has tokens."""
+        return self._size("vocab_size")
+
+    @property
+    def num_layers(self) -> int | None:
+        """The number of decoder layers."""
+        return self._size("num_hidden_layers", "n_layer")
+
+    @property
+    def hidden_size(self) -> int | None:
+        """The width of a token's hidden state."""
+        return self._size("hidden_size", "n_embd")
+
+    @property
+    def num_heads(self) -> int | None:
+        """The number of attention heads of a layer."""
+        return self._size("num_attention_heads", "n_head")
+
+    @property
+    def num_kv_heads(self) -> int | None:
+        """The number of key and value heads of a layer; that of all heads where none is stated."""
+        return self._size("num_key_value_heads") or self.num_heads
+
+    @property
+    def mlp_size(self) -> int | None:
+        """The inner width of an MLP; four times the hidden size where none is stated."""
+        return self._size("intermediate_size", "n_inner") or (self.hidden_size and 4 * self.hidden_size)
+
+    @property
+    def num_experts(self) -> int | None:
+        """The number of experts of a layer; None in a model that has none."""
+        return self._size("num_local_experts", "num_experts", "n_routed_experts")
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """How many tokens the positions reach, stretched ones too (as `models.rope.longest_sequence`)."""
+        positions = self._size("max_position_embeddings", "n_positions", "n_ctx")
+        if positions is None:
+            return None
+        section = self._config.value("rope_scaling") or self._config.value("rope_parameters")
+        # Some have a section for each kind of layer.
+        sections = [section, *section.values()] if is_object(section) else []
+        return max([positions, *(_stretched(each, positions) for each in sections if is_object(each))])
+
+    @property
+    def dtype(self) -> str | None:
+        """See `stated_dtype`."""
+        return stated_dtype(self._config)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """See `eos_token_ids`."""
+        return eos_token_ids(self._config)
+
+    @property
+    def quantization(self) -> ConfigFile | None:
+        """How the weights are quantized; ConfigError if that is not a JSON object."""
+        key = "quantization_config"
+        return self._config.child(key) if self._config.has(key) else None
+
+    def _size(self, *keys: str) -> int | None:
+        found = (self._config.value(key) for key in keys)
+        return next((value for value in found if type(value) is int and value > 0), None)
+
+
+def read_config_file(folder: Path | str) -> ConfigFile:
+    """config.json of a checkpoint folder; ConfigError if there is none."""
+    folder = Path(native(folder))
+    if not folder.is_dir():
+        hint = instead_of_gguf(folder)
+        raise ConfigError(f"{folder} is not a folder, expected a Hugging Face checkpoint folder{hint}")
+    path = folder / _CONFIG
+    if not path.exists() and (hint := instead_of_gguf(folder)):
+        raise ConfigError(f"{path} does not exist{hint}")
+    return ConfigFile.load(path)
+
+
+def eos_token_ids(config: ConfigFile) -> tuple[int, ...]:
+    """Ids that end a sequence: of the generation_config.json beside a config.json, else of this."""
+    of_config = config.token_ids("eos_token_id")
+    path = config.path.with_name(_GENERATION)
+    of_generation = ConfigFile.load(path).token_ids("eos_token_id") if path.exists() else None
+    return (of_config if of_generation is None else of_generation) or ()
+
+
+def stated_dtype(config: ConfigFile) -> str | None:
+    """The type of the weights, one of DTYPES; None if it is not stated, or auto: that of the files."""
+    old, new = config.text_or_none("torch_dtype"), config.text_or_none("dtype")
+    key, name = ("torch_dtype", old) if new is None else ("dtype", new)
+    if name == "auto":
+        return None
+    if name is not None and name not in DTYPES:
+        raise config.error(key, f"one of {', '.join(DTYPES)}, or auto")
+    return name
+
+
+def _stretched(section: Mapping[str, Any], positions: int) -> int:
+    """How far linear or YaRN scaling stretches the positions; 0 for other sections."""
+    factor, original = section.get("factor"), section.get("original_max_position_embeddings")
+    if (section.get("rope_type") or section.get("type")) not in ("linear", "yarn"):
+        return 0
+    if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
+        return 0
+    return int(factor * (original if type(original) is int else positions))
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    """Whether a value is a list of such items; true is no integer."""
+    return is_list(value) and all(type(item) is kind for item in value)

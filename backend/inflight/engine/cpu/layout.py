@@ -1,0 +1,77 @@
+"""The numbers that Python and the compiled code lay weights out by; they are compared as a library is loaded."""
+
+from __future__ import annotations
+
+import ctypes
+
+from inflight.engine.cpu import structs
+from inflight.errors import ConfigError
+
+PANEL = 32
+"""Columns of a panel."""
+HALF = 16
+"""Columns of a register: half a panel."""
+PAIR_BYTES = 4
+"""Bytes of the inputs that a lane multiplies at a time."""
+RANKS_AT_ONCE = 4
+"""Rows of an adapter's A that are multiplied together."""
+ELEMENT, INT8, INT4, FLOAT4 = range(4)
+"""Kinds of `LinearStruct`."""
+INT4_AT_ONCE = 8
+"""Inputs of a group of 4 bits come in multiples of so many."""
+INT4_GROUP_BYTES = 8
+"""Bytes of an operand's group beside its levels."""
+INT4_ZERO_BITS = 31
+"""The bits of a group's scale that are its zero point."""
+INT4_WORD, FLOAT4_WORD = 4, 2
+"""Bytes of a group's scale."""
+MAX_QUERY_GROUP, MAX_HEAD_DIM = 12, 256
+"""The most query heads for a key head, and the widest head, that attention has room for."""
+
+_CONSTANTS = {
+    "kPanel": PANEL,
+    "kLanes": HALF,
+    "pair bytes": PAIR_BYTES,
+    "kRanksAtOnce": RANKS_AT_ONCE,
+    "kElement": ELEMENT,
+    "kInt8": INT8,
+    "kInt4": INT4,
+    "kFloat4": FLOAT4,
+    "kAtOnce": INT4_AT_ONCE,
+    "kOfGroup": INT4_GROUP_BYTES,
+    "kZeroBits": INT4_ZERO_BITS,
+    "kWord of int4": INT4_WORD,
+    "kWord of float4": FLOAT4_WORD,
+    "kTile": MAX_QUERY_GROUP,
+    "kMaxHeadDim": MAX_HEAD_DIM,
+    "sizeof(Linear)": ctypes.sizeof(structs.LinearStruct),
+    "sizeof(Norm)": ctypes.sizeof(structs.NormStruct),
+    "sizeof(Layer)": ctypes.sizeof(structs.LayerStruct),
+    "sizeof(Shape)": ctypes.sizeof(structs.ShapeStruct),
+    "sizeof(LayerAdapter)": ctypes.sizeof(structs.LayerAdapterStruct),
+    "sizeof(Adapter)": ctypes.sizeof(structs.AdapterStruct),
+    "sizeof(Batch)": ctypes.sizeof(structs.BatchStruct),
+    "sizeof(Routed)": ctypes.sizeof(structs.RoutedStruct),
+    "sizeof(PenalizedRows)": ctypes.sizeof(structs.PenalizedRowsStruct),
+    "sizeof(MaskedRows)": ctypes.sizeof(structs.MaskedRowsStruct),
+}
+"""By their names in `constants` of source/decoder.cpp."""
+
+
+def check_layout(library: ctypes.CDLL) -> None:
+    """Raise ConfigError, with every number that differs, unless the library lays weights out by these numbers."""
+    compiled: dict[str, int] = {}
+    for constant in library.constants():
+        if constant.name is None:
+            break
+        compiled[constant.name.decode()] = constant.value
+    names = sorted(compiled.keys() | _CONSTANTS.keys())
+    wrong = [
+        f"{name} is {compiled.get(name, 'not there')}, expected {_CONSTANTS.get(name, 'no such number')}"
+        for name in names
+        if compiled.get(name) != _CONSTANTS.get(name)
+    ]
+    if wrong:
+        raise ConfigError(
+            f"the compiled layers {library._name} are not those of this version: {'; '.join(wrong)}"
+        )

@@ -1,0 +1,38 @@
+// The products of products.h for any processor, in quads (products_quads.h), as a compiler makes them of operators.
+#pragma once
+
+#include "lanes.h"
+
+namespace inflight {
+
+constexpr int kSumQuads = 12;   // of the 16 registers that x86 has
+constexpr int kGroupQuads = 1;  // of 4 bits
+
+template <int kLane>
+inline FloatQuad multiply_add_lane(FloatQuad total, FloatQuad columns, FloatQuad words) {
+  return multiply_add(total, columns, same(words[kLane]));
+}
+
+// Twice the value of 4-bit floats, and 16 more: 0, 1, 2, 3, 4, 6, 8, 12, and these with the sign turned.
+inline Bytes float_levels(Bytes bits) {
+  const auto above = [&](Bytes x, int8_t least) {
+    const Bytes more = x - least;
+    return more & (more > 0);
+  };
+  const Bytes magnitude = bits & 7, sign = (bits & 8) != 0;
+  const Bytes twice = magnitude + above(magnitude, 4) + 2 * above(magnitude, 6);
+  return (twice ^ sign) - sign + 16;
+}
+
+}  // namespace inflight
+
+#include "products_quads.h"
+
+namespace inflight {
+
+using BfloatPairs = WidenedBfloats;
+using Int8 = WidenedInt8;
+template <bool kIsFloat>
+struct LevelProducts : WidenedLevels<kIsFloat> {};
+
+}  // namespace inflight

@@ -1,0 +1,120 @@
+"""Whether a checkpoint's tensors are those of a model, and what the model's tensors are called in it.
+
+Files' headers decide that: no weight is read but to compare an embedding with the output projection.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from inflight.checkpoint_config import DTYPES
+from inflight.errors import ConfigError
+from inflight.models.checkpoint import Checkpoint
+from inflight.models.quantized_tensors import unpack_quantized
+from inflight.models.registry import ModelDescription
+from inflight.models.stacked_experts import unstack_experts
+from inflight.models.weight_sources import find_sources, stored_shapes
+
+_UNTIED = "%s: tie_word_embeddings is true, but %s and %s differ: the output projection is the latter"
+_logger = logging.getLogger(__name__)
+
+
+def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
+    """The model with the names of this checkpoint's tensors. ConfigError unless they are the model's.
+
+    A checkpoint of a model without its output projection leaves out the prefix of all names. Where config.json
+    says that the embeddings are tied and only one of the two is stored, it is both, whichever it is. Stacked
+    experts get tensors of their own.
+    """
+    if not any(name.startswith(model.names.base) for name in checkpoint.tensors):
+        model = replace(model, names=replace(model.names, base=""))
+    if model.quantization is not None:
+        if model.names.transposed:
+            raise ConfigError(
+                f"{checkpoint.folder}: its weights are quantized ({model.quantization.method}), which is not read "
+                "of a family whose matrices are stored [inputs, outputs]: take the unquantized checkpoint"
+            )
+        if not model.quantization.is_of_stacks:
+            unpack_quantized(checkpoint, model.quantization)
+    unstack_experts(checkpoint, model)
+    embedding, head = _vocabulary_names(model)
+    if model.decoder.tied_embeddings and embedding not in checkpoint.tensors and head in checkpoint.tensors:
+        checkpoint.rename(head, embedding)
+    _check(checkpoint, model)
+    return model
+
+
+def untied(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
+    """The model that was fitted, its embeddings tied as transformers ties them.
+
+    Where both are stored, they are tied if they are equal, and are what they are otherwise.
+    """
+    embedding, head = _vocabulary_names(model)
+    if not model.decoder.tied_embeddings or head not in checkpoint.tensors:
+        return model
+    if _is_same(checkpoint, embedding, head):
+        return model
+    base = model.names.base
+    _logger.warning(_UNTIED, model.folder, base + model.names.embedding, model.names.lm_head)
+    return replace(model, decoder=replace(model.decoder, tied_embeddings=False))
+
+
+def _vocabulary_names(model: ModelDescription) -> tuple[str, str]:
+    """The tensors of the embedding and of the output projection."""
+    return f"{model.names.base}{model.names.embedding}.weight", f"{model.names.lm_head}.weight"
+
+
+def _is_same(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """Whether two tensors have equal values; of two data types they count as different."""
+    if checkpoint.tensors[one].dtype != checkpoint.tensors[other].dtype:
+        return False
+    both = checkpoint.read(one), checkpoint.read(other)
+    try:
+        return torch.equal(*both)
+    finally:
+        for tensor in both:
+            checkpoint.release_pages(tensor)
+
+
+def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
+    decoder = model.decoder
+    expected = stored_shapes(find_sources(model))
+    missing = [name for name in expected if name not in checkpoint.tensors]
+    head = _vocabulary_names(model)[1]
+    if decoder.tied_embeddings and head in checkpoint.tensors:
+        expected[head] = (decoder.vocab_size, decoder.hidden_size)
+    ignored = model.names.ignored or ("\0",)
+    unexpected = [
+        name
+        for name in checkpoint.tensors
+        if name not in expected and not name.endswith(ignored) and not _is_of_draft_layer(name, model)
+    ]
+    if missing or unexpected:
+        raise ConfigError(
+            f"{checkpoint.folder}: the weights do not fit config.json: "
+            f"missing {_some(missing)}; unexpected {_some(unexpected)}"
+        )
+    for name, shape in expected.items():
+        info = checkpoint.tensors[name]
+        where = f"{checkpoint.folder / info.file}: tensor {name!r}"
+        if info.shape != shape:
+            raise ConfigError(
+                f"{where} has shape {list(info.shape)}, expected {list(shape)} from config.json"
+            )
+        if info.dtype not in DTYPES:
+            raise ConfigError(f"{where} has dtype {info.dtype}, expected one of {', '.join(DTYPES)}")
+
+
+def _is_of_draft_layer(name: str, model: ModelDescription) -> bool:
+    """Whether a tensor belongs to a draft layer, one behind the model's last layer."""
+    first = model.decoder.num_layers
+    layers = range(first, first + model.decoder.num_draft_layers)
+    return name.startswith(tuple(model.names.base + model.names.layers.format(index) for index in layers))
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    shown = ", ".join(names[:limit]) or "none"
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

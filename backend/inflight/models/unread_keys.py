@@ -1,0 +1,93 @@
+"""The keys of a config.json that nobody reads, and whether the checkpoint may be loaded all the same.
+
+A checkpoint's config.json holds dozens of keys that say nothing about what is computed: where it comes from, how
+it was trained, how somebody generates with it. They are listed here. A key that is neither read by the model's
+family nor listed may change what is computed, so a checkpoint that has one is not loaded, unless the value is one
+that means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inflight.checkpoint_config import ConfigFile
+from inflight.core.request.sampling_config import CONTROLS
+
+_ORIGIN = """
+    _name_or_path name_or_path _commit_hash transformers_version transformers.js_config auto_map
+    tokenizer_class processor_class is_llama_config unsloth_fixed unsloth_version model_name
+"""
+_LABELS = "id2label label2id num_labels _num_labels problem_type finetuning_task prefix task_specific_params"
+_TRAINING = """
+    attention_dropout activation_dropout hidden_dropout dropout attn_pdrop embd_pdrop resid_pdrop
+    attention_probs_dropout_prob hidden_dropout_prob classifier_dropout initializer_range init_std layerdrop
+    gradient_checkpointing neftune_noise_alpha output_router_logits router_aux_loss_coef router_jitter_noise
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout aux_loss_alpha
+    seq_aux
+"""
+# Which of several ways to the same numbers is taken, and what a forward pass in Python gives back.
+_EXECUTION = """
+    pretraining_tp chunk_size_feed_forward reorder_and_upcast_attn use_cache torchscript use_bfloat16
+    tf_legacy_loss attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
+    use_flash_attn use_flash_attention_2 experts_implementation output_attentions output_hidden_states output_past
+    output_scores output_logits return_dict return_dict_in_generate is_decoder predict_special_tokens n_special
+    ep_size
+"""
+# How long sequences were in training or in a tokenizer; the family's own key says how long they can be.
+_LENGTHS = "n_ctx initial_context_length max_sequence_length max_seq_len seq_length seq_len model_max_length"
+# Beside what goes by the name of a sampling control.
+_GENERATION = """
+    max_length max_new_tokens min_new_tokens max_time stop_strings do_sample num_beams num_beam_groups
+    penalty_alpha dola_layers top_h typical_p epsilon_cutoff eta_cutoff diversity_penalty
+    encoder_repetition_penalty encoder_no_repeat_ngram_size bad_words_ids force_words_ids renormalize_logits
+    constraints remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    forced_decoder_ids sequence_bias token_healing guidance_scale low_memory watermarking_config
+    cache_implementation cache_config prompt_lookup_num_tokens max_matching_ngram_size num_assistant_tokens
+    num_assistant_tokens_schedule assistant_confidence_threshold
+"""
+HARMLESS = frozenset(
+    [*" ".join((_ORIGIN, _LABELS, _TRAINING, _EXECUTION, _LENGTHS, _GENERATION)).split(), *CONTROLS]
+)  # besides every `…_token_id`
+
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "is_causal": (True,),
+    "rotary_pct": (None, 1),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    # Counts of parts such as experts. A family that does not read the key has none, so 0 means nothing.
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "moe_intermediate_size": (None, 0),
+    "num_nextn_predict_layers": (None, 0),
+}
+
+_NOTHING = (None, False, "", [], {})
+
+
+def refuse_unread(config: ConfigFile, neutral: Mapping[str, Sequence[Any]] | None = None) -> None:
+    """Raise ConfigError for the first key that nobody has read and that may change what is computed.
+
+    null, false, "" and empty lists and objects mean nothing, unless `neutral`, or the list here, has other values
+    of the key that do.
+    """
+    means_nothing = {**_NEUTRAL, **(neutral or {})}
+    for key in config.unread():
+        if key in HARMLESS or key.endswith("_token_id"):
+            continue
+        if _is_one_of(config.values[key], means_nothing.get(key, _NOTHING)):
+            continue
+        raise config.error(
+            key,
+            "no such key: it is not known here and may change what is computed (if it does not, remove it)",
+        )
+
+
+def _is_one_of(value: Any, allowed: Sequence[Any]) -> bool:
+    """Whether a value is allowed; true is not 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)

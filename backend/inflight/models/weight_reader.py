@@ -1,0 +1,230 @@
+"""Reads the tensors of a model out of an open checkpoint, into what a `Sink` makes of each.
+
+Every tensor is copied once, from the mapped file straight into its place on the device, and what becomes of a
+projection is made as soon as it is read: a load needs no more memory than what is kept and one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from inflight.models.checkpoint import Checkpoint
+from inflight.models.decoder_weights import (
+    DecoderWeights,
+    ExpertWeights,
+    LatentWeights,
+    Layer,
+    LayerT,
+    Linear,
+    LinearT,
+    Norm,
+)
+from inflight.models.levels import GroupedMatrix, stack_rows
+from inflight.models.sink import KeptLevels, Sink
+from inflight.models.weight_sources import (
+    DecoderSources,
+    ExpertSources,
+    LatentSources,
+    LayerSources,
+    LinearSource,
+    NormSource,
+    StackSource,
+    TensorSource,
+)
+
+
+class _NotKept(Exception):
+    """One of a layer's experts is not quantized as the first one is."""
+
+
+class WeightReader(Generic[LayerT, LinearT]):
+    """Reads weights.
+
+    Args:
+        checkpoint: Has all tensors that sources name.
+        dtype: Of tensors whose sources have none.
+        device: Where they go.
+        sink: Says what is kept of projections and layers.
+        kept: What the checkpoint has quantized is offered to the sink as it is; None: as numbers.
+        advance: Called with the bytes of each tensor that has been read.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        sink: Sink[LayerT, LinearT],
+        kept: KeptLevels | None,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
+        self._sink, self._kept, self._advance = sink, kept, advance
+
+    def read(self, sources: DecoderSources) -> DecoderWeights[LayerT, LinearT]:
+        """The weights of a part of a model, as the sink makes them."""
+        embedding = position_embedding = final_norm = lm_head = None
+        if sources.embedding is not None:
+            embedding = self._plain(sources.embedding)
+        if sources.position_embedding is not None:
+            position_embedding = self._plain(sources.position_embedding)
+        if sources.final_norm is not None:
+            table = embedding if sources.lm_head is None else self._plain(sources.lm_head)
+            assert table is not None, "the last stage has the one or the other"
+            lm_head = self._sink.head(table)
+            if sources.lm_head is None and not self._sink.keeps_tied_embedding:
+                embedding = None
+            del table
+            final_norm = self._norm(sources.final_norm, self._plain)
+        layers = tuple(self._sink.layer(self._layer(layer)) for layer in sources.layers)
+        return DecoderWeights(embedding, position_embedding, layers, final_norm, lm_head)
+
+    def _layer(self, sources: LayerSources) -> Layer[LinearT]:
+        return Layer(
+            qkv=self._projection(sources.qkv),
+            latent=None if sources.latent is None else self._latent(sources.latent),
+            up=None if sources.up is None else self._projection(sources.up),
+            down=None if sources.down is None else self._projection(sources.down),
+            experts=None if sources.experts is None else self._experts(sources.experts),
+            attention_norm=self._norm_or_none(sources.attention_norm),
+            query_norm=self._norm_or_none(sources.query_norm),
+            key_norm=self._norm_or_none(sources.key_norm),
+            output=self._projection(sources.output),
+            attention_post_norm=self._norm_or_none(sources.attention_post_norm),
+            mlp_norm=self._norm_or_none(sources.mlp_norm),
+            mlp_post_norm=self._norm_or_none(sources.mlp_post_norm),
+            sinks=self._vector(sources.sinks),
+        )
+
+    def _latent(self, sources: LatentSources) -> LatentWeights:
+        return LatentWeights(
+            query_norm=self._norm_or_none(sources.query_norm),
+            query_up=None if sources.query_up is None else self._linear(sources.query_up),
+            kv_norm=self._norm(sources.kv_norm, self._tensor),
+            kv_up=self._linear(sources.kv_up),
+        )
+
+    def _experts(self, sources: ExpertSources) -> ExpertWeights[LinearT]:
+        return ExpertWeights(
+            router=self._linear(sources.router),
+            up=self._stack(sources.up),
+            down=self._stack(sources.down),
+            shared_gate=None if sources.shared_gate is None else self._linear(sources.shared_gate),
+            choice_bias=self._vector(sources.choice_bias),
+        )
+
+    # ------------------------------------------------------------------ what sinks keep
+
+    def _projection(self, source: LinearSource) -> LinearT:
+        levels = self._kept_levels(source.weight)
+        if levels is None:
+            return self._sink.linear(self._tensor(source.weight), self._vector(source.bias), source.is_gated)
+        found = self._sink.linear(levels, self._vector(source.bias), source.is_gated)
+        self._count(levels)
+        self._release(source.weight)
+        return found
+
+    def _stack(self, source: StackSource) -> LinearT:
+        shape, bias = (len(source.matrices), *source.matrices[0].shape), self._vector(source.bias)
+        bias = None if bias is None else bias.view(shape[:2])
+        first = self._kept_levels(source.matrices[0], is_stack=True)
+        if first is not None:
+            try:
+                found = self._sink.stack(self._each_levels(source, first), shape, bias, source.is_gated)
+                self._count(first)
+                return found
+            except _NotKept:
+                self._note_unpacked(source.matrices[0], "experts that are not all quantized alike")
+        return self._sink.stack(map(self._tensor, source.matrices), shape, bias, source.is_gated)
+
+    def _each_levels(self, source: StackSource, first: GroupedMatrix) -> Iterator[GroupedMatrix]:
+        """Each expert's levels, of which those of the first are read; _NotKept if others are not of its form."""
+        for index, of_expert in enumerate(source.matrices):
+            matrix = first if index == 0 else self._kept_levels(of_expert, is_stack=True)
+            if matrix is None or matrix.form != first.form:
+                raise _NotKept
+            yield matrix
+            self._release(of_expert)
+
+    def _kept_levels(self, source: TensorSource, is_stack: bool = False) -> GroupedMatrix | None:
+        """The levels of a matrix that is kept as the checkpoint has it; None of any other."""
+        if self._kept is None:
+            return None
+        matrix = self._levels(source)
+        if matrix is not None and (reason := self._sink.why_unpacked(matrix, is_stack)):
+            self._note_unpacked(source, reason)
+            return None
+        return matrix
+
+    def _count(self, levels: GroupedMatrix) -> None:
+        if self._kept is not None:
+            self._kept.counts[levels.kind] += 1
+
+    def _note_unpacked(self, source: TensorSource, reason: str) -> None:
+        if self._kept is not None:
+            self._kept.note_unpacked(source.parts[0].name, reason)
+
+    # ------------------------------------------------------------------ tensors as they are
+
+    def _linear(self, source: LinearSource) -> Linear:
+        return Linear(self._tensor(source.weight), self._vector(source.bias))
+
+    def _norm_or_none(self, source: NormSource | None) -> Norm | None:
+        return None if source is None else self._norm(source, self._tensor)
+
+    def _norm(self, source: NormSource, read: Callable[[TensorSource], Tensor]) -> Norm:
+        weight = read(source.weight)
+        if source.offset:
+            weight = weight.float() + source.offset
+        return Norm(weight, None if source.bias is None else read(source.bias))
+
+    def _vector(self, source: TensorSource | None) -> Tensor | None:
+        return None if source is None else self._tensor(source)
+
+    def _tensor(self, source: TensorSource) -> Tensor:
+        """A tensor of a layer."""
+        return self._fill(source, self._sink.empty(source.shape, source.dtype or self._dtype, self._device))
+
+    def _plain(self, source: TensorSource) -> Tensor:
+        """A tensor outside layers."""
+        return self._fill(
+            source, torch.empty(source.shape, dtype=source.dtype or self._dtype, device=self._device)
+        )
+
+    def _fill(self, source: TensorSource, tensor: Tensor) -> Tensor:
+        start = 0
+        for part in source.parts:
+            stored = self._checkpoint.read(part.name)
+            for rows in part.ranges:
+                end = start + rows[1] - rows[0]
+                tensor[start:end].copy_(source.wanted(stored, rows))
+                start = end
+            self._checkpoint.release_pages(stored)
+        self._advance(tensor.nbytes)
+        return tensor
+
+    def _levels(self, source: TensorSource) -> GroupedMatrix | None:
+        """The levels of a matrix; None if it is not quantized, or its parts do not go together."""
+        levels = self._checkpoint.levels
+        are_quantized = [part.name in levels for part in source.parts]
+        if source.transposed or not all(are_quantized):
+            if any(are_quantized):
+                self._note_unpacked(source, "what is multiplied with it is not quantized")
+            return None
+        found: list[GroupedMatrix] = []
+        for part in source.parts:
+            whole = levels[part.name].read()
+            found += [whole.part(rows, source.kept).grouped() for rows in part.ranges]
+        if (matrix := stack_rows(found)) is None:
+            self._note_unpacked(source, "others that are multiplied with it are quantized otherwise")
+        return matrix
+
+    def _release(self, source: TensorSource) -> None:
+        """Let the pages of levels go that have been used."""
+        for part in source.parts:
+            self._checkpoint.levels[part.name].release()
+        self._advance(source.num_bytes(self._dtype))

@@ -1,0 +1,389 @@
+"""The sources of the tensors of a part of a model: which rows and columns of which tensors of a checkpoint.
+
+Sources have the structure of `DecoderWeights`, and follow from the description of the model alone: no file is
+opened. `weight_reader.py` reads by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from inflight.models.decoder_config import ExpertsConfig, LatentAttention
+from inflight.models.families.family import ExpertNames, LatentNames, MlpNames
+from inflight.models.registry import ModelDescription
+from inflight.models.sharding import Part, Range
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """A tensor of the checkpoint that has so many `rows`, and the `ranges` of them that are wanted."""
+
+    name: str
+    rows: int
+    ranges: tuple[Range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """One tensor of a model: rows of checkpoint tensors on top of each other.
+
+    Attributes:
+        parts: The checkpoint's tensors, and which of their rows.
+        columns: How many columns these have; None for vectors.
+        kept: Which of the columns are wanted.
+        transposed: Whether the checkpoint has columns for rows.
+        dtype: What it is kept as, whatever the model is; None: as the model.
+    """
+
+    parts: tuple[StoredRows, ...]
+    columns: int | None = None
+    kept: Range = (0, 0)
+    transposed: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        rows = sum(end - begin for part in self.parts for begin, end in part.ranges)
+        return (rows,) if self.columns is None else (rows, self.kept[1] - self.kept[0])
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the tensor in a model of this dtype."""
+        return torch.Size(self.shape).numel() * (self.dtype or dtype).itemsize
+
+    def stored_shape(self, rows: int) -> tuple[int, ...]:
+        """Shape of a part in the file."""
+        if self.columns is None:
+            return (rows,)
+        return (self.columns, rows) if self.transposed else (rows, self.columns)
+
+    def wanted(self, stored: Tensor, rows: Range) -> Tensor:
+        """The given rows of a stored tensor, without the columns that are not kept."""
+        if self.columns is None:
+            return stored[slice(*rows)]
+        return (stored.T if self.transposed else stored)[slice(*rows), slice(*self.kept)]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSource:
+    """A `Linear`; `is_gated`: gate above up of a gated MLP."""
+
+    weight: TensorSource
+    bias: TensorSource | None
+    is_gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StackSource:
+    """The same matrix of each expert.
+
+    Attributes:
+        bias: Of all experts behind each other; None if they have none.
+        matrices: [outputs, inputs] of each.
+        is_gated: They are gate above up.
+    """
+
+    bias: TensorSource | None
+    matrices: tuple[TensorSource, ...]
+    is_gated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NormSource:
+    """A `Norm`; `offset` is added to its weight, which is float32 then, unless it is 0."""
+
+    weight: TensorSource
+    bias: TensorSource | None
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSources:
+    """`LatentWeights`."""
+
+    query_norm: NormSource | None
+    query_up: LinearSource | None
+    kv_norm: NormSource
+    kv_up: LinearSource
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSources:
+    """`ExpertWeights`."""
+
+    router: LinearSource
+    up: StackSource
+    down: StackSource
+    shared_gate: LinearSource | None
+    choice_bias: TensorSource | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSources:
+    """A `Layer`, its tensors in the order in which they are read."""
+
+    qkv: LinearSource
+    latent: LatentSources | None
+    up: LinearSource | None
+    down: LinearSource | None
+    experts: ExpertSources | None
+    attention_norm: NormSource | None
+    query_norm: NormSource | None
+    key_norm: NormSource | None
+    output: LinearSource
+    attention_post_norm: NormSource | None
+    mlp_norm: NormSource | None
+    mlp_post_norm: NormSource | None
+    sinks: TensorSource | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSources:
+    """`DecoderWeights`, its tensors in the order in which they are read.
+
+    The output projection comes before the layers: a matrix of it is not there twice when they are there too.
+
+    Attributes:
+        lm_head: None before the last stage, and where the embedding, which is there, is the output projection too.
+    """
+
+    embedding: TensorSource | None
+    position_embedding: TensorSource | None
+    lm_head: TensorSource | None
+    final_norm: NormSource | None
+    layers: tuple[LayerSources, ...]
+
+
+def tensors(sources: object) -> Iterator[TensorSource]:
+    """Each tensor of sources of any structure, in the order in which they are read."""
+    if isinstance(sources, TensorSource):
+        yield sources
+    elif isinstance(sources, tuple):
+        for each in sources:  # pyright: ignore[reportUnknownVariableType]
+            yield from tensors(each)  # pyright: ignore[reportUnknownArgumentType]
+    elif is_dataclass(sources):
+        for field in fields(sources):
+            yield from tensors(getattr(sources, field.name))
+
+
+def stored_shapes(sources: DecoderSources) -> dict[str, tuple[int, ...]]:
+    """The checkpoint's tensors that are read, in the order in which they are read, and their shapes."""
+    return {part.name: each.stored_shape(part.rows) for each in tensors(sources) for part in each.parts}
+
+
+def find_sources(model: ModelDescription, part: Part | None = None) -> DecoderSources:
+    """The sources of a part of the model; None: of all of it."""
+    return _Finder(model, part or Part.whole(model.decoder)).decoder()
+
+
+class _Finder:
+    """Finds the sources of a part of a model, whose decoder, names and shard all methods look at."""
+
+    def __init__(self, model: ModelDescription, part: Part) -> None:
+        self._decoder, self._names, self._part = model.decoder, model.names, part
+
+    def decoder(self) -> DecoderSources:
+        decoder, names, part = self._decoder, self._names, self._part
+        vocabulary = part.shard.split(decoder.vocab_size)
+        embedding = position_embedding = lm_head = final_norm = None
+        if part.is_first_stage:
+            embedding = self._table(names.base + names.embedding, decoder.vocab_size, vocabulary)
+            if decoder.learned_positions:
+                positions = decoder.max_positions + decoder.position_offset
+                name = names.base + names.position_embedding
+                position_embedding = self._table(name, positions, (0, positions))
+        if part.is_last_stage:
+            if not (decoder.tied_embeddings and embedding is not None):
+                name = names.base + names.embedding if decoder.tied_embeddings else names.lm_head
+                lm_head = self._table(name, decoder.vocab_size, vocabulary)
+            final_norm = self._norm(names.base + names.final_norm, decoder.hidden_size)
+        layers = tuple(self._layer(index) for index in range(*part.layers))
+        return DecoderSources(embedding, position_embedding, lm_head, final_norm, layers)
+
+    def _table(self, name: str, rows: int, own: Range) -> TensorSource:
+        hidden = self._decoder.hidden_size
+        return TensorSource((StoredRows(f"{name}.weight", rows, (own,)),), hidden, (0, hidden))
+
+    def _layer(self, index: int) -> LayerSources:
+        decoder, names, shard = self._decoder, self._names, self._part.shard
+        attention, norms = names.attention, names.norms
+        prefix = names.base + names.layers.format(index)
+
+        def norm(module: str) -> NormSource | None:
+            return self._norm(prefix + module, decoder.hidden_size) if module else None
+
+        queries, keys = shard.query_rows(decoder), (decoder.kv_size, shard.kv_rows(decoder))
+        if decoder.latent is None:
+            rows = (decoder.query_size, queries), keys, keys
+            qkv, latent = self._column_parallel(prefix, attention.qkv, rows, decoder.qkv_bias), None
+        else:
+            assert attention.latent is not None, "a family with latent attention names its modules"
+            qkv, latent = self._latent(prefix, attention.latent, decoder.latent)
+        experts = None
+        if decoder.experts is not None and decoder.has_experts(index):
+            assert names.experts is not None, "a family with experts names their modules"
+            up, down = self._mlp(prefix, names.experts.shared, decoder.experts.shared_intermediate_size)
+            experts = self._experts(prefix, names.experts, decoder.experts)
+        else:
+            up, down = self._mlp(prefix, names.mlp, decoder.intermediate_size)
+        return LayerSources(
+            qkv=qkv,
+            latent=latent,
+            up=up,
+            down=down,
+            experts=experts,
+            attention_norm=norm(norms.attention),
+            query_norm=self._head_norm(prefix + attention.query_norm, (decoder.query_size, queries)),
+            key_norm=self._head_norm(prefix + attention.key_norm, keys),
+            output=self._row_parallel(
+                prefix + attention.output,
+                decoder.num_heads * decoder.output_head_dim,
+                shard.head_rows(decoder, decoder.output_head_dim),
+                decoder.output_bias,
+            ),
+            attention_post_norm=norm(norms.attention_post),
+            mlp_norm=norm(norms.mlp),
+            mlp_post_norm=norm(norms.mlp_post),
+            sinks=self._sinks(prefix) if decoder.learned_sinks else None,
+        )
+
+    def _latent(
+        self, prefix: str, names: LatentNames, config: LatentAttention
+    ) -> tuple[LinearSource, LatentSources]:
+        """The projection of hidden states and the other weights of latent attention, of this shard's heads."""
+        decoder, rank = self._decoder, config.query_rank
+
+        def rows_of_heads(width: int) -> tuple[int, Range]:
+            return decoder.num_heads * width, self._part.shard.head_rows(decoder, width)
+
+        def of_heads(name: str, width: int, columns: int) -> LinearSource:
+            count, own = rows_of_heads(width)
+            weight = StoredRows(f"{prefix}{name}.weight", count, (own,))
+            return LinearSource(TensorSource((weight,), columns, (0, columns), self._names.transposed), None)
+
+        queries = rows_of_heads(config.query_head_dim) if rank is None else (rank, (0, rank))
+        modules = (names.query if rank is None else names.query_down, names.kv_down)
+        rows = queries, (config.cached_dim, (0, config.cached_dim))
+        return self._column_parallel(prefix, modules, rows, decoder.qkv_bias), LatentSources(
+            query_norm=None if rank is None else self._norm(prefix + names.query_down_norm, rank),
+            query_up=None if rank is None else of_heads(names.query_up, config.query_head_dim, rank),
+            kv_norm=self._norm(prefix + names.kv_down_norm, config.kv_rank),
+            kv_up=of_heads(names.kv_up, config.nope_head_dim + config.value_head_dim, config.kv_rank),
+        )
+
+    def _mlp(
+        self, prefix: str, names: MlpNames | None, inner: int
+    ) -> tuple[LinearSource, LinearSource] | tuple[None, None]:
+        """Both projections of an MLP that is `inner` wide; no such MLP where that is 0."""
+        if not inner or names is None:
+            return None, None
+        decoder, own = self._decoder, (inner, self._part.shard.split(inner))
+        rows = (own, own) if decoder.gated_mlp else (own,)
+        return (
+            self._column_parallel(prefix, names.up, rows, decoder.mlp_bias, decoder.gated_mlp),
+            self._row_parallel(prefix + names.down, inner, own[1], decoder.mlp_bias),
+        )
+
+    def _sinks(self, prefix: str) -> TensorSource:
+        """The learned scores of this shard's query heads."""
+        count = self._decoder.num_heads
+        name = prefix + self._names.attention.sinks
+        return TensorSource((StoredRows(name, count, (self._part.shard.split(count),)),))
+
+    def _experts(self, prefix: str, names: ExpertNames, config: ExpertsConfig) -> ExpertSources:
+        """A layer's router, and of the experts that this shard has its slices."""
+        hidden, inner = self._decoder.hidden_size, config.intermediate_size
+        own = self._part.shard.slice_of_experts(inner)
+        held = range(*self._part.shard.experts(config.count))
+        modules = [prefix + names.prefix.format(index) for index in held]
+        up = [tuple(StoredRows(each + name, inner, (own,)) for name in names.each.up) for each in modules]
+        down = [(StoredRows(each + names.each.down, hidden, ((0, hidden),)),) for each in modules]
+
+        def replicated(name: str, rows: int, bias: bool = False) -> LinearSource:
+            whole = (StoredRows(prefix + name, rows, ((0, rows),)),)
+            weight = TensorSource(_named(whole, "weight"), hidden, (0, hidden), self._names.transposed)
+            return LinearSource(weight, TensorSource(_named(whole, "bias")) if bias else None)
+
+        def stack(
+            modules: list[tuple[StoredRows, ...]], columns: int, kept: Range, has_bias: bool, is_gated: bool
+        ) -> StackSource:
+            matrices = tuple(TensorSource(_named(each, "weight"), columns, kept) for each in modules)
+            vectors = tuple(chain.from_iterable(_named(each, "bias") for each in modules))
+            return StackSource(TensorSource(vectors) if has_bias else None, matrices, is_gated)
+
+        # What the ranks give is added up, and a bias is in it once.
+        has_down_bias = config.has_bias and own[0] == 0
+        # Kept in float32: what it decides between may be closer together than bfloat16's steps.
+        choice_bias = StoredRows(prefix + names.choice_bias, config.count, ((0, config.count),))
+        return ExpertSources(
+            router=replicated(names.router, config.count, config.has_router_bias),
+            up=stack(up, hidden, (0, hidden), config.has_bias, is_gated=True),
+            down=stack(down, inner, own, has_down_bias, is_gated=False),
+            shared_gate=replicated(names.shared_gate, 1) if config.has_shared_gate else None,
+            choice_bias=TensorSource((choice_bias,), dtype=torch.float32) if config.has_choice_bias else None,
+        )
+
+    def _head_norm(self, module: str, all_heads: tuple[int, Range]) -> NormSource | None:
+        """The norm over each head, or over all of them: how wide they are, and which are this shard's."""
+        decoder = self._decoder
+        if decoder.qk_norm is None:
+            return None
+        size, own = (decoder.head_dim, None) if decoder.qk_norm == "heads" else all_heads
+        return self._norm(module, size, own)
+
+    def _column_parallel(
+        self,
+        prefix: str,
+        modules: tuple[str, ...],
+        rows: tuple[tuple[int, Range], ...],
+        bias: bool,
+        is_gated: bool = False,
+    ) -> LinearSource:
+        """`rows`: of each of the fused projections all there are, and this shard's."""
+        fused, *others = modules
+        if self._names.attention.qkv_by_head and len(rows) == 3 and not others:
+            parts = (self._rows_by_head(prefix + fused),)
+        elif others:
+            pairs = zip(modules, rows, strict=True)
+            parts = tuple(StoredRows(prefix + module, count, (own,)) for module, (count, own) in pairs)
+        else:
+            starts = accumulate((count for count, _ in rows), initial=0)
+            own = tuple((start + begin, start + end) for start, (_, (begin, end)) in zip(starts, rows))
+            parts = (StoredRows(prefix + fused, sum(count for count, _ in rows), own),)
+        hidden = self._decoder.hidden_size
+        return self._linear(parts, hidden, (0, hidden), bias, is_gated)
+
+    def _rows_by_head(self, name: str) -> StoredRows:
+        """This shard's rows of a matrix with a head's query, key and value after each other, in our order."""
+        size, (first, last) = self._decoder.head_dim, self._part.shard.split(self._decoder.num_heads)
+        ranges = (
+            ((3 * head + kind) * size, (3 * head + kind + 1) * size)
+            for kind in range(3)
+            for head in range(first, last)
+        )
+        return StoredRows(name, 3 * self._decoder.query_size, tuple(ranges))
+
+    def _row_parallel(self, module: str, columns: int, own: Range, bias: bool) -> LinearSource:
+        hidden = self._decoder.hidden_size
+        return self._linear((StoredRows(module, hidden, ((0, hidden),)),), columns, own, bias)
+
+    def _linear(
+        self, modules: tuple[StoredRows, ...], columns: int, kept: Range, bias: bool, is_gated: bool = False
+    ) -> LinearSource:
+        weight = TensorSource(_named(modules, "weight"), columns, kept, self._names.transposed)
+        return LinearSource(weight, TensorSource(_named(modules, "bias")) if bias else None, is_gated)
+
+    def _norm(self, module: str, size: int, own: Range | None = None) -> NormSource:
+        rows = (StoredRows(module, size, (own or (0, size),)),)
+        bias = TensorSource(_named(rows, "bias")) if self._decoder.norm == "layer" else None
+        return NormSource(TensorSource(_named(rows, "weight")), bias, self._decoder.norm_offset)
+
+
+def _named(modules: tuple[StoredRows, ...], kind: str) -> tuple[StoredRows, ...]:
+    """Weights or biases of modules."""
+    return tuple(replace(each, name=f"{each.name}.{kind}") for each in modules)

@@ -1,0 +1,20 @@
+"""The targets that tests of compiled layers are run for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.cpu import emulation
+from tests.tiers import with_all
+
+OWN, GENERIC = "own", "generic"  # this machine's fastest; the one of any machine
+ARM = [pytest.param(name, marks=emulation.needs_emulator, id=name) for name in emulation.TARGETS]
+
+
+def _on(targets: list[object], by_default: list[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("target", with_all(targets, by_default), indirect=True)
+
+
+on_every_target = _on([OWN, GENERIC, *ARM], [OWN])
+in_float32_on_others = _on([GENERIC, *ARM], [GENERIC, "neon"])  # which all of Arm's have alike
+in_fewer_bits_on_others = _on([GENERIC, *ARM], [GENERIC, "neon", "neon-bf16"])

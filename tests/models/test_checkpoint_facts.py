@@ -1,0 +1,154 @@
+"""Facts of a config.json for programs that do not load the checkpoint, beside what a load reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight.checkpoint_config import CheckpointFacts
+from inflight.errors import ConfigError
+from inflight.models import DecoderConfig, read_model_description
+from tests.models.test_published_configs import PUBLISHED, READ
+from tests.models.test_registry import GPT2, LLAMA
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+
+
+def _facts(folder: Path, config: object, generation: object = None) -> CheckpointFacts:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return CheckpointFacts.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation"),
+    [
+        (LLAMA, None),
+        (LLAMA, {"eos_token_id": [5, 7]}),
+        (LLAMA, {"eos_token_id": []}),
+        (LLAMA, {}),
+        ({**LLAMA, "torch_dtype": "bfloat16"}, None),
+        ({**LLAMA, "torch_dtype": "bfloat16", "dtype": "float16"}, None),
+        ({**LLAMA, "dtype": "auto"}, None),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.5}}, None),
+        ({**LLAMA, "rope_scaling": YARN}, None),
+        ({**LLAMA, "rope_parameters": {**YARN, "rope_theta": 1e6}}, None),
+        ({**LLAMA, "rope_scaling": LLAMA3}, None),
+        ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, None),
+        ({**MIXTRAL, "num_local_experts": 4, "num_experts_per_tok": 2}, None),
+        (GPT2, None),
+        ({**GPT2, "n_inner": 80}, None),
+    ],
+)
+def test_they_are_what_a_load_reads(
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None
+) -> None:
+    facts = _facts(tmp_path, config, generation)
+    decoder = read_model_description(tmp_path).decoder
+    assert facts.num_kv_heads == decoder.num_kv_heads
+    assert facts.longest_sequence == decoder.max_positions
+    assert facts.eos_token_ids == decoder.eos_token_ids
+    _check_sizes(facts, decoder)
+    assert facts.name == config["architectures"][0]
+    assert facts.quantization is None
+
+
+@pytest.mark.parametrize("name", READ)
+def test_they_are_what_a_load_reads_of_published_checkpoints(tmp_path: Path, name: str) -> None:
+    facts, config = _facts(tmp_path, PUBLISHED[name]), PUBLISHED[name]
+    decoder = read_model_description(tmp_path).decoder
+    assert decoder.latent is not None or facts.num_kv_heads == decoder.num_kv_heads
+    is_stated = "max_position_embeddings" in config or "n_positions" in config
+    assert facts.longest_sequence == (decoder.max_positions if is_stated else None)
+    assert facts.eos_token_ids == decoder.eos_token_ids
+    _check_sizes(facts, decoder)
+
+
+def _check_sizes(facts: CheckpointFacts, decoder: DecoderConfig) -> None:
+    assert facts.vocab_size == decoder.vocab_size
+    assert facts.num_layers == decoder.num_layers
+    assert facts.hidden_size == decoder.hidden_size
+    assert facts.num_heads == decoder.num_heads
+    assert facts.mlp_size == decoder.intermediate_size
+    assert facts.num_experts == (decoder.experts.count if decoder.experts else None)
+    assert facts.dtype == decoder.dtype
+
+
+def test_sizes_that_are_none_are_not_stated(tmp_path: Path) -> None:
+    facts = _facts(tmp_path, {"vocab_size": "many", "num_experts": 0, "hidden_size": True, "n_embd": None})
+    assert (facts.vocab_size, facts.num_experts, facts.hidden_size, facts.mlp_size) == (None,) * 4
+    assert (facts.longest_sequence, facts.num_kv_heads, facts.dtype, facts.eos_token_ids) == (
+        None,
+        None,
+        None,
+        (),
+    )
+    assert facts.name == "unnamed"
+
+
+def test_the_first_folder_that_has_the_file_counts(tmp_path: Path) -> None:
+    for name, size in (("first", None), ("second", 32), ("third", 48)):
+        (tmp_path / name).mkdir()
+        if size is not None:
+            (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": size}))
+    folders = [tmp_path / name for name in ("missing", "first", "second", "third")]
+    assert CheckpointFacts.read(*folders).vocab_size == 32
+    assert CheckpointFacts.read(*folders[:2]).vocab_size is None
+
+
+def test_end_ids_need_no_config_json(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert CheckpointFacts.read(tmp_path).eos_token_ids == (9,)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"config\.json cannot be read as JSON: Expecting property name"),
+        ("[]", r"config\.json holds a list, expected a JSON object"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        CheckpointFacts.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fact", "config", "message"),
+    [
+        (
+            "eos_token_ids",
+            {"eos_token_id": "</s>"},
+            "key 'eos_token_id' is '</s>', expected a token id or a list",
+        ),
+        (
+            "dtype",
+            {"dtype": "int3"},
+            "key 'dtype' is 'int3', expected one of float32, bfloat16, float16, or auto",
+        ),
+        (
+            "quantization",
+            {"quantization_config": 4},
+            "key 'quantization_config' is 4, expected a JSON object",
+        ),
+        ("model_type", {"model_type": 4}, "key 'model_type' is 4, expected a string"),
+    ],
+)
+def test_a_fact_of_another_type_is_named(
+    tmp_path: Path, fact: str, config: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        getattr(_facts(tmp_path, config), fact)

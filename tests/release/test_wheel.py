@@ -1,0 +1,108 @@
+"""The wheel of scripts/wheel serves where there is no compiler, by the layers that it brings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from inflight.engine.cpu import library
+from inflight.testing.make_model import make_model
+from tests.engine.driver import Driver, load_engine
+
+pytestmark = pytest.mark.exhaustive
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The one for this machine."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run([ROOT / "scripts" / "wheel", folder], check=True, timeout=3600)
+    (found,) = folder.glob(f"inflight-*_{os.uname().machine}.whl")
+    return found
+
+
+class Installation:
+    """An environment with the wheel, whose PATH has nothing but its own programs; what it needs is the tests'."""
+
+    def __init__(self, wheel: Path, folder: Path) -> None:
+        venv.create(folder / "venv", symlinks=True)
+        self._bin, self.cache = folder / "venv" / "bin", folder / "cache"
+        python = str(self._bin / "python")
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
+        subprocess.run([*pip, wheel], check=True, timeout=600)
+        self.packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+        (self.packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+
+    def run(self, *arguments: str, **variables: str) -> str:
+        """Run its Python and return what that prints."""
+        environment = {"PATH": str(self._bin), "XDG_CACHE_HOME": str(self.cache), "HOME": "/", **variables}
+        command = [self._bin / "python", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd="/")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    return Installation(wheel, tmp_path_factory.mktemp("installation"))
+
+
+def test_it_names_the_c_library_that_its_libraries_need(wheel: Path) -> None:
+    assert "-py3-none-manylinux_2_" in wheel.name
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_it_serves_without_a_compiler(installation: Installation, tmp_path: Path, kind: str) -> None:
+    is_int8 = kind == "int8"
+    dtype = "bfloat16" if is_int8 else kind
+    folder = make_model(
+        tmp_path / "model", dtype=dtype, standard_deviation=0.5, quantize=kind if is_int8 else None
+    )
+    where, loaded, tokens = installation.run("-c", PROGRAM, str(folder)).splitlines()
+    assert all(Path(each).is_relative_to(installation.packages) for each in (where, loaded))
+    assert (
+        Path(loaded).name == library._prebuilt_path(library.find_target(dtype, is_int8), dtype, is_int8).name
+    )
+    driver = Driver(load_engine(folder, kernels="native"))
+    assert json.loads(tokens) == [*PROMPT, *driver.generate(driver.start(PROMPT), 10)]
+    assert not list(installation.cache.rglob("*.so")), "nothing was compiled"
+
+
+PROGRAM = """
+import sys
+import inflight
+import inflight.executor as trtllm
+
+with trtllm.Executor(sys.argv[1], trtllm.ModelType.DECODER_ONLY, trtllm.ExecutorConfig(1)) as executor:
+    request = trtllm.Request(input_token_ids=[1, 2, 3, 4], max_tokens=10)
+    (response,) = executor.await_responses(executor.enqueue_request(request))
+    with open("/proc/self/maps") as maps:
+        (loaded,) = {line.split()[-1] for line in maps if "decoder-" in line}
+print(inflight.__file__)
+print(loaded)
+print(response.result.output_token_ids[0])
+"""
+
+
+def test_the_doctor_says_what_computes_the_layers(installation: Installation) -> None:
+    findings = json.loads(installation.run("-m", "inflight.doctor", "--json"))["findings"]
+    layers = {each["name"]: each["says"] for each in findings if each["name"].startswith("CPU layers")}
+    for kind, (dtype, int8) in {"float32": ("float32", False), "int8": ("bfloat16", True)}.items():
+        expected = f"compiled layers ({library.describe_target(dtype, int8)}), which came with the package"
+        assert layers[f"CPU layers, {kind}"] == expected
+
+
+def test_what_it_brings_is_left_aside_where_a_local_build_is_asked_for(installation: Installation) -> None:
+    program = "from inflight.engine.cpu import library; print(library.foresee('float32'))"
+    with pytest.raises(AssertionError, match=r"no C\+\+ compiler .*, and INFLIGHT_CPU_BUILD is local"):
+        installation.run("-c", program, INFLIGHT_CPU_BUILD="local")
