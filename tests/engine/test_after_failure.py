@@ -86,7 +86,7 @@ every_stage = pytest.mark.parametrize(
         [(stage, "torch") for stage in STAGES]
         + [pytest.param(stage, "native", marks=needs_native) for stage in IN_ANY_KERNELS],
         [
-            *((stage, "torch") for stage in ("amid block tables", "in the second layer", "in the sampler")),
+            *((stage, "torch") for stage in ("in the second layer", "in the sampler")),
             ("after block tables", "native"),
         ],
     ),

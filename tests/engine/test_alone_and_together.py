@@ -140,7 +140,7 @@ def logits_of(served: Served, request: Request) -> list[torch.Tensor]:
     return [to_torch(tensor) for tensor in (result.context_logits, *result.generation_logits)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
 def test_requests_through_the_scheduler(zoo: Zoo, dtype: str, way: str) -> None:
     """Mixed, arriving one after the other, with chunks and pauses, against each by itself."""
     model = zoo["llama-gqa"]

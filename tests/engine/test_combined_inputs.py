@@ -31,7 +31,7 @@ from tests.tiers import with_all
 PATTERNS = ["([a-d]{2,4} ){3,6}end", r"[0-9]{2,5}(\+[0-9]{1,3}){2,5}=\?"]
 NUM_TOKENS = 20
 GREEDY = SamplingConfig(top_k=1)
-every_kernel = pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
+every_kernel = pytest.mark.parametrize("kernels", with_all([DEFAULT, TORCH], [None]))
 
 
 class ReadyGuides:

@@ -26,10 +26,10 @@ from tests.guided.factories import (
     tiny_vocabulary,
 )
 from tests.models.zoo import Zoo
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
 DEMO_MODEL = Path(__file__).parents[2] / "model_repository/tensorrt_llm/1/demo_model"
-NUM_TINY, NUM_DEMO = 300, 60
+NUM_TINY, NUM_DEMO = examples(fast=120, all=300), 60
 
 
 def check(

@@ -61,7 +61,7 @@ def test_a_batch_of_greedy_requests(zoo: Zoo, case: str) -> None:
         assert served.tokens(request) == model.greedy(request.input_token_ids, 64)
 
 
-@pytest.mark.parametrize("case", with_all([*WITHOUT_MAP, *WITH_MAP], ["stablelm", "mixtral"]))
+@pytest.mark.parametrize("case", with_all([*WITHOUT_MAP, *WITH_MAP], ["stablelm"]))
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
 )
