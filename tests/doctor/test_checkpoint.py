@@ -230,7 +230,7 @@ def test_the_kernels_that_will_compute_the_layers_are_reported(monkeypatch: pyte
     monkeypatch.setattr(library, "foresee", cannot)
     assert check(DEMO)["its layers"].level is YELLOW
     monkeypatch.setattr(library, "foresee", lambda *_: "kept from an earlier start")
-    monkeypatch.setattr(load_decoder, "_MAX_HEAD_DIM", 8)
+    monkeypatch.setattr(load_decoder, "MAX_HEAD_DIM", 8)
     found = check(DEMO)["its layers"]
     assert "heads of 8" in found.says and "--dtype" not in found.mend
     found = check(DEMO, kernels="native")["its layers"]
