@@ -29,8 +29,8 @@ from torch import Tensor
 
 from benchmarks.long_context import Loop
 from benchmarks.measuring.options import new_parser
-from inflight.config import EngineConfig, SchedulerConfig
-from inflight.core.request.request import OutputConfig, Request
+from inflight.config import EngineConfig, SchedulingConfig
+from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.load import load_engine
 from inflight.errors import ConfigError
 from inflight.testing.quantize import FORMATS, quantize_checkpoint
@@ -41,7 +41,7 @@ _DEMO_MODEL = _ROOT / "model_repository/tensorrt_llm/1/demo_model"
 _TRAINING = _ROOT / "scripts/train_demo_model"
 _HELD_OUT = ("email/quoprimime.py", "ntpath.py", "sqlite3/dump.py", "unittest/_log.py")
 _WINDOW = 512
-_OUTPUT = OutputConfig(return_context_logits=True)
+_OUTPUT = OutputOptions(return_context_logits=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def compute_logits(
             kv_cache_dtype=way.kv_cache_dtype,
         )
     )
-    loop = Loop(engine, SchedulerConfig(enable_kv_cache_reuse=False))
+    loop = Loop(engine, SchedulingConfig(enable_kv_cache_reuse=False))
     found = []
     for number, window in enumerate(windows):
         (response,) = loop.step(Request(number, tuple(window), 1, output=_OUTPUT))

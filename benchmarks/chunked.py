@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from benchmarks.long_context import Loop, add_engine_options, load_engine, random_tokens
 from benchmarks.measuring.options import new_parser
-from inflight.config import ContextChunkingPolicy, SchedulerConfig
+from inflight.config import ChunkingPolicy, SchedulingConfig
 from inflight.core.request.request import Request
 from inflight.engine.engine import ModelEngine
 
@@ -29,29 +29,29 @@ class Case:
     """One configuration and how many prompts arrive at once."""
 
     name: str
-    config: SchedulerConfig
+    config: SchedulingConfig
     num_prompts: int
 
 
 def cases(num_streams: int, prompt_length: int, chunk: int) -> list[Case]:
     """Whole and chunked; then two prompts, one after the other and in turns."""
 
-    def chunked(policy: ContextChunkingPolicy) -> SchedulerConfig:
-        return SchedulerConfig(
+    def chunked(policy: ChunkingPolicy) -> SchedulingConfig:
+        return SchedulingConfig(
             max_num_tokens=chunk,
             enable_chunked_context=True,
             context_chunking_policy=policy,
             enable_kv_cache_reuse=False,
         )
 
-    whole = SchedulerConfig(max_num_tokens=2 * prompt_length + num_streams, enable_kv_cache_reuse=False)
-    first_come = chunked(ContextChunkingPolicy.FIRST_COME_FIRST_SERVED)
+    whole = SchedulingConfig(max_num_tokens=2 * prompt_length + num_streams, enable_kv_cache_reuse=False)
+    first_come = chunked(ChunkingPolicy.FIRST_COME_FIRST_SERVED)
     return [
         Case("whole", whole, 1),
         Case("chunked", first_come, 1),
         Case("two, whole", whole, 2),
         Case("two, first come", first_come, 2),
-        Case("two, equal progress", chunked(ContextChunkingPolicy.EQUAL_PROGRESS), 2),
+        Case("two, equal progress", chunked(ChunkingPolicy.EQUAL_PROGRESS), 2),
     ]
 
 

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.sampling_config import SamplingConfig
@@ -69,7 +69,7 @@ def iteration_ms(
     new = iterations * (_DRAFTS + 2)
     blocks = rows * num_requests * -(-(prompt + new) // _TOKENS_PER_BLOCK)
     limits = EngineLimits(_VOCAB_SIZE, prompt + new, rows * num_requests, blocks, _TOKENS_PER_BLOCK)
-    scheduler = Scheduler(SchedulerConfig(max_num_tokens=num_requests * prompt + 8 * rows), limits)
+    scheduler = Scheduler(SchedulingConfig(max_num_tokens=num_requests * prompt + 8 * rows), limits)
     scheduler.accept(IterationInput(0, 1, tuple(make(i, prompt, new) for i in range(num_requests))))
     for _ in range(3):  # contexts; then beams part
         _step(scheduler)
@@ -91,7 +91,7 @@ def _step(scheduler: Scheduler) -> float:
 def admission_ms(num_requests: int, prompt: int) -> float:
     """Milliseconds to take `num_requests` new requests and to schedule the first iteration."""
     limits = EngineLimits(_VOCAB_SIZE, 2 * prompt, num_requests, num_requests * 2 * prompt, _TOKENS_PER_BLOCK)
-    scheduler = Scheduler(SchedulerConfig(max_num_tokens=num_requests * prompt), limits)
+    scheduler = Scheduler(SchedulingConfig(max_num_tokens=num_requests * prompt), limits)
     requests = tuple(
         Request(i, tuple((i * 31 + k) % _VOCAB_SIZE for k in range(prompt)), prompt)
         for i in range(num_requests)

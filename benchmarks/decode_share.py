@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 
-from inflight.config import EngineConfig, SchedulerConfig
+from inflight.config import EngineConfig, SchedulingConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
@@ -31,7 +31,7 @@ def measure(
     """Medians over generation iterations with every slot taken, in milliseconds."""
     limits = engine.limits
     prompt = tuple((7 * i) % limits.vocab_size for i in range(prompt_length))
-    scheduler = Scheduler(SchedulerConfig(enable_kv_cache_reuse=False), limits)
+    scheduler = Scheduler(SchedulingConfig(enable_kv_cache_reuse=False), limits)
     requests = [
         Request(i, prompt, num_iterations + 1, sampling=sampling) for i in range(limits.max_num_sequences)
     ]

@@ -24,7 +24,7 @@ from benchmarks.measuring.bandwidth import Probe
 from benchmarks.measuring.options import new_parser, positive
 from benchmarks.measuring.report import Bandwidth, medians
 from benchmarks.measuring.setup import ModelShape
-from inflight.config import EngineConfig, SchedulerConfig
+from inflight.config import EngineConfig, SchedulingConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.scheduler import Scheduler
 from inflight.engine.cpu.decoder import NativeDecoder
@@ -113,7 +113,7 @@ def summarize(
 def generate(engine: ModelEngine, decoder: NativeDecoder, rows: int, prompt: int, count: int) -> Iterations:
     """`count` iterations of so many rows, behind prompts of `prompt` tokens at random that fit into one batch."""
     numbers = random.Random(_SEED)
-    scheduler = Scheduler(SchedulerConfig(enable_kv_cache_reuse=False), engine.limits)
+    scheduler = Scheduler(SchedulingConfig(enable_kv_cache_reuse=False), engine.limits)
     vocab_size, num_tokens = engine.limits.vocab_size, 1 + _WARM_UP + count
     prompts = [tuple(numbers.randrange(3, vocab_size) for _ in range(prompt)) for _ in range(rows)]
     requests = tuple(Request(number, ids, num_tokens) for number, ids in enumerate(prompts))

@@ -26,8 +26,8 @@ import torch
 from benchmarks.device import Workload, iteration_seconds
 from benchmarks.measuring.options import new_parser, positive
 from inflight.batch_manager import GptManager
-from inflight.config import EngineConfig, SchedulerConfig
-from inflight.core.request.guide import Guide, GuideType
+from inflight.config import EngineConfig, SchedulingConfig
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
@@ -55,7 +55,7 @@ _SCHEMA = {
     "required": ["name", "kind", "numbers", "notes"],
     "additionalProperties": False,
 }
-_GUIDE = Guide(GuideType.JSON_SCHEMA, json.dumps(_SCHEMA))
+_GUIDE = Guide(GuideKind.JSON_SCHEMA, json.dumps(_SCHEMA))
 
 
 def made_up_vocabulary(vocab_size: int) -> GuideVocabulary:
@@ -177,7 +177,7 @@ def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[floa
     compiler = ChildCompiler(found[0], "llguidance", GuideBounds(timeout_s=1.0), lambda: manager.notify())
     manager = GptManager(
         engine,
-        Scheduler(SchedulerConfig(), engine.limits),
+        Scheduler(SchedulingConfig(), engine.limits),
         lambda room: [new.get() for _ in range(new.qsize())],
         lambda response: times.put((time.perf_counter(), response)),
         lambda: [stops.get() for _ in range(stops.qsize())],
@@ -204,7 +204,7 @@ def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[floa
 def _slow_guide(number: int) -> Guide:
     """A grammar that stands for twice as much with every rule: minutes."""
     rules = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(1800))
-    return Guide(GuideType.EBNF_GRAMMAR, f'root ::= r0\n{rules}\nr1800 ::= "a{number}"')
+    return Guide(GuideKind.EBNF_GRAMMAR, f'root ::= r0\n{rules}\nr1800 ::= "a{number}"')
 
 
 def _described(gaps: list[float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from inflight.config import EngineConfig, SchedulerConfig
+from inflight.config import EngineConfig, SchedulingConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
@@ -61,7 +61,7 @@ def load_engine(
 class Loop:
     """A scheduler and an engine, one iteration at a time."""
 
-    def __init__(self, engine: ModelEngine, config: SchedulerConfig) -> None:
+    def __init__(self, engine: ModelEngine, config: SchedulingConfig) -> None:
         self._engine = engine
         self._scheduler = Scheduler(config, engine.limits)
         self._iteration = 0

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from benchmarks.measuring.options import new_parser
 from inflight.batch_manager import GptManager
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import EngineLimits
@@ -54,7 +54,7 @@ class SlowSender:
 def measure(num_streams: int, num_tokens: int, send_us: float) -> dict[str, float]:
     """Run `num_streams` streams of `num_tokens` tokens; times in microseconds."""
     limits = EngineLimits(1000, 8192, max(64, num_streams), num_streams * 300, 32)
-    scheduler = Scheduler(SchedulerConfig(), limits)
+    scheduler = Scheduler(SchedulingConfig(), limits)
     sender = SlowSender(send_us * 1e-6)
     client = LocalEngineClient(EngineDescription(scheduler.limits), lambda: None)
     manager = GptManager(

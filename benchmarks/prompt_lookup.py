@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.measuring.options import new_parser
-from inflight.config import EngineConfig, SchedulerConfig
-from inflight.core.request.request import IterationInput, OutputConfig, Request
-from inflight.core.request.response import Result
+from inflight.config import EngineConfig, SchedulingConfig
+from inflight.core.request.request import IterationInput, OutputOptions, Request
+from inflight.core.request.response import SequenceResult
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
 from inflight.engine.engine import ModelEngine
@@ -49,14 +49,14 @@ PROMPTS: dict[str, tuple[str, SamplingConfig]] = {
 class Run:
     """One request: how fast its tokens came, from the first on, and in how many iterations."""
 
-    result: Result
+    result: SequenceResult
     tokens_per_second: float
     num_iterations: int
 
 
 def run(engine: ModelEngine, request: Request) -> Run:
     """Generate alone on the engine, nothing reused."""
-    scheduler = Scheduler(SchedulerConfig(enable_kv_cache_reuse=False), engine.limits)
+    scheduler = Scheduler(SchedulingConfig(enable_kv_cache_reuse=False), engine.limits)
     responses = scheduler.accept(IterationInput(0, 0, (request,)))
     first_token = 0.0
     num_iterations = 0
@@ -121,7 +121,7 @@ def main() -> None:
     )
     tokenizer = Tokenizer.from_dir(arguments.model)
     prompts = {"file": (Path(arguments.prompt).read_text(), _GREEDY)} if arguments.prompt else PROMPTS
-    output = OutputConfig(return_perf_metrics=True, exclude_input_from_output=True)
+    output = OutputOptions(return_perf_metrics=True, exclude_input_from_output=True)
     rows = []
     for name, (text, sampling) in prompts.items():
         prompt = tuple(tokenizer.encode(text))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.ranks import Figures, Work
 from inflight.batch_manager import GptManager
-from inflight.config import EngineConfig, SchedulerConfig
+from inflight.config import EngineConfig, SchedulingConfig
 from inflight.core.ports import Engine
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.scheduler import Scheduler
@@ -100,7 +100,9 @@ class _Rank:
             taken, waiting[:] = waiting[:], []
             return taken
 
-        scheduler = Scheduler(SchedulerConfig(max_num_tokens=work.streams * work.prompt), self._engine.limits)
+        scheduler = Scheduler(
+            SchedulingConfig(max_num_tokens=work.streams * work.prompt), self._engine.limits
+        )
         ranks = None if self._is_alone else self._ranks
         manager = GptManager(self._engine, scheduler, take, lambda response: None, ranks=ranks, start=False)
         num_iterations = 0

@@ -12,8 +12,8 @@ import time
 
 from benchmarks.long_context import Loop, add_engine_options, load_engine, random_tokens
 from benchmarks.measuring.options import new_parser
-from inflight.config import SchedulerConfig
-from inflight.core.request.request import OutputConfig, Request
+from inflight.config import SchedulingConfig
+from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.engine import ModelEngine
 
 
@@ -21,7 +21,7 @@ class Asker:
     """Asks for one token at a time."""
 
     def __init__(self, engine: ModelEngine, is_reuse_on: bool, prefix: int, suffix: int) -> None:
-        self._loop = Loop(engine, SchedulerConfig(enable_kv_cache_reuse=is_reuse_on))
+        self._loop = Loop(engine, SchedulingConfig(enable_kv_cache_reuse=is_reuse_on))
         self._vocab_size = engine.limits.vocab_size
         self._lengths = prefix, suffix
         self._num_asked = 0
@@ -32,7 +32,7 @@ class Asker:
         self._num_asked += 1
         prompt = random_tokens(prefix_seed, prefix, self._vocab_size)
         prompt += random_tokens(1_000_000 + self._num_asked, suffix, self._vocab_size)
-        request = Request(self._num_asked, prompt, 1, output=OutputConfig(return_perf_metrics=True))
+        request = Request(self._num_asked, prompt, 1, output=OutputOptions(return_perf_metrics=True))
         begun = time.perf_counter()
         responses = self._loop.step(request)
         while not responses:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring.options import new_parser
-from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.sampling_config import CONTROLS, DRAWING, SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ScheduledBatch, SlotStart
 from inflight.sampling import Sampler
@@ -33,7 +33,7 @@ class Feature:
 
     name: str
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
+    output: OutputOptions = field(default_factory=OutputOptions)
     num_bad_words: int = 0
     has_bias: bool = False
     has_drafts: bool = False
@@ -55,8 +55,8 @@ FEATURES = (
     Feature("min_length", SamplingConfig(min_length=1 << 20)),
     Feature("20 bad words", num_bad_words=20),
     Feature("no_repeat_ngram_size 3", SamplingConfig(no_repeat_ngram_size=3)),
-    Feature("log probs", output=OutputConfig(return_log_probs=True)),
-    Feature("top-5 log probs", output=OutputConfig(return_log_probs=True, num_top_log_probs=5)),
+    Feature("log probs", output=OutputOptions(return_log_probs=True)),
+    Feature("top-5 log probs", output=OutputOptions(return_log_probs=True, num_top_log_probs=5)),
     Feature(f"beams of {_BEAMS}", SamplingConfig(beam_width=_BEAMS)),
     Feature(f"drafts of {_DRAFTS}", has_drafts=True),
     Feature(

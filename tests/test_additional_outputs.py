@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from inflight.additional_outputs import (
-    AdditionalModelOutput,
     Meaning,
     OutputKind,
+    WantedOutput,
     meaning_of,
     outputs_of_tensors,
     parse_outputs,
@@ -50,7 +50,7 @@ def test_what_no_output_is_called_is_refused_at_load(text: str) -> None:
 
 
 def test_a_name_that_a_program_gives_is_checked_too() -> None:
-    config = EngineConfig("x", additional_model_outputs=(AdditionalModelOutput("TopKLogits"),))
+    config = EngineConfig("x", additional_model_outputs=(WantedOutput("TopKLogits"),))
     with pytest.raises(
         ConfigError, match=r"additional_model_outputs is .*TopKLogits.*, expected different ones"
     ):
@@ -60,8 +60,8 @@ def test_a_name_that_a_program_gives_is_checked_too() -> None:
 def test_the_parameter_and_its_tensors() -> None:
     outputs = parse_outputs("last_hidden_state:context, top_5_logits")
     assert outputs == (
-        AdditionalModelOutput("last_hidden_state", True),
-        AdditionalModelOutput("top_5_logits"),
+        WantedOutput("last_hidden_state", True),
+        WantedOutput("top_5_logits"),
     )
     names = [
         ("context_last_hidden_state", 2),

@@ -6,16 +6,16 @@ import dataclasses
 
 import pytest
 
-from inflight.additional_outputs import AdditionalModelOutput
+from inflight.additional_outputs import WantedOutput
 from inflight.config import (
     PARAMETERS,
-    CapacitySchedulerPolicy,
-    ContextChunkingPolicy,
+    CapacityPolicy,
+    ChunkingPolicy,
     EngineConfig,
     Parameters,
     ParameterSpec,
     Role,
-    SchedulerConfig,
+    SchedulingConfig,
     SpecialTokens,
     read_parameters,
     without_effect,
@@ -32,7 +32,7 @@ def role_of(key: str) -> Role:
 
 
 def test_the_result_has_a_field_for_every_built_row() -> None:
-    parts = (Parameters, SchedulerConfig, EngineConfig)
+    parts = (Parameters, SchedulingConfig, EngineConfig)
     fields = [
         field.metadata["parameter"].key or field.name
         for part in parts
@@ -46,7 +46,7 @@ def test_parameters_that_are_left_out_have_their_defaults() -> None:
     parameters = make_parameters(max_batch_size=16)
     scheduler, engine = parameters.scheduler, parameters.engine
     assert engine.max_num_sequences == 16
-    assert scheduler.policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    assert scheduler.policy is CapacityPolicy.GUARANTEED_NO_EVICT
     assert (engine.tokens_per_block, engine.max_num_tokens, scheduler.max_num_tokens) == (32, 8192, 8192)
     assert engine.gpt_model_path is None
 
@@ -84,9 +84,9 @@ GOOD = [
     ("gpt_model_type", "inflight_batching", "inflight_batching"),
     ("normalize_log_probs", "True", True),
     ("ignored_request_parameters", "x-request-id, traceparent", ("x-request-id", "traceparent")),
-    ("batch_scheduler_policy", "max_utilization", CapacitySchedulerPolicy.MAX_UTILIZATION),
+    ("batch_scheduler_policy", "max_utilization", CapacityPolicy.MAX_UTILIZATION),
     ("enable_chunked_context", "TRUE", True),
-    ("context_chunking_policy", "equal_progress", ContextChunkingPolicy.EQUAL_PROGRESS),
+    ("context_chunking_policy", "equal_progress", ChunkingPolicy.EQUAL_PROGRESS),
     ("enable_kv_cache_reuse", "0", False),
     ("max_num_tokens", "512", 512),
     ("max_queue_size", "16", 16),
@@ -107,7 +107,7 @@ GOOD = [
     ("stream_interval", "4", 4),
     ("repeat_log_probs", "false", False),
     ("max_repeated_logits_bytes", "0", 0),
-    ("additional_model_outputs", "top_2_logits", (AdditionalModelOutput("top_2_logits"),)),
+    ("additional_model_outputs", "top_2_logits", (WantedOutput("top_2_logits"),)),
     ("debug_input_tensors", "true", True),
     ("debug_output_tensors", "1", True),
     ("debug_tensor_names", "logits, positions", ("logits", "positions")),
@@ -206,7 +206,7 @@ def test_bad_values_fail_by_name(key: str, text: str, expected: str) -> None:
 
 def test_v1_is_static_batching_whatever_the_policy() -> None:
     parameters = make_parameters(gpt_model_type="V1", batch_scheduler_policy="max_utilization")
-    assert parameters.scheduler.policy is CapacitySchedulerPolicy.STATIC_BATCH
+    assert parameters.scheduler.policy is CapacityPolicy.STATIC_BATCH
 
 
 def test_an_engine_packs_as_many_tokens_as_the_scheduler_gives_it() -> None:

@@ -21,7 +21,7 @@ from inflight.errors import InflightError
 from inflight.executor.convert import to_core_request
 from inflight.openai.errors import describe_error, validation_error
 from inflight.openai.protocol import ChatBody, CompletionBody, SamplingBody
-from inflight.openai.sampling import Asked, choose_seed, make_prompt
+from inflight.openai.sampling import BodySettings, choose_seed, make_prompt
 from inflight.text.text_encoder import TextEncoder
 from inflight.text.tokenizer import Tokenizer
 from inflight_client.options import NAMES, read_options
@@ -76,7 +76,7 @@ def said_of_a_body(kind: type[SamplingBody], changes: dict[str, Any]) -> str:
     try:
         body = kind.model_validate({**given, **asked})
         tokenizer = Tokenizer.from_dir(DEMO)
-        whole = Asked(body, body.max_tokens or 16, num_top=num_top, seed=choose_seed(body))
+        whole = BodySettings(body, body.max_tokens or 16, num_top=num_top, seed=choose_seed(body))
         if "max_tokens" in asked:
             whole = dataclasses.replace(whole, max_tokens=body.max_tokens)
         description = EngineDescription(LIMITS, eos_token_ids=(0,))

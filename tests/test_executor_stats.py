@@ -6,18 +6,18 @@ import json
 from dataclasses import replace
 
 from inflight.core.report.stats import (
-    IterationStats,
+    IterationCounts,
     KeptIteration,
     MemoryUsage,
+    RequestCounts,
+    RequestCountsOfIteration,
     RequestStage,
-    RequestStats,
-    RequestStatsPerIteration,
 )
 from inflight.executor_stats import iteration_stats, request_stats
 from tests.core.test_stats import MEMORY, NOON, STATIC, STATS
 
 
-def as_json(stats: IterationStats, memory: MemoryUsage | None = None) -> dict:
+def as_json(stats: IterationCounts, memory: MemoryUsage | None = None) -> dict:
     return json.loads(iteration_stats(KeptIteration(stats, NOON), memory or MemoryUsage()).to_json_str())
 
 
@@ -68,9 +68,9 @@ def test_averages_of_an_idle_iteration_are_zero():
 
 
 def test_request_statistics_of_an_iteration():
-    running = RequestStats(5, 0, RequestStage.GENERATION_IN_PROGRESS, 12, 9, 6, True, False, 4, 1, 3)
-    paused = RequestStats(5, 1, RequestStage.QUEUED, 0, 0, 0, False, True, 0, 0, 0)
-    fields = json.loads(request_stats(RequestStatsPerIteration(17, (running, paused))).to_json_str())
+    running = RequestCounts(5, 0, RequestStage.GENERATION_IN_PROGRESS, 12, 9, 6, True, False, 4, 1, 3)
+    paused = RequestCounts(5, 1, RequestStage.QUEUED, 0, 0, 0, False, True, 0, 0, 0)
+    fields = json.loads(request_stats(RequestCountsOfIteration(17, (running, paused))).to_json_str())
     assert fields["iter"] == 17
     first, second = fields["requestStats"]
     assert first == {

@@ -46,8 +46,8 @@ class Meaning:
 
 
 @dataclass(frozen=True, slots=True)
-class AdditionalModelOutput:
-    """TensorRT-LLM's class of the same name: an output to be computed, or one that a request asks for.
+class WantedOutput:
+    """TensorRT-LLM's `AdditionalModelOutput`: an output to be computed, or one that a request asks for.
 
     Attributes:
         name: One of NAMES.
@@ -86,18 +86,16 @@ def meaning_of(name: str) -> Meaning:
     return Meaning(kind, int(match["count"]))
 
 
-def parse_outputs(text: str) -> tuple[AdditionalModelOutput, ...]:
+def parse_outputs(text: str) -> tuple[WantedOutput, ...]:
     """The outputs of a list like "last_hidden_state:context, top_5_logits"; ValueError if it is none."""
     parts = [part.strip() for part in text.split(",")]
-    found = tuple(
-        AdditionalModelOutput(part.removesuffix(_GATHERED), part.endswith(_GATHERED)) for part in parts
-    )
+    found = tuple(WantedOutput(part.removesuffix(_GATHERED), part.endswith(_GATHERED)) for part in parts)
     if not are_distinct(found):
         raise ValueError(text)
     return found
 
 
-def are_distinct(outputs: Iterable[AdditionalModelOutput]) -> bool:
+def are_distinct(outputs: Iterable[WantedOutput]) -> bool:
     """Whether all have names that outputs can have, and none comes twice; ValueError for another name."""
     names = [output.name for output in outputs]
     for name in names:
@@ -105,7 +103,7 @@ def are_distinct(outputs: Iterable[AdditionalModelOutput]) -> bool:
     return len(set(names)) == len(names)
 
 
-def tensor_names(outputs: Iterable[AdditionalModelOutput]) -> list[tuple[str, int]]:
+def tensor_names(outputs: Iterable[WantedOutput]) -> list[tuple[str, int]]:
     """(name, dimensions) of the tensors that carry these outputs; the batch dimension is not counted."""
     names: list[tuple[str, int]] = []
     for output in outputs:
@@ -114,11 +112,11 @@ def tensor_names(outputs: Iterable[AdditionalModelOutput]) -> list[tuple[str, in
     return names
 
 
-def outputs_of_tensors(names: Iterable[str]) -> tuple[AdditionalModelOutput, ...]:
+def outputs_of_tensors(names: Iterable[str]) -> tuple[WantedOutput, ...]:
     """The outputs to ask an engine for, to get the tensors of these names."""
     gathered: dict[str, bool] = {}
     for name in names:
         prefix = CONTEXT if name.startswith(CONTEXT) else GENERATION
         plain = name.removeprefix(prefix)
         gathered[plain] = gathered.get(plain, False) or prefix == CONTEXT
-    return tuple(AdditionalModelOutput(*each) for each in gathered.items())
+    return tuple(WantedOutput(*each) for each in gathered.items())

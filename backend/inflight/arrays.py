@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.core.request.adapter import Matrix, PromptTable, RawBuffer
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 
 BFLOAT16 = np.dtype(np.uint16)
 """The upper half of a float32's bits, in each element."""
@@ -38,5 +38,5 @@ def to_prompt_table(array: NDArray[Any], name: str) -> PromptTable:
     They would spread over the whole sequence. `name` is what the client calls the table.
     """
     if not are_finite(array):
-        raise InvalidArgument(f"{name} must hold finite numbers, got NaN or infinities")
+        raise InvalidArgument(Name(name), " must hold finite numbers, got NaN or infinities")
     return PromptTable.of(to_matrix(array))

@@ -20,7 +20,8 @@ from inflight.load_model import load_model
 if TYPE_CHECKING:
     from inflight.adapters.commands import AdapterCommands
     from inflight.batch_manager import GptManager
-    from inflight.batch_manager.instruments import Instruments, Watchdog
+    from inflight.batch_manager.instruments import Instruments
+    from inflight.batch_manager.watchdog import Watchdog
     from inflight.config import Parameters
     from inflight.core.ports import (
         GetInferenceRequestsCallback,
@@ -181,7 +182,10 @@ def build_engine(
     from inflight.endpoint.server import EndpointServer
 
     engine = start_engine(parameters, version_dir, return_metrics, rank_context, load, on_hang)
-    retire = supervision.retire if supervision else lambda timeout_s: running.close(timeout_s)
+
+    def retire(timeout_s: float) -> None:
+        (supervision.retire if supervision else running.close)(timeout_s)
+
     try:
         endpoint = EndpointServer(engine.client, endpoint_path, engine.client.drain, retire, supervision)
     except Exception:  # whatever it is, it is raised again, and the engine must not run on
@@ -338,9 +342,10 @@ def _make_instruments(
     return_metrics: ReturnMetricsCallback | None,
     on_hang: OnHang | None,
 ) -> Instruments:
-    from inflight.batch_manager.instruments import Instruments, StatisticsRings
+    from inflight.batch_manager.instruments import Instruments
     from inflight.batch_manager.kv_event_buffer import KvEventBuffer
     from inflight.batch_manager.recording import JsonRecorder
+    from inflight.batch_manager.statistics_rings import StatisticsRings
     from inflight.serving.memory import measure_memory
 
     path = parameters.record_path
@@ -356,7 +361,7 @@ def _make_instruments(
 
 
 def _make_watchdog(parameters: Parameters, on_hang: OnHang | None) -> Watchdog | None:
-    from inflight.batch_manager.instruments import Watchdog
+    from inflight.batch_manager.watchdog import Watchdog
 
     stuck_ms, hang_ms = parameters.watchdog_timeout_ms, parameters.hang_timeout_ms
     if on_hang is None or not hang_ms:

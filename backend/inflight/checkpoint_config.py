@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.hub import instead_of_gguf
+from inflight.json_values import is_list, is_object
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types that unquantized weights are stored in."""
@@ -46,7 +47,7 @@ class ConfigFile:
             raise ConfigError(f"{path} does not exist; a Hugging Face checkpoint folder has one") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-        if not _is_object(values):
+        if not is_object(values):
             raise ConfigError(f"{path} holds a {type(values).__name__}, expected a JSON object")
         return cls(path, values)
 
@@ -106,7 +107,7 @@ class ConfigFile:
         """A list of positive numbers."""
 
         def is_valid(value: Any) -> bool:
-            return _is_list(value) and all(type(item) in (int, float) and item > 0 for item in value)
+            return is_list(value) and all(type(item) in (int, float) and item > 0 for item in value)
 
         expected = "a list of numbers > 0"
         found = self._required(key, self._checked(key, is_valid, expected), expected)
@@ -119,7 +120,7 @@ class ConfigFile:
         )
         if value is None:
             return None
-        ids = value if _is_list(value) else [value]
+        ids = value if is_list(value) else [value]
         return tuple(item for item in dict.fromkeys(ids) if item >= 0)
 
     def _checked(self, key: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
@@ -137,7 +138,7 @@ class ConfigFile:
     def child(self, key: str) -> ConfigFile:
         """The object under `key`."""
         value = self.value(key)
-        if not _is_object(value):
+        if not is_object(value):
             raise self.error(key, "a JSON object")
         return ConfigFile(self.path, value, key)
 
@@ -224,8 +225,8 @@ class CheckpointFacts:
             return None
         section = self._config.value("rope_scaling") or self._config.value("rope_parameters")
         # Some have a section for each kind of layer.
-        sections = [section, *section.values()] if _is_object(section) else []
-        return max([positions, *(_stretched(each, positions) for each in sections if _is_object(each))])
+        sections = [section, *section.values()] if is_object(section) else []
+        return max([positions, *(_stretched(each, positions) for each in sections if is_object(each))])
 
     @property
     def dtype(self) -> str | None:
@@ -289,14 +290,6 @@ def _stretched(section: Mapping[str, Any], positions: int) -> int:
     return int(factor * (original if type(original) is int else positions))
 
 
-def _is_object(value: Any) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(value, dict)
-
-
-def _is_list(value: Any) -> TypeGuard[list[Any]]:
-    return isinstance(value, list)
-
-
 def _is_list_of(value: Any, kind: type) -> bool:
     """Whether a value is a list of such items; true is no integer."""
-    return _is_list(value) and all(type(item) is kind for item in value)
+    return is_list(value) and all(type(item) is kind for item in value)

@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Any
 
 from inflight.additional_outputs import NAMES as OUTPUT_NAMES
-from inflight.additional_outputs import AdditionalModelOutput, are_distinct, parse_outputs
+from inflight.additional_outputs import WantedOutput, are_distinct, parse_outputs
 from inflight.errors import ConfigError
 from inflight.idle_parameters import NO_EFFECT, UNBUILT
 from inflight.parameter_spec import (
@@ -36,7 +36,7 @@ from inflight.parameter_spec import (
     TEXT,
     TOKEN_IDS,
     WINDOWS,
-    Kind,
+    ParameterKind,
     ParameterSpec,
     Role,
     SpecialTokens,
@@ -54,13 +54,13 @@ __all__ = [
     "PARAMETERS",
     "QUANTIZED",
     "SEQUENCES_PER_ITERATION",
-    "CapacitySchedulerPolicy",
-    "ContextChunkingPolicy",
+    "CapacityPolicy",
+    "ChunkingPolicy",
     "EngineConfig",
     "ParameterSpec",
     "Parameters",
     "Role",
-    "SchedulerConfig",
+    "SchedulingConfig",
     "SpecialTokens",
     "is_filled",
     "read_parameters",
@@ -85,13 +85,13 @@ _FRONT_END = _BLS | {Role.FRONT_END}
 _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
-_OUTPUTS = Kind(
+_OUTPUTS = ParameterKind(
     f"different ones of {OUTPUT_NAMES} with commas between, each with :context behind it for prompts too",
     parse_outputs,
-    lambda value: all(isinstance(each, AdditionalModelOutput) for each in value) and are_distinct(value),
+    lambda value: all(isinstance(each, WantedOutput) for each in value) and are_distinct(value),
 )
 _DATA_TYPES = choice("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
-_DEBUG_TENSORS = Kind(
+_DEBUG_TENSORS = ParameterKind(
     f"some of {', '.join(DEBUG_INPUTS + DEBUG_OUTPUTS)} with commas between",
     NAMES.convert,
     lambda value: set(value) <= {*DEBUG_INPUTS, *DEBUG_OUTPUTS},
@@ -101,7 +101,7 @@ _DEBUG_TENSORS = Kind(
 # ---------------------------------------------------------------------- parameters
 
 
-class CapacitySchedulerPolicy(Enum):
+class CapacityPolicy(Enum):
     """TensorRT-LLM's `batch_scheduler_policy`. Specification: The Batch Manager, GptManager Design.
 
     GUARANTEED_NO_EVICT admits a request only when its KV blocks are certain to suffice to the end.
@@ -116,8 +116,8 @@ class CapacitySchedulerPolicy(Enum):
     STATIC_BATCH = "static_batch"
 
 
-class ContextChunkingPolicy(Enum):
-    """TensorRT-LLM's policy of the same name: who gets the rows that are left for contexts, with chunked context.
+class ChunkingPolicy(Enum):
+    """TensorRT-LLM's `ContextChunkingPolicy`: who gets the rows that are left for contexts, with chunked context.
 
     FIRST_COME_FIRST_SERVED computes the oldest context as far as there are rows, then the next.
     EQUAL_PROGRESS gives every context a block's worth of tokens in turn.
@@ -128,7 +128,7 @@ class ContextChunkingPolicy(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class SchedulingConfig:
     """How the batcher schedules.
 
     Attributes:
@@ -143,18 +143,18 @@ class SchedulerConfig:
         kv_event_buffer_size: Events of the KV cache that are kept until somebody fetches them; 0: none are made.
     """
 
-    policy: CapacitySchedulerPolicy = parameter(
-        CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+    policy: CapacityPolicy = parameter(
+        CapacityPolicy.GUARANTEED_NO_EVICT,
         # Static batching is a type of model, not a policy.
-        member(CapacitySchedulerPolicy, CapacitySchedulerPolicy.STATIC_BATCH),
+        member(CapacityPolicy, CapacityPolicy.STATIC_BATCH),
         "who may hold KV blocks",
         key="batch_scheduler_policy",
         behind="gpt_model_type",
     )
     enable_chunked_context: bool = parameter(False, BOOLEAN, "split long prompts over iterations")
-    context_chunking_policy: ContextChunkingPolicy = parameter(
-        ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
-        member(ContextChunkingPolicy),
+    context_chunking_policy: ChunkingPolicy = parameter(
+        ChunkingPolicy.FIRST_COME_FIRST_SERVED,
+        member(ChunkingPolicy),
         "who gets the tokens of an iteration that are left for split prompts",
     )
     enable_kv_cache_reuse: bool = parameter(True, BOOLEAN, "share KV blocks of equal prefixes")
@@ -221,7 +221,7 @@ class EngineConfig:
         normalize_log_probs: Their sum and those of the likeliest tokens are the model's own all the same.
         engine_threads: On a CPU, of compiled layers and, in this whole process, of torch.
         max_num_sequences: Slots, that is, sequences that can run at once: Triton's max_batch_size.
-        max_num_tokens: Most rows of one packed forward pass, as in SchedulerConfig.
+        max_num_tokens: Most rows of one packed forward pass, as in SchedulingConfig.
         device: A torch device; None: cuda if there is one, else cpu.
         ranks_on_host: How many ranks share the machine's memory; on a CPU, each counts on a share of what is free.
         shares_blocks: Whether a KV block may be more than one sequence's: equal prefixes are shared, or beams are.
@@ -313,7 +313,7 @@ class EngineConfig:
         "threads of a rank's forward pass; its share of the cores without one",
         behind="engine_endpoint",
     )
-    additional_model_outputs: tuple[AdditionalModelOutput, ...] = parameter(
+    additional_model_outputs: tuple[WantedOutput, ...] = parameter(
         (),
         _OUTPUTS,
         "tensors of the model that requests may have as context_<name> and generation_<name>",
@@ -358,7 +358,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
 
 
-def _accepts(kind: Kind, value: Any) -> bool:
+def _accepts(kind: ParameterKind, value: Any) -> bool:
     try:
         return kind.accepts(value)
     except ValueError:
@@ -519,7 +519,7 @@ class Parameters:
         "of the input lora_weights, which may be of one type only",
         _MODELS,
     )
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    scheduler: SchedulingConfig = field(default_factory=SchedulingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
@@ -529,7 +529,7 @@ class Parameters:
 def _built() -> list[ParameterSpec]:
     """The rows of all fields, in the order of config.pbtxt."""
     rows: list[ParameterSpec] = []
-    for owner in (Parameters, SchedulerConfig, EngineConfig):
+    for owner in (Parameters, SchedulingConfig, EngineConfig):
         place = 0
         for spec in declared_rows(owner).values():
             if spec.behind:
@@ -596,8 +596,8 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
         )
     given.setdefault("max_queue_size", _queue_bound(model_config))
     if given.get("gpt_model_type") == "V1":
-        given["batch_scheduler_policy"] = CapacitySchedulerPolicy.STATIC_BATCH
-    scheduler = SchedulerConfig(**_fields(SchedulerConfig, given))
+        given["batch_scheduler_policy"] = CapacityPolicy.STATIC_BATCH
+    scheduler = SchedulingConfig(**_fields(SchedulingConfig, given))
     engine = EngineConfig(
         **_fields(EngineConfig, given),
         max_num_sequences=max_batch_size or DEFAULT_NUM_SEQUENCES,

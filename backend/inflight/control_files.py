@@ -40,7 +40,7 @@ def body_fields() -> str:
         "from pydantic import BaseModel, Field",
         "",
         "",
-        "class ControlFields(BaseModel):",
+        "class BodyControls(BaseModel):",
         '    """The numbers among the sampling controls."""',
         "",
     ]
@@ -66,7 +66,7 @@ def executor_fields() -> str:
         "",
         "",
         "@dataclass",
-        "class ControlFields(Typed):",
+        "class SamplingControls(Typed):",
         '    """The sampling controls that requests may have.',
         "",
         "    Attributes:",

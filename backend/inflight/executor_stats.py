@@ -234,7 +234,7 @@ def iteration_stats(entry: core.KeptIteration, memory: core.MemoryUsage) -> Iter
     )
 
 
-def _static_batching_stats(stats: core.IterationStats) -> StaticBatchingStats | None:
+def _static_batching_stats(stats: core.IterationCounts) -> StaticBatchingStats | None:
     batch = stats.static_batch
     if batch is None:
         return None
@@ -247,7 +247,7 @@ def _static_batching_stats(stats: core.IterationStats) -> StaticBatchingStats | 
     )
 
 
-def _inflight_batching_stats(stats: core.IterationStats) -> InflightBatchingStats | None:
+def _inflight_batching_stats(stats: core.IterationCounts) -> InflightBatchingStats | None:
     if stats.static_batch is not None:
         return None
     return InflightBatchingStats(
@@ -261,7 +261,7 @@ def _inflight_batching_stats(stats: core.IterationStats) -> InflightBatchingStat
     )
 
 
-def _spec_decoding_stats(stats: core.IterationStats) -> SpecDecodingStats | None:
+def _spec_decoding_stats(stats: core.IterationCounts) -> SpecDecodingStats | None:
     steps, accepted = stats.num_drafted_requests, stats.num_accepted_draft_tokens
     if not steps:
         return None
@@ -273,12 +273,12 @@ def _spec_decoding_stats(stats: core.IterationStats) -> SpecDecodingStats | None
     )
 
 
-def request_stats(stats: core.RequestStatsPerIteration) -> RequestStatsPerIteration:
+def request_stats(stats: core.RequestCountsOfIteration) -> RequestStatsPerIteration:
     """Return the statistics of all requests after an iteration."""
     return RequestStatsPerIteration(stats.iteration, [_request_stats(each) for each in stats.request_stats])
 
 
-def _request_stats(stats: core.RequestStats) -> RequestStats:
+def _request_stats(stats: core.RequestCounts) -> RequestStats:
     return RequestStats(
         id=stats.request_id,
         stage=stats.stage,

@@ -68,7 +68,7 @@ def instead_of_gguf(path: Path) -> str:
 
 def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:
     try:
-        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub import constants, snapshot_download  # pyright: ignore[reportUnknownVariableType]
         from huggingface_hub.utils import disable_progress_bars
     except ImportError:
         raise ConfigError(

@@ -13,7 +13,7 @@ from inflight.parameter_spec import (
     DATA_TYPES,
     ENGINE_ONLY,
     TEXT,
-    Kind,
+    ParameterKind,
     ParameterSpec,
     Role,
     choice,
@@ -26,7 +26,7 @@ _PREPROCESSING = frozenset({Role.PREPROCESSING})
 
 def _unbuilt(
     key: str,
-    kind: Kind,
+    kind: ParameterKind,
     meaning: str,
     *neutral: Any,
     template: str = "",
@@ -36,7 +36,7 @@ def _unbuilt(
 
 
 def _no_effect(
-    key: str, kind: Kind, meaning: str, reason: str, roles: frozenset[Role] = ENGINE_ONLY
+    key: str, kind: ParameterKind, meaning: str, reason: str, roles: frozenset[Role] = ENGINE_ONLY
 ) -> ParameterSpec:
     return ParameterSpec(key, kind, None, meaning, roles, no_effect=reason)
 

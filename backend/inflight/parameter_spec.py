@@ -18,7 +18,7 @@ from inflight.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ParameterKind:
     """The type and the range of a parameter.
 
     Attributes:
@@ -39,21 +39,21 @@ class Kind:
         return value
 
 
-def integer(minimum: int) -> Kind:
+def integer(minimum: int) -> ParameterKind:
     """An integer, at least `minimum`."""
-    return Kind(f"an integer >= {minimum}", int, lambda value: value >= minimum)
+    return ParameterKind(f"an integer >= {minimum}", int, lambda value: value >= minimum)
 
 
-def share(above: bool = False) -> Kind:
+def share(above: bool = False) -> ParameterKind:
     """A number in [0, 1], or ]0, 1] if it has to be above 0."""
-    return Kind(
+    return ParameterKind(
         f"a number {'>' if above else '>='} 0 and <= 1",
         float,
         lambda value: 0 <= value <= 1 and not (above and value == 0),
     )
 
 
-def _named(values: Mapping[str, Any], any_case: bool = False) -> Kind:
+def _named(values: Mapping[str, Any], any_case: bool = False) -> ParameterKind:
     """One of these values, by its name: letter for letter, or with `any_case` in small letters or capitals."""
     by_text = {name.lower(): value for name, value in values.items()} if any_case else values
 
@@ -63,24 +63,24 @@ def _named(values: Mapping[str, Any], any_case: bool = False) -> Kind:
             raise ValueError(text)
         return by_text[name]
 
-    return Kind(" or ".join(values), convert, lambda value: value in values.values())
+    return ParameterKind(" or ".join(values), convert, lambda value: value in values.values())
 
 
-def choice(*names: str, any_case: bool = False) -> Kind:
+def choice(*names: str, any_case: bool = False) -> ParameterKind:
     """One of these names; with `any_case` in small letters or capitals too."""
     return _named({name: name for name in names}, any_case)
 
 
-def member(enum: type[Enum], *but: Enum) -> Kind:
+def member(enum: type[Enum], *but: Enum) -> ParameterKind:
     """The value of one of an Enum's members, `but` these."""
     return _named({item.value: item for item in enum if item not in but})
 
 
-def _integers(expected: str, minimum: int) -> Kind:
+def _integers(expected: str, minimum: int) -> ParameterKind:
     def accepts(values: tuple[Any, ...]) -> bool:
         return all(type(value) is int and value >= minimum for value in values)
 
-    return Kind(expected, lambda text: tuple(int(part) for part in text.split(",")), accepts)
+    return ParameterKind(expected, lambda text: tuple(int(part) for part in text.split(",")), accepts)
 
 
 def _named_folders(text: str) -> tuple[tuple[str, str], ...]:
@@ -133,16 +133,18 @@ SPECIAL_TOKENS = dataclasses.replace(
     ),
     expected="true, false or auto",
 )
-TEXT = Kind("text", str, lambda value: True)
+TEXT = ParameterKind("text", str, lambda value: True)
 TOKEN_IDS = _integers("token ids >= 0 with commas between", 0)
 WINDOWS = _integers("integers >= 1 with commas between", 1)
 DEVICES = _integers("numbers >= 0 with commas between", 0)
-NAMED_FOLDERS = Kind(
+NAMED_FOLDERS = ParameterKind(
     "different names, each with = and a folder behind it, with commas between: a=/folder/of/a,b=/folder/of/b",
     _named_folders,
     lambda value: len({name for name, _ in value}) == len(value),
 )
-NAMES = Kind("names with commas between", lambda text: tuple(part.strip() for part in text.split(",")), all)
+NAMES = ParameterKind(
+    "names with commas between", lambda text: tuple(part.strip() for part in text.split(",")), all
+)
 
 
 # ---------------------------------------------------------------------- rows of config.pbtxt
@@ -182,7 +184,7 @@ class ParameterSpec:
     """
 
     key: str
-    kind: Kind
+    kind: ParameterKind
     default: Any
     meaning: str
     roles: frozenset[Role] = ENGINE_ONLY
@@ -234,7 +236,12 @@ class ParameterSpec:
 
 
 def parameter(
-    default: Any, kind: Kind, meaning: str, roles: frozenset[Role] = ENGINE_ONLY, key: str = "", **more: Any
+    default: Any,
+    kind: ParameterKind,
+    meaning: str,
+    roles: frozenset[Role] = ENGINE_ONLY,
+    key: str = "",
+    **more: Any,
 ) -> Any:
     """A field of a dataclass that is a row of config.pbtxt; the arguments are those of ParameterSpec."""
     spec = ParameterSpec(key, kind, default, meaning, roles, **more)

@@ -10,7 +10,7 @@ import os
 import resource
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +84,7 @@ class ProcessId:
             return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[int | None]:
+    def opened(self) -> Generator[int | None, None, None]:
         """Open a descriptor of the process, which is readable once it has ended; None if it has."""
         try:
             descriptor = os.pidfd_open(self.pid)

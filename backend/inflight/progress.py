@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def pause_s(elapsed_s: float) -> float:
 
 
 @contextlib.contextmanager
-def load_progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+def load_progress(title: str, total_bytes: int) -> Generator[Callable[[int], None], None, None]:
     """Show the progress of a load of `total_bytes`; yields a function that counts bytes as loaded.
 
     Nothing is said in the first second. After it a bar appears if stderr is a terminal; else the log gets a line
@@ -82,7 +82,7 @@ class _LoadReport:
 
 
 @contextlib.contextmanager
-def compile_progress(what: str) -> Iterator[Callable[[], None]]:
+def compile_progress(what: str) -> Generator[Callable[[], None], None, None]:
     """Show the progress of compiling the layers; yields a function to call about once a second meanwhile.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from inflight.additional_outputs import OfferedOutput
 from inflight.core.request.request import Request
-from inflight.core.request.response import Result
+from inflight.core.request.response import SequenceResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,6 @@ class Output:
     """
 
     prompt: Prompt
-    result: Result
+    result: SequenceResult
     texts: tuple[str, ...] | None
     batch_index: int = 0

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.measuring.report import Percentiles, Timeline
 from benchmarks.measuring.setup import Setup
 from benchmarks.profiling.stopwatch import Iteration, Stage
-from inflight.core.report.stats import IterationStats
+from inflight.core.report.stats import IterationCounts
 
 _DECIMALS = 4
 
@@ -100,7 +100,7 @@ class CacheSample:
     waiting: int
 
     @classmethod
-    def of(cls, stats: IterationStats, since_ns: int) -> CacheSample:
+    def of(cls, stats: IterationCounts, since_ns: int) -> CacheSample:
         """Sample the cache from the statistics of requests with one sequence each."""
         waiting = stats.num_waiting_requests
         return cls(1e-9 * since_ns, stats.num_used_blocks, stats.num_active_requests - waiting, waiting)

@@ -18,7 +18,7 @@ from benchmarks.profiling.results import CacheSample
 from inflight.build import build_engine, check_parameters
 from inflight.core.ports import SendResponseCallback
 from inflight.core.report.metrics import MetricsSnapshot
-from inflight.core.report.stats import IterationStats
+from inflight.core.report.stats import IterationCounts
 from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
@@ -40,7 +40,7 @@ class ServedEngine:
         parameters = to_parameters(settings)
         check_parameters(parameters)
         self._folder = tempfile.TemporaryDirectory(prefix="inflight-bench-")
-        self._samples: list[tuple[int, IterationStats]] = []
+        self._samples: list[tuple[int, IterationCounts]] = []
         endpoint = str(Path(self._folder.name) / "engine")
         self._engine = build_engine(parameters, "", endpoint, return_metrics=self._keep, load=load)
         self.num_blocks = self._engine.client.describe().limits.num_blocks
@@ -65,7 +65,7 @@ class ServedEngine:
         samples, self._samples = self._samples, []
         return [CacheSample.of(stats, when_ns - samples[0][0]) for when_ns, stats in samples]
 
-    def _keep(self, stats: IterationStats, metrics: MetricsSnapshot) -> None:
+    def _keep(self, stats: IterationCounts, metrics: MetricsSnapshot) -> None:
         self._samples.append((time.monotonic_ns(), stats))
 
     def __enter__(self) -> ServedEngine:

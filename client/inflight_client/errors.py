@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import re
+from string import Formatter
 
 import grpc
 from tritonclient.utils import InferenceServerException
 
-_STATUS = {"INVALID_ARG": "INVALID_ARGUMENT", "UNSUPPORTED": "UNIMPLEMENTED"}
-"""gRPC's names of Triton's codes that differ."""
-_CODED = re.compile(
-    r"(INVALID_ARG|UNSUPPORTED|ALREADY_EXISTS|NOT_FOUND|UNAVAILABLE|CANCELLED|INTERNAL): (.*)", re.DOTALL
-)
+from inflight_client.options import shown_name
+
+_STATUS = {
+    "INVALID_ARG": "INVALID_ARGUMENT",
+    "TOO_LONG": "INVALID_ARGUMENT",
+    "BAD_ADAPTER": "INVALID_ARGUMENT",
+    "UNSUPPORTED": "UNIMPLEMENTED",
+    "ALREADY_EXISTS": "ALREADY_EXISTS",
+    "NOT_FOUND": "NOT_FOUND",
+    "UNAVAILABLE": "UNAVAILABLE",
+    "QUEUE_FULL": "UNAVAILABLE",
+    "CANCELLED": "CANCELLED",
+    "INTERNAL": "INTERNAL",
+}
+"""gRPC's names for the kinds of errors that the server tells."""
 
 
 class ServerError(Exception):
@@ -33,10 +43,20 @@ def server_error(error: Exception, url: str) -> ServerError:
     if isinstance(error, InferenceServerException):
         status = (error.status() or "UNKNOWN").removeprefix("StatusCode.")
         message = error.message()
-        if coded := _CODED.fullmatch(message):
-            status, message = _STATUS.get(coded[1], coded[1]), coded[2]
+        kind, _, marked = message.partition(": ")
+        if kind in _STATUS:
+            status, message = _STATUS[kind], _with_options(marked)
     elif isinstance(error, grpc.RpcError):
         status, message = error.code().name, error.details() or ""
     if status == "UNAVAILABLE" and "connect" in message.lower():
         message = f"no server answers at {url}; scripts/serve starts one ({message})"
     return ServerError(status, message)
+
+
+def _with_options(marked: str) -> str:
+    """A message with the names of options where the server, by str.format's syntax, has names of tensors."""
+    try:
+        parts = [(text, name) for text, name, *_ in Formatter().parse(marked)]
+    except ValueError:  # not this server's
+        return marked
+    return "".join(text + ("" if name is None else shown_name(name)) for text, name in parts)

@@ -127,6 +127,21 @@ _LORA, _LORA_WEIGHTS = "lora", "lora_weights"
 _TABLE, _TABLE_TENSOR = "prompt_table", "prompt_embedding_table"
 NAMES = (*_OPTIONS, *_WORDS, _RETENTION, _LOGIT_BIAS, _ADDITIONAL, _GUIDE, _LORA, _LORA_WEIGHTS, _TABLE)
 
+_OPTION_OF_TENSOR = {
+    **{name: option for option, of in _OPTIONS.items() for name in (of.ids_name, of.text_name)},
+    **{f"{word}_list": word for word in _WORDS},
+    **{
+        f"retention_token_range_{part}": _RETENTION
+        for part in ("starts", "ends", "priorities", "durations_ms")
+    },
+    **{f"{_LOGIT_BIAS}_{part}": _LOGIT_BIAS for part in ("ids", "values")},
+    **{f"embedding_bias_{part}": "embedding_bias" for part in ("words", "weights")},
+    **dict.fromkeys((_GUIDED, f"{_GUIDED}_type"), _GUIDE),
+    **dict.fromkeys(("lora_name", "lora_task_id"), _LORA),
+    "lora_config": _LORA_WEIGHTS,
+    **dict.fromkeys((_TABLE_TENSOR, "prompt_vocab_size"), _TABLE),
+}
+
 BFLOAT16 = np.dtype(np.uint16)
 """The type of arrays that hold bfloat16, which numpy lacks: the upper half of the bits of a float32."""
 
@@ -150,6 +165,11 @@ class Options:
     only_ids: tuple[str, ...]
     has_beams: bool
     additional_outputs: tuple[str, ...] = ()
+
+
+def shown_name(tensor: str) -> str:
+    """The option that a tensor comes by; the tensor's own name if it comes by none, as that of the prompt."""
+    return _OPTION_OF_TENSOR.get(tensor, tensor)
 
 
 def read_options(given: Mapping[str, Any]) -> Options:

@@ -32,9 +32,10 @@ TEXT_MODEL = "ensemble"
 IDS_MODEL = "tensorrt_llm"
 # Models that take text too, under the names of the id models.
 _ENGINE_MODELS = (IDS_MODEL, "tensorrt_llm_infer")
-PARAMETERS = {"error_codes": True}
-"""The parameter of every request: error messages are to begin with their code, which Triton does not pass on in
-streams. The header `triton_grpc_error` would do so too, but can end a tritonserver 2.51."""
+PARAMETERS = {"structured_errors": True}
+"""The parameter of every request: error messages are to begin with their kind, since Triton does not pass the code
+on in streams, and to mark names of tensors, so that this client can name its options instead. The header
+`triton_grpc_error` would pass the code on too, but can end a tritonserver 2.51."""
 NUM_OUTPUT_TOKENS = "num_output_tokens"
 _PER_TOKEN_OUTPUTS = frozenset({"output_log_probs", "top_log_probs", "generation_logits"})
 

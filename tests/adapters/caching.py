@@ -10,8 +10,15 @@ from dataclasses import dataclass, field, replace
 
 from inflight.adapters.cache import HostAdapterCache
 from inflight.adapters.lora_rows import CheckedAdapter
-from inflight.core.request.adapter import AdapterUpdate, LoraRequest, LoraWeights, Matrix, RawBuffer
-from inflight.errors import InvalidArgument, NotFound
+from inflight.core.request.adapter import (
+    AdapterEvent,
+    AdapterUpdate,
+    LoraRequest,
+    LoraWeights,
+    Matrix,
+    RawBuffer,
+)
+from inflight.errors import InvalidArgument, NotFound, error_from_kind
 
 UNIT = 4
 """Bytes of the smallest adapter; sizes below are in units."""
@@ -109,8 +116,13 @@ Make = Callable[..., Caching]
 
 
 def errors(update: AdapterUpdate) -> dict[int, str]:
-    return {each.request_id: f"{each.error_code}: {each.error}" for each in update.events if each.error_code}
+    return {each.request_id: _said(each) for each in update.events if each.error_kind}
+
+
+def _said(event: AdapterEvent) -> str:
+    error = error_from_kind(event.error_kind, event.error)
+    return f"{error.code}: {error}"
 
 
 def ready(update: AdapterUpdate) -> dict[int, int]:
-    return {each.request_id: each.handle for each in update.events if not each.error_code}
+    return {each.request_id: each.handle for each in update.events if not each.error_kind}

@@ -82,7 +82,7 @@ def test_any_history_is_as_the_oracle_has_it(make: Make, seed: int) -> None:
             update = it.settle()
             known |= {each.handle: tag_of(each.weights) for each in update.stored}
             (event,) = update.events
-            assert event.error_code == expected, f"seed {seed}, request {number}"
+            assert event.error_kind == expected, f"seed {seed}, request {number}"
             if not expected:
                 assert known[event.handle] == oracle.users[number][1]
         elif doing < 0.9 and oracle.users:
@@ -132,7 +132,7 @@ def test_many_threads_at_once_leave_everything_in_order(make: Make) -> None:
         handles.update(each.handle for each in update.stored)
         for event in update.events:
             assert event.request_id in running - answered
-            assert event.error_code or event.handle in handles
+            assert event.error_kind or event.handle in handles
             answered.add(event.request_id)
         handles.difference_update(update.dropped)
 

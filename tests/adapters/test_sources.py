@@ -21,7 +21,7 @@ from inflight.adapters.lora_modules import Module
 from inflight.adapters.peft_folder import read_peft_folder
 from inflight.adapters.sources import AdapterFolders
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest
-from inflight.errors import ConfigError, InvalidArgument, NotFound, Unavailable
+from inflight.errors import ConfigError, InvalidArgument, NotFound, Unavailable, error_from_kind
 from inflight.models.registry import ModelDescription, read_model_description
 from tests.adapters.factories import make_peft_model, make_weights, save_adapter
 from tests.models.zoo import Zoo
@@ -62,7 +62,8 @@ class Served:
 
     def error(self, **wanted: Any) -> str:
         (event,) = self.ask(**wanted).events
-        return f"{event.error_code}: {event.error}"
+        error = error_from_kind(event.error_kind, event.error)
+        return f"{error.code}: {error}"
 
 
 @pytest.fixture

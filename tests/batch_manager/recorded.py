@@ -9,7 +9,7 @@ from pathlib import Path
 
 from inflight.batch_manager.recording import Begin, End, Header, JsonRecorder, Record, Trace, decode, encode
 from inflight.batch_manager.replay import run
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
@@ -95,7 +95,7 @@ END_ID = min(set(range(50)).difference(*(expected_tokens((number,) * 6, 5, 50) f
 def simple_trace(path, unanswered: bool = False) -> None:
     """Three requests of 6 prompt and 5 new tokens, with an end id that never comes."""
     requests = tuple(Request(number, (number,) * 6, 5, end_ids=(END_ID,)) for number in (1, 2, 3))
-    config = SchedulerConfig(max_num_tokens=18)
+    config = SchedulingConfig(max_num_tokens=18)
     scheduler, engine = Scheduler(config, LIMITS), FakeEngine(LIMITS)
     recorder = JsonRecorder(str(path), config, LIMITS)
     for iteration in range(5):

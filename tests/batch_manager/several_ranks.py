@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from inflight.batch_manager import GptManager
-from inflight.batch_manager.instruments import Instruments, StatisticsRings
+from inflight.batch_manager.instruments import Instruments
+from inflight.batch_manager.statistics_rings import StatisticsRings
 from inflight.core.ports import Ranks
-from inflight.core.report.stats import IterationStats, RequestStatsPerIteration
+from inflight.core.report.stats import IterationCounts, RequestCountsOfIteration
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
@@ -152,7 +153,7 @@ class Rank:
     told: list[str] = field(default_factory=list)
     sent: list[Response] = field(default_factory=list)
 
-    def statistics(self) -> tuple[list[IterationStats], list[RequestStatsPerIteration]]:
+    def statistics(self) -> tuple[list[IterationCounts], list[RequestCountsOfIteration]]:
         """Return the statistics of every iteration, without durations."""
         kept = [each.stats for each in self.rings.latest()]
         assert all(stats.duration_ns >= 0 for stats in kept)

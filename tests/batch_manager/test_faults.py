@@ -8,8 +8,10 @@ import threading
 import pytest
 
 from inflight.batch_manager import GptManager
-from inflight.batch_manager.instruments import Instruments, StatisticsRings, Watchdog
-from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.batch_manager.instruments import Instruments
+from inflight.batch_manager.statistics_rings import StatisticsRings
+from inflight.batch_manager.watchdog import Watchdog
+from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.report.stats import MemoryUsage
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
@@ -53,11 +55,11 @@ class PickyEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("in_decode", [False, True], ids=["in forward", "in decode"])
-@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
+@pytest.mark.parametrize("policy", list(CapacityPolicy))
 @pytest.mark.parametrize("from_token", [1, 9], ids=["in its context", "in generation"])
 def test_the_faulty_request_ends_and_the_others_never_notice(in_decode, policy, from_token):
     engine = PickyEngine(faulty=3, from_token=from_token, in_decode=in_decode)
-    harness = Harness(engine, SchedulerConfig(policy=policy))
+    harness = Harness(engine, SchedulingConfig(policy=policy))
     prompts = {i: (i, i + 1, i + 2, 7, 7) for i in range(1, 7)}
     harness.pending += [Request(i, prompt, 12, streaming=i % 2 == 0) for i, prompt in prompts.items()]
     while harness.manager.step():
@@ -146,7 +148,7 @@ class Loop:
         self.final = threading.Event()
         self.manager = GptManager(
             self.engine,
-            Scheduler(SchedulerConfig(), LIMITS),
+            Scheduler(SchedulingConfig(), LIMITS),
             self._get,
             lambda response: self.final.set() if response.is_final else None,
             instruments=Instruments(**instruments),

@@ -10,7 +10,7 @@ import pytest
 
 from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import NO_INSTRUMENTS, Instruments
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopSignal
@@ -42,7 +42,7 @@ class Harness:
         self.deaths: list[Exception] = []
         self.manager = GptManager(
             self.engine,
-            Scheduler(config or SchedulerConfig(), LIMITS),
+            Scheduler(config or SchedulingConfig(), LIMITS),
             self._get,
             self._send,
             self._poll,
@@ -111,7 +111,7 @@ def test_statistics_are_the_documented_keys_and_silent_when_idle():
 
 
 def test_the_get_callback_is_told_how_many_fit():
-    harness = Harness(config=SchedulerConfig(max_num_requests=2))
+    harness = Harness(config=SchedulingConfig(max_num_requests=2))
     harness.pending += [Request(number, (1,), 5) for number in range(3)]
     harness.manager.step()
     harness.manager.step()
@@ -193,7 +193,7 @@ def test_the_thread_serves_idles_and_finishes_what_is_active_before_it_ends():
 
 
 def test_requests_beyond_the_bound_are_fetched_without_another_notice():
-    harness = Harness(config=SchedulerConfig(max_num_requests=2))
+    harness = Harness(config=SchedulingConfig(max_num_requests=2))
     harness.pending += [Request(number, (1, 2), 3) for number in range(5)]
     harness.manager._thread.start()
     assert all(harness.finals.acquire(timeout=10) for _ in range(5))
@@ -201,7 +201,7 @@ def test_requests_beyond_the_bound_are_fetched_without_another_notice():
 
 
 def test_shutdown_takes_what_waits_beyond_the_bound():
-    harness = Harness(config=SchedulerConfig(max_num_requests=1), start=True)
+    harness = Harness(config=SchedulingConfig(max_num_requests=1), start=True)
     harness.pending += [Request(number, (1, 2), 3) for number in range(3)]
     harness.manager.shutdown()
     assert sorted(response.request_id for response in harness.responses) == [0, 1, 2]

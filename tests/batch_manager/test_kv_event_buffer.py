@@ -7,7 +7,7 @@ import threading
 from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import Instruments
 from inflight.batch_manager.kv_event_buffer import KvEventBuffer
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.kv.kv_events import KvEvent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.scheduler import Scheduler
@@ -36,7 +36,7 @@ def test_whoever_waits_is_woken_by_events_and_by_the_end() -> None:
 
 def test_the_loop_hands_over_what_the_cache_tells() -> None:
     engine = FakeEngine(make_limits())
-    scheduler = Scheduler(SchedulerConfig(kv_event_buffer_size=9), engine.limits)
+    scheduler = Scheduler(SchedulingConfig(kv_event_buffer_size=9), engine.limits)
     instruments = Instruments(kv_events=KvEventBuffer(9))
     requests = [make_request(prompt=2 * engine.limits.tokens_per_block)]
 

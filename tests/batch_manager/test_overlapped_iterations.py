@@ -8,7 +8,7 @@ import pytest
 
 from inflight.batch_manager.recording import Begin, End, JsonRecorder
 from inflight.batch_manager.replay import IDENTICAL
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopSignal
@@ -131,7 +131,7 @@ def test_a_stop_ends_a_request_when_its_batch_in_flight_is_back():
 def test_what_the_loop_records_is_the_same_again(tmp_path):
     path = tmp_path / "trace"
     limits = replace(LIMITS, overlaps_iterations=True)
-    loop = make_loop(JsonRecorder(str(path), SchedulerConfig(), limits))
+    loop = make_loop(JsonRecorder(str(path), SchedulingConfig(), limits))
     loop.engine.fails |= {("forward", 4), ("decode", 9)}
     for _ in range(2):
         loop.run(*(Request(i, prompt, 12, streaming=True) for i, prompt in prompts(6).items()))

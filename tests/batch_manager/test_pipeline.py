@@ -11,7 +11,7 @@ from inflight.batch_manager import GptManager
 from inflight.batch_manager.instruments import Instruments
 from inflight.batch_manager.recording import Begin, End, JsonRecorder
 from inflight.batch_manager.replay import IDENTICAL
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
@@ -74,7 +74,7 @@ class Loop:
         self, count: int, recorder: JsonRecorder | None = None, overlaps_iterations: bool = False
     ) -> None:
         self.engine = Stages(count, overlaps_iterations)
-        self.scheduler = WatchedScheduler(SchedulerConfig(), self.engine.limits)
+        self.scheduler = WatchedScheduler(SchedulingConfig(), self.engine.limits)
         self.pending: list[Request] = []
         self.stops: list[StopSignal] = []
         self.stats: list[dict] = []
@@ -187,7 +187,7 @@ def test_statistics_name_the_micro_batch():
 def test_what_the_loop_records_of_a_pipeline_is_the_same_again(tmp_path):
     path = tmp_path / "trace"
     limits = replace(LIMITS, num_micro_batches=3)
-    loop = Loop(3, JsonRecorder(str(path), SchedulerConfig(), limits))
+    loop = Loop(3, JsonRecorder(str(path), SchedulingConfig(), limits))
     loop.engine.fails |= {("forward", 4), ("decode", 9)}
     for _ in range(2):
         loop.run(*(Request(i, prompt, 12, streaming=True) for i, prompt in prompts(6).items()))

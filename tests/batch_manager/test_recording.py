@@ -27,7 +27,7 @@ from inflight.batch_manager.recording import (
     make_begin,
     zero_logits,
 )
-from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.adapter import (
@@ -40,7 +40,7 @@ from inflight.core.request.adapter import (
     StoredAdapter,
 )
 from inflight.core.request.beam_search import BeamCandidates
-from inflight.core.request.request import ExternalDraft, FloatTensor, IterationInput, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, IterationInput, OutputOptions, Request
 from inflight.core.request.response import TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import StopReason, StopSignal
@@ -66,11 +66,11 @@ LIMITS = EngineLimits(
     tokens_per_block=4,
     logits_post_processors=("upper", "batched"),
 )
-CONFIG = SchedulerConfig(
-    CapacitySchedulerPolicy.MAX_UTILIZATION,
+CONFIG = SchedulingConfig(
+    CapacityPolicy.MAX_UTILIZATION,
     max_num_tokens=64,
     enable_chunked_context=True,
-    context_chunking_policy=ContextChunkingPolicy.EQUAL_PROGRESS,
+    context_chunking_policy=ChunkingPolicy.EQUAL_PROGRESS,
 )
 TENSOR = FloatTensor((3,), bytes(range(250, 256)) + bytes(6))
 FULL_REQUEST = Request(
@@ -81,7 +81,7 @@ FULL_REQUEST = Request(
     end_ids=(2,),
     pad_id=-1,
     sampling=SamplingConfig(num_return_sequences=2, temperature=0.1, random_seed=2**64 - 1),
-    output=OutputConfig(return_log_probs=True, num_top_log_probs=2),
+    output=OutputOptions(return_log_probs=True, num_top_log_probs=2),
     stop_words=((1, 2), (0,)),
     bad_words=((2,),),
     embedding_bias=TENSOR,
@@ -131,7 +131,7 @@ FULL_OUTPUT = ModelOutput(
     "record",
     [
         Header(CONFIG, LIMITS, has_logits=True),
-        Header(SchedulerConfig(max_beam_width=2), LIMITS),
+        Header(SchedulingConfig(max_beam_width=2), LIMITS),
         Begin(IterationInput(0, 0)),
         Begin(IterationInput(1, 2, (Request(1, (0,), 1), FULL_REQUEST))),
         Begin(IterationInput(1, 2, (), (StopSignal(1), StopSignal(2, StopReason.TIMED_OUT, 1, 99)))),

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from inflight.batch_manager import GptManager
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import EngineLimits, ScheduledBatch
@@ -44,7 +44,7 @@ def start(engine: FakeEngine) -> tuple[LocalEngineClient, GptManager]:
     client = LocalEngineClient(DESCRIPTION, lambda: manager.notify())
     manager = GptManager(
         engine,
-        Scheduler(SchedulerConfig(), LIMITS),
+        Scheduler(SchedulingConfig(), LIMITS),
         client.get_inference_requests,
         client.send_response,
         client.poll_stop_signals,

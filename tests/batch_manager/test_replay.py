@@ -17,7 +17,7 @@ from inflight.batch_manager.replay import (
     Replay,
     describe_batch,
 )
-from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.request.request import EngineDescription, IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason
@@ -116,7 +116,7 @@ def test_the_runs_reach_what_they_are_meant_to_reach(runs):
     responses = [response for *_, recorded in runs for response in recorded]
     reasons = {reason for r in responses if r.result for reason in r.result.finish_reasons}
     assert reasons == set(FinishReason)
-    assert {(error.code, str(error)) for error in ERRORS} <= {(end.error_code, end.error) for end in ends}
+    assert {(error.kind, error.marked) for error in ERRORS} <= {(end.error_kind, end.error) for end in ends}
     assert any(begin.inputs.stops for begin in begins)
     assert any(batch.moves and batch.block_copies and batch.replaced_blocks for batch in batches)
     assert any(chunk.num_draft_tokens for batch in batches for chunk in batch.context)
@@ -147,7 +147,7 @@ class BurningEngine(FakeEngine):
 def test_what_the_loop_records_with_all_its_threads_is_the_same_again(seed, tmp_path):
     """Arrivals, stops, deadlines and idle times are the threads'; failures too."""
     path, rng = tmp_path / "trace", random.Random(seed)
-    config = SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION, max_num_requests=9)
+    config = SchedulingConfig(CapacityPolicy.MAX_UTILIZATION, max_num_requests=9)
     limits = replace(LIMITS, num_blocks=30)
     scheduler = Scheduler(config, limits)
     client = LocalEngineClient(EngineDescription(scheduler.limits), lambda: manager.notify())
@@ -256,7 +256,7 @@ def test_a_batch_in_words():
 
 def test_a_row_that_failed_alone_fails_again(tmp_path):
     """Its request ends in the same iteration, with the same error; the other runs on as it did."""
-    config, path = SchedulerConfig(max_num_tokens=18), tmp_path / "trace"
+    config, path = SchedulingConfig(max_num_tokens=18), tmp_path / "trace"
     scheduler, engine = Scheduler(config, LIMITS), FakeEngine(LIMITS)
     recorder = JsonRecorder(str(path), config, LIMITS)
     recorded = []

@@ -17,7 +17,7 @@ from inflight.batch_manager.replay import (
     differences,
     main,
 )
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.schedule.batch import BeamGroup, ModelOutput, ScheduledBatch
 from tests.batch_manager.recorded import (
     END_ID,
@@ -111,7 +111,7 @@ def test_another_configuration_decides_otherwise(trace):
 
 
 def test_a_failure_is_another_outcome_than_an_answer(trace):
-    change(trace, 4, output=None, error_code="INTERNAL", error="it failed")
+    change(trace, 4, output=None, error_kind="INTERNAL", error="it failed")
     code, report = outcome(trace)
     assert code == DIFFERENT and report.startswith("iteration 2 (line 6) differs")
 
@@ -200,7 +200,7 @@ def test_the_program_prints_its_report(trace, capsys):
         (lambda path: path.unlink(), "No such file"),
         (lambda path: path.write_bytes(b""), "no complete first line"),
         (lambda path: change(path, 0, version=99), "version 99"),
-        (lambda path: change(path, 0, config=SchedulerConfig(max_num_tokens=1)), "max_num_tokens is 1"),
+        (lambda path: change(path, 0, config=SchedulingConfig(max_num_tokens=1)), "max_num_tokens is 1"),
         (lambda path: change(path, 2, iteration=5), "line 3: an answer to iteration 5"),
         (lambda path: write(path, [*raw_records(path), End(4, 1)]), "line 12: an answer to iteration 4"),
     ],
@@ -214,7 +214,7 @@ def test_what_cannot_be_replayed_is_said_on_stderr(trace, spoil, said, capsys):
 
 def test_a_header_alone_is_a_trace(tmp_path):
     path = tmp_path / "trace"
-    path.write_bytes(encode(Header(SchedulerConfig(), LIMITS)))
+    path.write_bytes(encode(Header(SchedulingConfig(), LIMITS)))
     assert outcome(path) == (
         IDENTICAL,
         "0 iterations replayed, identical\n0 requests, 0 answered to the end\n",

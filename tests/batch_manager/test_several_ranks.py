@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from inflight.batch_manager import GptManager
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.report.metrics import HistogramSnapshot
 from inflight.core.request.request import Request
-from inflight.core.request.response import Response, Result
+from inflight.core.request.response import Response, SequenceResult
 from inflight.core.scheduler import Scheduler
 from inflight.errors import Unavailable
 from inflight.testing.fake_engine import FakeEngine
@@ -83,7 +83,7 @@ def _untimed(responses: list[Response]) -> list[Response]:
     ]
 
 
-def _without_times(result: Result) -> Result:
+def _without_times(result: SequenceResult) -> SequenceResult:
     if result.perf_metrics is None:
         return result
     metrics = replace(result.perf_metrics, first_token_time_ns=0, last_token_time_ns=0)
@@ -122,7 +122,7 @@ class Group:
         self.managers = [
             GptManager(
                 engine,
-                Scheduler(SchedulerConfig(), limits),
+                Scheduler(SchedulingConfig(), limits),
                 self._get,
                 self._send,
                 on_death=lambda error: self.deaths.append(str(error)),

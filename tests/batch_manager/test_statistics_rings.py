@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 
-from inflight.batch_manager.instruments import StatisticsRings
-from inflight.core.report.stats import IterationStats, MemoryUsage, RequestStage, RequestStats
+from inflight.batch_manager.statistics_rings import StatisticsRings
+from inflight.core.report.stats import IterationCounts, MemoryUsage, RequestCounts, RequestStage
 from inflight.executor_stats import iteration_stats
 
 
-def stats(iteration: int) -> IterationStats:
-    return IterationStats(iteration, 1, 8, 64, 60, 16, 1, 1, 0, 5, 0, 0, 0, 0, 0)
+def stats(iteration: int) -> IterationCounts:
+    return IterationCounts(iteration, 1, 8, 64, 60, 16, 1, 1, 0, 5, 0, 0, 0, 0, 0)
 
 
-def request(request_id: int) -> RequestStats:
-    return RequestStats(request_id, 0, RequestStage.QUEUED, 0, 0, 0, False, False, 0, 0, 0)
+def request(request_id: int) -> RequestCounts:
+    return RequestCounts(request_id, 0, RequestStage.QUEUED, 0, 0, 0, False, False, 0, 0, 0)
 
 
 def numbers(kept) -> list[int]:

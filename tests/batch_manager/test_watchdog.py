@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from inflight.batch_manager.instruments import Watchdog, all_stacks
+from inflight.batch_manager.watchdog import Watchdog, all_stacks
 
 
 class Clock:

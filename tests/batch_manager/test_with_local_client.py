@@ -6,7 +6,7 @@ import random
 import threading
 
 from inflight.batch_manager import GptManager
-from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason
@@ -40,7 +40,7 @@ class Receiver:
 
 
 def start_server() -> tuple[LocalEngineClient, GptManager]:
-    scheduler = Scheduler(SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION), LIMITS)
+    scheduler = Scheduler(SchedulingConfig(CapacityPolicy.MAX_UTILIZATION), LIMITS)
     client = LocalEngineClient(EngineDescription(scheduler.limits), lambda: manager.notify())
     manager = GptManager(
         FakeEngine(LIMITS),

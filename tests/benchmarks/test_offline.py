@@ -10,7 +10,7 @@ from benchmarks.measuring.options import Options
 from benchmarks.measuring.setup import Kernels, Setup
 from benchmarks.measuring.workload import BenchRequest
 from benchmarks.offline import ClosedLoop, InProcess, _with_kept_weights
-from inflight.core.request.response import Response, Result
+from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import FinishReason
 from inflight.engine.cpu.library import find_target
 from inflight.errors import InvalidArgument, StepFailed
@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 def response(request_id: int, num_tokens: int, is_final: bool) -> Response:
-    result = Result(((7,) * num_tokens,), 3, (num_tokens,), (FinishReason.NOT_FINISHED,))
+    result = SequenceResult(((7,) * num_tokens,), 3, (num_tokens,), (FinishReason.NOT_FINISHED,))
     return Response(request_id, result, is_final=is_final)
 
 

@@ -71,7 +71,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         context.add_callback(lambda: self.ended.release())
         for request in request_iterator:
             assert request.parameters["triton_enable_empty_final_response"].bool_param
-            assert request.parameters["error_codes"].bool_param
+            assert request.parameters["structured_errors"].bool_param
             asked = _asked(request)
             self.asked.append(asked)
             if "stop" in asked.inputs:

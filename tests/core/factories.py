@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.request.adapter import LoraWeights, Matrix, PromptTable, RawBuffer, StoredAdapter
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
@@ -75,16 +75,16 @@ def with_table(table: PromptTable | None = None, **fields: Any) -> Request:
 
 
 def make_scheduler(
-    policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+    policy: CapacityPolicy = CapacityPolicy.GUARANTEED_NO_EVICT,
     max_num_tokens: int = 64,
     chunked: bool = False,
     reuse: bool = False,
     max_num_requests: int = -1,
     max_queue_size: int = 0,
-    chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+    chunking_policy: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED,
     **limits: Any,
 ) -> Scheduler:
-    config = SchedulerConfig(
+    config = SchedulingConfig(
         policy,
         max_num_tokens=max_num_tokens,
         enable_chunked_context=chunked,

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from inflight.batch_manager.inputs import OwnInputs
-from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.request.adapter import (
     AdapterEvent,
     AdapterUpdate,
@@ -18,7 +18,7 @@ from inflight.core.request.adapter import (
     RawBuffer,
     StoredAdapter,
 )
-from inflight.core.request.guide import Guide, GuideEvent, GuideType
+from inflight.core.request.guide import Guide, GuideEvent, GuideKind
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
@@ -93,7 +93,7 @@ def test_others_run_while_an_adapter_is_fetched_and_it_starts_when_that_is_store
 def test_a_request_may_wait_for_a_guide_and_an_adapter():
     for first in ("guide", "adapter"):
         scheduler = make_scheduler(num_adapter_pages=4)
-        accept(scheduler, adapted(1, guide=Guide(GuideType.REGEX, "a+")))
+        accept(scheduler, adapted(1, guide=Guide(GuideKind.REGEX, "a+")))
         assert "guide" in why(scheduler)[1] and "adapter" in why(scheduler)[1] and scheduler.only_holds
         events = {"guides": [GuideEvent(1)]} if first == "guide" else {"adapters": ready((1, make_adapter()))}
         accept(scheduler, **events)
@@ -106,7 +106,7 @@ def test_a_request_may_wait_for_a_guide_and_an_adapter():
 def test_an_adapter_that_fails_or_fits_nowhere_ends_its_request_alone():
     scheduler = make_scheduler(num_adapter_pages=2)
     accept(scheduler, adapted(1), adapted(2, 9), adapted(3))
-    missing = AdapterEvent(1, error_code="INVALID_ARG", error="LoRA task 1 not found in cache")
+    missing = AdapterEvent(1, error_kind="INVALID_ARG", error="LoRA task 1 not found in cache")
     too_large = make_adapter(9, rank=17)
     update = AdapterUpdate((too_large,), (missing, AdapterEvent(2, 9), AdapterEvent(8, 9)))
     responses = accept(scheduler, adapters=update)
@@ -189,7 +189,7 @@ def test_blocks_are_shared_by_content_and_never_by_task_id():
 
 def test_blocks_are_told_with_the_task_id_of_their_adapter():
     for task_id in (5, None):
-        scheduler = Scheduler(SchedulerConfig(kv_event_buffer_size=9), make_limits(num_adapter_pages=8))
+        scheduler = Scheduler(SchedulingConfig(kv_event_buffer_size=9), make_limits(num_adapter_pages=8))
         adapter = replace(make_adapter(1), task_id=task_id)
         accept(scheduler, adapted(1, prompt=9), adapters=ready((1, adapter)))
         update(scheduler, scheduler.schedule())
@@ -278,7 +278,7 @@ def test_many_who_wait_for_pages_are_not_looked_at_again_and_again():
 
 def test_beams_and_siblings_share_one_adapter_and_a_pause_gives_it_back():
     scheduler = make_scheduler(
-        CapacitySchedulerPolicy.MAX_UTILIZATION, num_adapter_pages=2, num_blocks=5, max_num_requests=9
+        CapacityPolicy.MAX_UTILIZATION, num_adapter_pages=2, num_blocks=5, max_num_requests=9
     )
     one, two = make_adapter(1), make_adapter(2)
     accept(scheduler, adapted(1, new=12), adapted(2, new=12), adapters=ready((1, one), (2, two)))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy
-from inflight.core.request.request import OutputConfig, Request
+from inflight.config import CapacityPolicy
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.errors import StepFailed, Unavailable
+from inflight.errors import QueueFull, StepFailed, Unavailable
 
 from .factories import Driver, make_request, make_scheduler
 
-STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
-MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+STATIC_BATCH = CapacityPolicy.STATIC_BATCH
+MAX_UTILIZATION = CapacityPolicy.MAX_UTILIZATION
 THREE_BEAMS = SamplingConfig(beam_width=3)
 THREE_SEQUENCES = SamplingConfig(top_k=2, num_return_sequences=3)
 
@@ -37,7 +37,7 @@ def refused(responses: list[Response]) -> list[int]:
 def test_the_message_is_the_specifications():
     driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=2))
     (response,) = driver.accept(*(make_request(number) for number in range(4)))
-    assert type(response.error) is Unavailable and response.is_final
+    assert type(response.error) is QueueFull and response.is_final
     message = "Exceeds maximum queue size. Maximum queue size of 2 has been reached, please try again later"
     assert str(response.error) == message
 
@@ -140,7 +140,7 @@ def test_a_static_batch_takes_nobody_before_its_end_however_much_is_free():
 # ---------------------------------------------------------------- promised prefixes
 
 PROMPT = tuple(range(10, 20))  # 10 tokens: two full blocks of 4, and a rest
-COUNTED = OutputConfig(return_perf_metrics=True)
+COUNTED = OutputOptions(return_perf_metrics=True)
 
 
 def alike(*request_ids: int, **fields) -> list[Request]:
@@ -255,7 +255,7 @@ def test_what_a_cancelled_producer_has_computed_is_used():
 
 def test_a_prompt_whose_every_row_is_wanted_waits_for_nobody():
     driver = Driver(make_scheduler(reuse=True, num_blocks=64))
-    wants_context = make_request(2, PROMPT, output=OutputConfig(return_prompt_log_probs=True))
+    wants_context = make_request(2, PROMPT, output=OutputOptions(return_prompt_log_probs=True))
     driver.accept(*alike(1), wants_context)
     batch = driver.scheduler.schedule()
     assert (starts(batch), contexts(batch)) == ([1, 2], [(0, 10), (0, 10)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacityPolicy
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
 from inflight.core.request.llm_request import LlmRequest
@@ -20,8 +20,8 @@ from inflight.core.schedule.capacity_scheduler import (
 
 from .factories import Driver, make_request, make_scheduler, make_sequence
 
-MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
-STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
+MAX_UTILIZATION = CapacityPolicy.MAX_UTILIZATION
+STATIC_BATCH = CapacityPolicy.STATIC_BATCH
 TWO_BEAMS = SamplingConfig(beam_width=2)
 BLOCK = 4
 
@@ -172,7 +172,7 @@ def test_reservations_to_the_end_leave_nothing_to_plan():
 
 def test_the_policy_of_a_name():
     assert isinstance(make_capacity_scheduler(MAX_UTILIZATION), MaxUtilization)
-    guaranteed = make_capacity_scheduler(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT)
+    guaranteed = make_capacity_scheduler(CapacityPolicy.GUARANTEED_NO_EVICT)
     static = make_capacity_scheduler(STATIC_BATCH)
     assert [guaranteed.fills_batches_once, static.fills_batches_once] == [False, True]
 

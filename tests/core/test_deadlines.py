@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacityPolicy
 from inflight.core.endings import Deadlines
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.request.llm_request import RequestGroup
@@ -17,7 +17,7 @@ from tests.core.integrity import check_integrity
 from .factories import Driver, make_request, make_scheduler
 
 MS = 1_000_000
-MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+MAX_UTILIZATION = CapacityPolicy.MAX_UTILIZATION
 
 
 def make_group(key: int, allotted_ms: int, now_ms: int = 0, **fields) -> RequestGroup:

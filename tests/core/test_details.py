@@ -8,9 +8,9 @@ from types import FunctionType, ModuleType
 
 import pytest
 
-from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
-from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy
-from inflight.core.request.request import ExternalDraft, OutputConfig
+from inflight.additional_outputs import OfferedOutput, WantedOutput
+from inflight.config import CapacityPolicy, ChunkingPolicy
+from inflight.core.request.request import ExternalDraft, OutputOptions
 from inflight.core.request.response import Response, TopLogProbs, merge_responses
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
@@ -41,7 +41,7 @@ def num_bytes_held(root: object) -> int:
 
 def test_log_probs_are_deltas_and_the_sum_grows():
     scheduler = make_scheduler()
-    output = OutputConfig(return_log_probs=True)
+    output = OutputOptions(return_log_probs=True)
     Driver(scheduler).accept(make_request(new=3, streaming=True, output=output, end_ids=(4,)))
     sums, deltas = [], []
     for token, log_prob in ((5, -1.0), (6, -2.0), (4, -4.0)):
@@ -54,10 +54,10 @@ def test_log_probs_are_deltas_and_the_sum_grows():
 
 
 def test_of_a_stopped_prompt_nothing_is_kept_that_was_computed_behind_a_failure():
-    policy = ContextChunkingPolicy.EQUAL_PROGRESS
+    policy = ChunkingPolicy.EQUAL_PROGRESS
     scheduler = make_scheduler(max_num_tokens=8, chunked=True, chunking_policy=policy, num_micro_batches=2)
     driver = Driver(scheduler)
-    outputs = (OutputConfig(return_context_logits=True), OutputConfig())
+    outputs = (OutputOptions(return_context_logits=True), OutputOptions())
     driver.accept(*(make_request(i, prompt=12, output=output) for i, output in enumerate(outputs, 1)))
     failed, behind = scheduler.schedule(), scheduler.schedule()
     chunk = behind.context[0]
@@ -73,7 +73,7 @@ def test_context_outputs_of_chunks_add_up_and_nothing_is_reused_for_them():
     driver.accept(make_request(1, prompt=10, new=1))
     driver.step()
     driver.step()
-    output = OutputConfig(return_prompt_log_probs=True, return_context_logits=True)
+    output = OutputOptions(return_prompt_log_probs=True, return_context_logits=True)
     driver.accept(make_request(2, prompt=10, new=1, output=output))
     responses = []
     for log_probs in ([-1.0] * 8, [-2.0]):
@@ -94,7 +94,7 @@ def test_perf_metrics_say_when_and_how_many_blocks():
     driver = Driver(scheduler)
     driver.accept(make_request(1, prompt=10, new=1))
     driver.step()
-    output = OutputConfig(return_perf_metrics=True)
+    output = OutputOptions(return_perf_metrics=True)
     driver.accept(make_request(2, prompt=10, new=2, output=output, arrival_time_ns=3))
     scheduler.update(scheduler.schedule(), ModelOutput(0, [(5,)]), now_ns=100)
     (final,) = scheduler.update(scheduler.schedule(), ModelOutput(0, [(6,)]), now_ns=200)
@@ -107,7 +107,7 @@ def test_perf_metrics_say_when_and_how_many_blocks():
 def test_what_is_cut_short_has_everything_up_to_there(ended_by):
     scheduler = make_scheduler()
     driver = Driver(scheduler)
-    output = OutputConfig(
+    output = OutputOptions(
         return_log_probs=True,
         num_top_log_probs=1,
         return_prompt_log_probs=True,
@@ -138,7 +138,7 @@ def test_what_is_cut_short_has_everything_up_to_there(ended_by):
 def test_what_is_cut_short_in_its_prompt_has_the_rows_that_were_computed():
     scheduler = make_scheduler(max_num_tokens=8, chunked=True)
     driver = Driver(scheduler)
-    output = OutputConfig(
+    output = OutputOptions(
         return_prompt_log_probs=True, return_context_logits=True, return_generation_logits=True
     )
     driver.accept(make_request(prompt=10, new=9, streaming=True, output=output))
@@ -152,7 +152,7 @@ def test_what_is_cut_short_in_its_prompt_has_the_rows_that_were_computed():
 
 def test_a_long_stream_does_not_keep_the_logits_it_has_sent():
     scheduler = make_scheduler()
-    output = OutputConfig(return_context_logits=True, return_generation_logits=True)
+    output = OutputOptions(return_context_logits=True, return_generation_logits=True)
     Driver(scheduler).accept(make_request(prompt=4, new=30, streaming=True, output=output))
     for iteration in range(25):
         details = {0: TokenDetails(logits=(bytes(1 << 20),))}
@@ -166,7 +166,7 @@ def test_a_long_stream_does_not_keep_the_logits_it_has_sent():
 def test_sequences_carry_one_copy_of_the_context_logits():
     scheduler = make_scheduler(max_num_tokens=8, chunked=True)
     sampling = SamplingConfig(num_return_sequences=3)
-    output = OutputConfig(return_context_logits=True)
+    output = OutputOptions(return_context_logits=True)
     Driver(scheduler).accept(make_request(prompt=10, new=1, sampling=sampling, output=output))
     update(scheduler, scheduler.schedule(), context={0: ContextDetails(logits=bytes(range(64)))})
     responses = update(
@@ -181,13 +181,13 @@ def test_sequences_carry_one_copy_of_the_context_logits():
 
 
 def test_a_pause_amid_the_context_repeats_no_context_outputs():
-    policy = CapacitySchedulerPolicy.MAX_UTILIZATION
+    policy = CapacityPolicy.MAX_UTILIZATION
     scheduler = make_scheduler(policy, max_num_tokens=8, chunked=True, num_blocks=5)
     driver = Driver(scheduler)
     driver.accept(make_request(1, prompt=4, new=13))
     for _ in range(4):
         driver.step()
-    output = OutputConfig(return_prompt_log_probs=True, return_context_logits=True)
+    output = OutputOptions(return_prompt_log_probs=True, return_context_logits=True)
     driver.accept(make_request(2, prompt=12, new=1, output=output))
     starts, responses = [], []
     while scheduler.num_active:
@@ -207,10 +207,10 @@ def test_a_pause_amid_the_context_repeats_no_context_outputs():
     assert result.context_logits.data == bytes([1] * 16 + [2] * 32)
 
 
-ADDITIONAL = OutputConfig(
+ADDITIONAL = OutputOptions(
     additional_outputs=(
-        AdditionalModelOutput("last_hidden_state", True),
-        AdditionalModelOutput("top_1_logits"),
+        WantedOutput("last_hidden_state", True),
+        WantedOutput("top_1_logits"),
     )
 )
 
@@ -263,8 +263,8 @@ def test_rows_behind_an_end_id_within_a_draft_are_dropped():
 
 def test_a_long_stream_does_not_keep_the_additional_outputs_it_has_sent():
     scheduler = scheduler_that_offers(OfferedOutput("last_hidden_state", False, 1 << 18))
-    wanted = (AdditionalModelOutput("last_hidden_state"),)
-    output = OutputConfig(additional_outputs=wanted)
+    wanted = (WantedOutput("last_hidden_state"),)
+    output = OutputOptions(additional_outputs=wanted)
     Driver(scheduler).accept(make_request(prompt=4, new=30, streaming=True, output=output))
     for _ in range(25):
         details = {0: TokenDetails(additional_outputs=((bytes(1 << 20),),))}

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from inflight.batch_manager.inputs import OwnInputs
-from inflight.core.request.guide import Guide, GuideEvent, GuideType
+from inflight.core.request.guide import Guide, GuideEvent, GuideKind
 from inflight.core.request.request import IterationInput
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InvalidArgument, Unavailable, Unsupported
 from tests.core.factories import make_request, make_scheduler
 
-GUIDE = Guide(GuideType.REGEX, "a+")
+GUIDE = Guide(GuideKind.REGEX, "a+")
 
 
 def guided(request_id: int, **changes):
@@ -146,13 +146,13 @@ def test_guides_of_requests_that_have_ended_are_forgotten():
 def test_without_a_tokenizer_a_guide_is_refused_by_name():
     inputs = OwnInputs(make_scheduler(), lambda room: (guided(1),), None, lambda: 0, None)
     (event,) = inputs.next().guides
-    assert event.error_code == Unsupported.code
+    assert event.error_kind == Unsupported.code
     assert "guided_decoding_guide_type" in event.error and "tokenizer_dir" in event.error
 
 
 @pytest.mark.parametrize(
     ("guide", "message"),
-    [(Guide(GuideType.JSON, "{}"), "left out"), (Guide(GuideType.REGEX), "is required"), (GUIDE, None)],
+    [(Guide(GuideKind.JSON, "{}"), "left out"), (Guide(GuideKind.REGEX), "is required"), (GUIDE, None)],
 )
 def test_a_guide_comes_with_a_text_or_without(guide, message):
     request = replace(make_request(1), guide=guide)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacityPolicy
 from inflight.core.report.state import BlockMapState, RunningState, SchedulerState, WaitingState
-from inflight.core.report.stats import RequestStage, RequestStats
+from inflight.core.report.stats import RequestCounts, RequestStage
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ModelOutput
 from inflight.errors import StepFailed
 
 from .factories import Driver, make_request, make_scheduler
 
-MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+MAX_UTILIZATION = CapacityPolicy.MAX_UTILIZATION
 MS = 1_000_000
 SHORT, LONG = (1, 2, 3, 4, 5), tuple(range(11, 24))
 THREE_SEQUENCES = SamplingConfig(top_k=2, num_return_sequences=3)
@@ -189,7 +189,7 @@ def test_cached_blocks_are_told_apart_from_empty_ones():
     assert driver.scheduler.state().blocks == BlockMapState(16, 0, 3, 13, 0, 0, 4)
 
 
-@pytest.mark.parametrize("policy", CapacitySchedulerPolicy)
+@pytest.mark.parametrize("policy", CapacityPolicy)
 def test_the_policy_is_told_by_the_name_that_configures_it(policy):
     assert make_scheduler(policy).state().policy == policy.value
 
@@ -224,9 +224,9 @@ def test_request_statistics():
     driver.accept(make_request(2, LONG, 3), make_request(3, SHORT, 2))
     batch, _ = driver.step()
     assert scheduler.request_stats(batch) == (
-        RequestStats(1, 0, RequestStage.GENERATION_IN_PROGRESS, 5, 2, 2, True, False, 2, 0, 1),
-        RequestStats(2, 0, RequestStage.CONTEXT_IN_PROGRESS, 8, 0, 0, True, False, 4, 0, 3),
-        RequestStats(3, 0, RequestStage.QUEUED, 0, 0, 0, False, False, 0, 0, 0),
+        RequestCounts(1, 0, RequestStage.GENERATION_IN_PROGRESS, 5, 2, 2, True, False, 2, 0, 1),
+        RequestCounts(2, 0, RequestStage.CONTEXT_IN_PROGRESS, 8, 0, 0, True, False, 4, 0, 3),
+        RequestCounts(3, 0, RequestStage.QUEUED, 0, 0, 0, False, False, 0, 0, 0),
     )
     assert [one.is_scheduled for one in scheduler.request_stats(None)] == [False, False, False]
 
@@ -236,7 +236,7 @@ def test_request_statistics_of_a_paused_one_keep_what_its_runs_took():
     driver.accept(make_request(1, new=8), make_request(2, new=8))
     for _ in range(6):
         batch, _ = driver.step()
-    assert driver.scheduler.request_stats(batch)[1] == RequestStats(
+    assert driver.scheduler.request_stats(batch)[1] == RequestCounts(
         2, 0, RequestStage.QUEUED, 0, 5, 5, False, True, 1, 0, 0
     )
 

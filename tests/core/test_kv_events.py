@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, block_digest
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.kv.kv_events import KvEvent, KvEventLog, StoredBlock, block_hash
@@ -128,6 +128,6 @@ def test_a_cache_that_begins_again_has_nothing() -> None:
 
 
 def test_a_scheduler_makes_events_only_where_they_are_kept() -> None:
-    assert Scheduler(SchedulerConfig(), make_limits()).take_kv_events() == []
-    kept = Scheduler(SchedulerConfig(kv_event_buffer_size=8), make_limits()).take_kv_events()
+    assert Scheduler(SchedulingConfig(), make_limits()).take_kv_events() == []
+    kept = Scheduler(SchedulingConfig(kv_event_buffer_size=8), make_limits()).take_kv_events()
     assert [event.num_blocks for event in kept] == [make_limits().num_blocks]

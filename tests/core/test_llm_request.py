@@ -15,7 +15,7 @@ from inflight.core.request.llm_request import (
     RequestGroup,
     RequestState,
 )
-from inflight.core.request.request import ExternalDraft, OutputConfig
+from inflight.core.request.request import ExternalDraft, OutputOptions
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 
@@ -125,7 +125,7 @@ def test_an_end_keeps_the_slots_for_what_is_in_flight():
 
 def test_context_outputs_are_passed_on_to_who_has_not_started():
     first, second, third = make_sequences(
-        output=OutputConfig(return_context_logits=True),
+        output=OutputOptions(return_context_logits=True),
         sampling=SamplingConfig(top_k=2, num_return_sequences=3),
     )
     group = first.group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig
 from inflight.core.request.llm_request import LlmRequest
 from inflight.core.request.request import ExternalDraft
 from inflight.core.request.sampling_config import SamplingConfig
@@ -15,7 +15,7 @@ from inflight.core.schedule.micro_batch_scheduler import MicroBatch, MicroBatchS
 
 from .factories import Driver, make_request, make_scheduler, make_sequence
 
-EQUAL_PROGRESS = ContextChunkingPolicy.EQUAL_PROGRESS
+EQUAL_PROGRESS = ChunkingPolicy.EQUAL_PROGRESS
 
 
 def in_context(prompt: int, done: int = 0, draft: int = 0, **fields) -> LlmRequest:
@@ -37,11 +37,11 @@ def generating(slots: int = 1, **fields) -> LlmRequest:
 def make(
     max_num_tokens: int,
     enable_chunked_context: bool = True,
-    policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+    policy: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED,
     num_micro_batches: int = 1,
 ) -> MicroBatchScheduler:
     """With blocks of four tokens."""
-    config = SchedulerConfig(
+    config = SchedulingConfig(
         max_num_tokens=max_num_tokens,
         enable_chunked_context=enable_chunked_context,
         context_chunking_policy=policy,
@@ -228,7 +228,7 @@ def test_equal_progress_means_nothing_without_chunks():
     contexts=st.lists(
         st.tuples(st.integers(1, 30), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=5
     ),
-    policy=st.sampled_from(ContextChunkingPolicy),
+    policy=st.sampled_from(ChunkingPolicy),
     max_num_tokens=st.integers(8, 40),
 )
 def test_chunks_fill_an_iteration_without_overdrawing_it_and_the_oldest_gets_on(
@@ -372,7 +372,7 @@ def test_micro_batches_are_numbered_in_turn():
 
 
 def test_a_static_batch_is_filled_once_and_its_micro_batches_have_their_share_of_the_slots():
-    scheduler = make_scheduler(CapacitySchedulerPolicy.STATIC_BATCH, num_micro_batches=2)
+    scheduler = make_scheduler(CapacityPolicy.STATIC_BATCH, num_micro_batches=2)
     driver = Driver(scheduler)
     driver.accept(make_request(1, new=2), *(make_request(i, new=9) for i in range(2, 5)))
     driver.step()

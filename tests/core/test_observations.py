@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacityPolicy
 from inflight.core.report.metrics import SECONDS, TOKENS, HistogramSnapshot, MetricsSnapshot
-from inflight.core.report.stats import IterationStats, StaticBatchStats
+from inflight.core.report.stats import IterationCounts, StaticBatchStats
 from inflight.core.request.request import ExternalDraft
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
@@ -17,8 +17,8 @@ from inflight.errors import StepFailed
 
 from .factories import Driver, make_request, make_scheduler
 
-MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
-STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
+MAX_UTILIZATION = CapacityPolicy.MAX_UTILIZATION
+STATIC_BATCH = CapacityPolicy.STATIC_BATCH
 MS = 1_000_000
 SHORT, LONG = (1, 2, 3, 4, 5), (11, 12, 13, 14, 15, 16, 17, 18, 19)
 
@@ -32,7 +32,7 @@ class Observed:
 
     def iterate(
         self, at_ms: int, until_ms: int, *requests, stop=(), token: int | None = None
-    ) -> IterationStats:
+    ) -> IterationCounts:
         self.driver.accept(*requests, stop=stop, now_ns=at_ms * MS)
         batch, _ = self.driver.step(token, now_ns=until_ms * MS)
         return self.scheduler.stats(batch, (until_ms - at_ms) * MS)
@@ -42,7 +42,7 @@ class Observed:
         return self.scheduler.metrics()
 
 
-def three_requests() -> tuple[Observed, list[IterationStats]]:
+def three_requests() -> tuple[Observed, list[IterationCounts]]:
     """Two requests at once; a third with the second one's prompt, which had been on its way for 8 ms."""
     observed = Observed(reuse=True)
     stats = [
@@ -53,7 +53,7 @@ def three_requests() -> tuple[Observed, list[IterationStats]]:
     return observed, stats
 
 
-FIRST_OF_THREE = IterationStats(
+FIRST_OF_THREE = IterationCounts(
     iteration=0,
     duration_ns=5 * MS,
     num_active_requests=2,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy
-from inflight.core.request.request import ExternalDraft, OutputConfig
+from inflight.config import CapacityPolicy
+from inflight.core.request.request import ExternalDraft, OutputOptions
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
@@ -27,8 +27,8 @@ WAITING: dict[str, dict[str, Any]] = {
     "bad words": {"bad_words": ((5, 6),)},
     "decaying top_p": {"sampling": SamplingConfig(top_k=4, top_p=0.9, top_p_decay=0.5)},
     "top_p alone": {"sampling": SamplingConfig(top_p=0.9)},
-    "log probs": {"output": OutputConfig(return_log_probs=True)},
-    "logits": {"output": OutputConfig(return_generation_logits=True)},
+    "log probs": {"output": OutputOptions(return_log_probs=True)},
+    "logits": {"output": OutputOptions(return_generation_logits=True)},
 }
 GOING_ON: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -37,7 +37,7 @@ GOING_ON: dict[str, dict[str, Any]] = {
     "cold top_p": {"sampling": SamplingConfig(temperature=0.0, top_p=0.9)},
     "bad tokens": {"bad_words": ((5,), (6,))},
     "min_length": {"sampling": SamplingConfig(min_length=3), "end_ids": (1,)},
-    "prompt log probs": {"output": OutputConfig(return_prompt_log_probs=True)},
+    "prompt log probs": {"output": OutputOptions(return_prompt_log_probs=True)},
 }
 
 
@@ -150,9 +150,7 @@ def test_an_end_that_was_not_foreseen_costs_a_row_whose_token_is_dropped(how, ke
 
 def test_where_blocks_are_short_the_next_batch_waits_and_the_last_started_is_paused():
     """Both need a third block; the older one's token is in flight, and so is that of the one to be paused."""
-    scheduler = make_scheduler(
-        CapacitySchedulerPolicy.MAX_UTILIZATION, num_blocks=5, overlaps_iterations=True
-    )
+    scheduler = make_scheduler(CapacityPolicy.MAX_UTILIZATION, num_blocks=5, overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1, prompt=7, new=9), make_request(2, prompt=7, new=9))
     first = scheduler.schedule()
     second = scheduler.schedule()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from inflight.config import SchedulerConfig
-from inflight.core.request.guide import Guide, GuideEvent, GuideType
+from inflight.config import SchedulingConfig
+from inflight.core.request.guide import Guide, GuideEvent, GuideKind
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
@@ -15,7 +15,7 @@ MS = 1_000_000
 
 
 def scheduler_with(requests: list[Request], most: int = 4) -> Scheduler:
-    scheduler = Scheduler(SchedulerConfig(sequences_per_iteration=most), make_limits())
+    scheduler = Scheduler(SchedulingConfig(sequences_per_iteration=most), make_limits())
     assert scheduler.accept(IterationInput(0, MS, tuple(requests))) == []
     return scheduler
 
@@ -55,7 +55,7 @@ def test_sequences_of_a_request_end_together_and_count_each():
 
 
 def test_deadlines_and_guides_that_failed_wait_for_their_turn_too():
-    guided = Guide(GuideType.REGEX, "a")
+    guided = Guide(GuideKind.REGEX, "a")
     requests = [make_request(number, guide=guided) for number in range(1, 6)]
     requests += [make_request(number, allotted_time_ms=5) for number in range(6, 10)]
     scheduler = scheduler_with(requests)
@@ -67,7 +67,7 @@ def test_deadlines_and_guides_that_failed_wait_for_their_turn_too():
 
 
 def test_a_loop_does_not_rest_while_somebody_is_to_end():
-    requests = [make_request(number, guide=Guide(GuideType.REGEX, "a")) for number in range(1, 7)]
+    requests = [make_request(number, guide=Guide(GuideKind.REGEX, "a")) for number in range(1, 7)]
     scheduler = scheduler_with(requests)
     assert scheduler.only_holds
     scheduler.accept(IterationInput(1, 2 * MS, stops=stops_of(*range(1, 6))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacityPolicy
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.request import ExternalDraft, Request
@@ -19,8 +19,8 @@ from tests.core.integrity import check_integrity
 from .factories import Driver, make_limits, make_request, make_scheduler
 from .faulty import FaultyDevice, Outcome, at_token, run
 
-MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
-STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
+MAX_UTILIZATION = CapacityPolicy.MAX_UTILIZATION
+STATIC_BATCH = CapacityPolicy.STATIC_BATCH
 VOCABULARY = 1000
 BOOM = StepFailed("boom")
 TWO_BEAMS = SamplingConfig(beam_width=2)
@@ -40,7 +40,7 @@ def serve(
     applies: bool = True,
     depth: int = 1,
     once: tuple[int, ...] = (),
-    policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+    policy: CapacityPolicy = CapacityPolicy.GUARANTEED_NO_EVICT,
     **options,
 ) -> tuple[Outcome, FaultyDevice]:
     """Run requests that arrive together on a device with faults, by request id."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacityPolicy
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.testing.fake_model import expected_beam_steps
@@ -17,7 +17,7 @@ from .test_recovery import SEVERAL, TWO_BEAMS, VOCABULARY, assert_unharmed
 
 @settings(deadline=None, derandomize=True)
 @given(
-    policy=st.sampled_from(CapacitySchedulerPolicy),
+    policy=st.sampled_from(CapacityPolicy),
     num_blocks=st.integers(8, 20),
     num_slots=st.integers(3, 6),
     chunked=st.booleans(),

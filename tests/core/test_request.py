@@ -7,12 +7,12 @@ from math import inf, prod
 
 import pytest
 
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.adapter import PromptTable
-from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
-from inflight.errors import InvalidArgument, Unsupported, error_from_code
+from inflight.errors import InvalidArgument, Unsupported, error_from_kind
 
 from .factories import make_prompt_table, make_request, with_table
 
@@ -52,7 +52,7 @@ def test_a_prompt_too_long_for_an_iteration_is_told_what_would_help(length, chun
     engine = EngineLimits(
         vocab_size=100, max_sequence_length=32, max_num_sequences=4, num_blocks=64, tokens_per_block=4
     )
-    limits = engine.model_limits(SchedulerConfig(max_num_tokens=16, enable_chunked_context=chunked))
+    limits = engine.model_limits(SchedulingConfig(max_num_tokens=16, enable_chunked_context=chunked))
     with pytest.raises(InvalidArgument) as error:
         make_request(prompt=(1,) * length, new=1).validate(limits)
     assert f"input_ids has {length} tokens" in str(error.value)
@@ -103,7 +103,7 @@ def test_a_prompt_too_long_for_an_iteration_is_told_what_would_help(length, chun
         (make_sampled(early_stopping=-1), ["early_stopping", "-1"]),
         (make_sampled(beam_search_diversity_rate=-0.5), ["beam_search_diversity_rate", "-0.5"]),
         (make_request(prompt=8, new=9, sampling=SamplingConfig(beam_width=3)), ["beam_width 3", "at most 5"]),
-        (make_request(output=OutputConfig(num_top_log_probs=101)), ["num_top_log_probs", "[0, 100]", "101"]),
+        (make_request(output=OutputOptions(num_top_log_probs=101)), ["num_top_log_probs", "[0, 100]", "101"]),
         (make_request(stop_words=((1,), ())), ["stop_words_list", "empty word"]),
         (make_request(bad_words=((1, 100),)), ["bad_words_list", "got 100"]),
         (make_request(embedding_bias=make_floats(99)), ["embedding_bias", "[1, 100]", "[1, 99]"]),
@@ -161,7 +161,7 @@ def test_a_post_processor_that_the_server_has(name):
     request.validate(LIMITS)
     assert request.needs_host is request.looks_back is bool(name)
     engine = EngineLimits(100, 32, 4, 64, 4, logits_post_processors=("upper", "batched"))
-    assert engine.model_limits(SchedulerConfig()).logits_post_processors == ("upper", "batched")
+    assert engine.model_limits(SchedulingConfig()).logits_post_processors == ("upper", "batched")
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 4, 7, 8, 11])
@@ -175,10 +175,24 @@ def test_the_length_that_a_refusal_calls_possible_is(prompt):
         make_request(prompt=prompt, new=most + 1, sampling=sampling).validate(LIMITS)
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_the_room_that_the_kv_cache_has_is_what_its_blocks_hold(width):
+    """`kv_room` turns `max_kv_blocks` round, prompts that are larger than the cache included."""
+    sampling = SamplingConfig(beam_width=width)
+    for num_blocks in range(1, 7):
+        for size in (1, 2, 4):
+            limits = ModelLimits(1000, 10**6, 10**6, num_blocks, size, max_beam_width=4)
+            for length in range(1, 30):
+                room = limits.kv_room(length, width)
+                for count in range(1, 30):
+                    request = Request(0, (1,) * length, count, sampling=sampling)
+                    assert (request.max_kv_blocks(size) <= num_blocks) == (count <= room)
+
+
 def test_errors_survive_a_process_boundary():
-    error = error_from_code("INVALID_ARG", "why")
+    error = error_from_kind("INVALID_ARG", "why")
     assert isinstance(error, InvalidArgument) and str(error) == "why"
-    assert error_from_code("no such code", "why").code == "INTERNAL"
+    assert error_from_kind("no such code", "why").code == "INTERNAL"
 
 
 # ---------------------------------------------------------------- prompt tables
@@ -189,8 +203,8 @@ TABLES = replace(LIMITS, hidden_size=2)
 def test_ids_beyond_the_vocabulary_are_rows_of_the_table_and_need_not_be_there():
     with_table(prompt=(102, 5, 100, 100, 101)).validate(TABLES)
     with_table(prompt=(1, 2, 3)).validate(TABLES)
-    with_table(prompt=(1, 2), output=OutputConfig(return_prompt_log_probs=True)).validate(TABLES)
-    with_table(prompt=(102,), output=OutputConfig(return_context_logits=True)).validate(TABLES)
+    with_table(prompt=(1, 2), output=OutputOptions(return_prompt_log_probs=True)).validate(TABLES)
+    with_table(prompt=(102,), output=OutputOptions(return_context_logits=True)).validate(TABLES)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +222,7 @@ def test_ids_beyond_the_vocabulary_are_rows_of_the_table_and_need_not_be_there()
             ["prompt_embedding_table", "at least one row", "got [1, 0, 2]"],
         ),
         (
-            with_table(prompt=(1, 100), output=OutputConfig(return_prompt_log_probs=True)),
+            with_table(prompt=(1, 100), output=OutputOptions(return_prompt_log_probs=True)),
             ["return_prompt_log_probs", "prompt_embedding_table", "no probability"],
         ),
         (with_table(end_ids=(100,)), ["end_id", "got 100"]),

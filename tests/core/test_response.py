@@ -7,14 +7,14 @@ from array import array
 import pytest
 
 from inflight.core.request.request import FloatTensor
-from inflight.core.request.response import Response, Result, TopLogProbs, merge_responses
+from inflight.core.request.response import Response, SequenceResult, TopLogProbs, merge_responses
 from inflight.core.request.stop import FinishReason
 from inflight.errors import StepFailed
 
 
 def make_response(*tokens: int, reason: FinishReason = FinishReason.NOT_FINISHED, **fields) -> Response:
     final = reason is not FinishReason.NOT_FINISHED
-    result = Result((tokens,), 3, (len(tokens),), (reason,), is_sequence_final=final, **fields)
+    result = SequenceResult((tokens,), 3, (len(tokens),), (reason,), is_sequence_final=final, **fields)
     return Response(1, result, is_final=final)
 
 

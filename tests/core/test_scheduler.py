@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy
-from inflight.core.request.request import OutputConfig
+from inflight.config import CapacityPolicy
+from inflight.core.request.request import OutputOptions
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextChunk, ModelOutput, SlotStart
 from inflight.errors import AlreadyExists, ConfigError, InvalidArgument, StepFailed
@@ -13,12 +13,12 @@ from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_request, make_scheduler
 
-MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+MAX_UTILIZATION = CapacityPolicy.MAX_UTILIZATION
 
 
 def test_a_request_from_first_batch_to_last_response():
     driver = Driver(make_scheduler())
-    request = make_request(prompt=5, new=2, output=OutputConfig(exclude_input_from_output=True))
+    request = make_request(prompt=5, new=2, output=OutputOptions(exclude_input_from_output=True))
     driver.accept(request)
     batch, responses = driver.step()
     assert batch.starts == (SlotStart(0, request),)
@@ -70,7 +70,7 @@ def test_streaming_sends_deltas_and_the_end_id_is_not_returned():
 def test_a_stop_frees_everything_and_loses_no_token(steps, streaming):
     scheduler = make_scheduler()
     driver = Driver(scheduler)
-    output = OutputConfig(exclude_input_from_output=True)
+    output = OutputOptions(exclude_input_from_output=True)
     driver.accept(make_request(1, new=9, streaming=streaming, output=output))
     responses = [response for _ in range(steps) for response in driver.step()[1]]
     (final,) = driver.accept(stop=(1,))
@@ -198,7 +198,7 @@ def test_what_a_failed_batch_started_without_a_row_is_started_again():
     assert final.request_id == 2 and final.error is None
 
 
-@pytest.mark.parametrize("policy", CapacitySchedulerPolicy)
+@pytest.mark.parametrize("policy", CapacityPolicy)
 @pytest.mark.parametrize("ended_by", ["stop", "end id"])
 def test_an_ended_request_is_not_scheduled_again_while_its_last_batch_is_in_flight(policy, ended_by):
     scheduler = make_scheduler(policy)

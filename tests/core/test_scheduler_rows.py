@@ -10,7 +10,7 @@ from inflight.core import outcomes
 from inflight.core.request import results
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.llm_request import LlmRequest
-from inflight.core.request.request import ExternalDraft, OutputConfig
+from inflight.core.request.request import ExternalDraft, OutputOptions
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopSignal
@@ -87,7 +87,7 @@ def test_an_error_of_the_requests_own_keeps_its_kind(poison):
 def test_a_context_output_that_cannot_be_taken(poison):
     scheduler = make_scheduler()
     driver = Driver(scheduler)
-    driver.accept(make_request(1, output=OutputConfig(return_prompt_log_probs=True)), make_request(2, new=1))
+    driver.accept(make_request(1, output=OutputOptions(return_prompt_log_probs=True)), make_request(2, new=1))
     poison(outcomes, "keep_context", 1)
     batch = scheduler.schedule()
     responses = scheduler.update(batch, ModelOutput(0, [(7,), (7,)], context={0: None}))
@@ -174,7 +174,7 @@ def test_a_request_that_cannot_even_be_looked_at_is_refused_alone(monkeypatch):
 
 def test_normalized_log_probs_come_and_the_models_are_summed():
     scheduler = make_scheduler()
-    Driver(scheduler).accept(make_request(1, new=1, output=OutputConfig(return_log_probs=True)))
+    Driver(scheduler).accept(make_request(1, new=1, output=OutputOptions(return_log_probs=True)))
     batch = scheduler.schedule()
     details = {0: TokenDetails(log_probs=(-1.0,), drawn_log_probs=(-0.25,))}
     (response,) = scheduler.update(batch, ModelOutput(0, [(7,)], details=details))
@@ -186,7 +186,7 @@ def test_details_that_are_missing_are_no_other_requests_business():
     """The device forgot the details of one row, and gave too few of another: both get what there is."""
     scheduler = make_scheduler()
     Driver(scheduler).accept(
-        *(make_request(number, new=1, output=OutputConfig(return_log_probs=True)) for number in (1, 2, 3))
+        *(make_request(number, new=1, output=OutputOptions(return_log_probs=True)) for number in (1, 2, 3))
     )
     batch = scheduler.schedule()
     details = {0: TokenDetails(log_probs=(-1.0,)), 2: TokenDetails()}

@@ -6,9 +6,9 @@ from array import array
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacityPolicy
 from inflight.core.request.beam_search import BeamCandidates
-from inflight.core.request.request import ExternalDraft, IterationInput, OutputConfig
+from inflight.core.request.request import ExternalDraft, IterationInput, OutputOptions
 from inflight.core.request.response import Response, TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
@@ -88,7 +88,7 @@ def test_streamed_beams_say_everything_so_far():
 
 
 def test_details_of_beams_follow_their_tokens():
-    output = OutputConfig(return_log_probs=True, num_top_log_probs=1, return_generation_logits=True)
+    output = OutputOptions(return_log_probs=True, num_top_log_probs=1, return_generation_logits=True)
     scheduler = make_scheduler()
     Driver(scheduler).accept(make_request(prompt=3, new=2, sampling=TWO_BEAMS, output=output))
 
@@ -149,7 +149,7 @@ def test_a_search_waits_for_as_many_slots_as_it_has_beams():
 
 
 def test_a_search_reserves_for_its_worst_case_under_either_policy():
-    for policy in CapacitySchedulerPolicy:
+    for policy in CapacityPolicy:
         scheduler = make_scheduler(policy, num_blocks=16)
         Driver(scheduler).accept(make_request(prompt=6, new=8, sampling=TWO_BEAMS))  # 13 tokens: 1 + 2 * 3
         scheduler.schedule()
@@ -270,7 +270,7 @@ def make_drafted(*draft: int, **fields):
 
 def test_a_draft_stands_behind_the_context_and_what_was_accepted_counts():
     scheduler = make_scheduler()
-    output = OutputConfig(return_perf_metrics=True, exclude_input_from_output=True)
+    output = OutputOptions(return_perf_metrics=True, exclude_input_from_output=True)
     Driver(scheduler).accept(make_drafted(5, 6, 7, prompt=3, new=6, output=output))
     batch = scheduler.schedule()
     (chunk,) = batch.context
@@ -317,7 +317,7 @@ def test_nothing_of_a_sequence_is_scheduled_behind_a_draft_in_flight():
 def test_accepted_tokens_stop_at_an_end_id_and_at_the_length_limit():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
-    output = OutputConfig(return_perf_metrics=True)
+    output = OutputOptions(return_perf_metrics=True)
     driver.accept(
         make_drafted(5, 6, 7, prompt=3, new=9, end_ids=(6,), output=output),
         make_drafted(5, 6, request_id=2, prompt=3, new=3, output=output),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.request import OutputOptions
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
@@ -76,7 +76,7 @@ def test_context_outputs_come_from_another_sequence_if_the_first_has_ended_too_s
     """All of the prompt's rows, although one sequence after the other ended before it gave any."""
     scheduler = make_scheduler(max_num_sequences=2)
     driver = Driver(scheduler)
-    output = OutputConfig(return_prompt_log_probs=True)
+    output = OutputOptions(return_prompt_log_probs=True)
     driver.accept(make_sequences(3, prompt=10, new=1, output=output))
     for index in stopped:
         driver.accept(stop=(StopSignal(1, StopReason.STOP_WORDS, sequence_index=index),))
@@ -102,7 +102,7 @@ def test_nobody_answers_before_the_context_outputs_are_there():
     driver.accept(make_request(9, prompt=10, new=1))
     driver.step()
     driver.step()
-    driver.accept(make_sequences(3, prompt=10, new=1, output=OutputConfig(return_prompt_log_probs=True)))
+    driver.accept(make_sequences(3, prompt=10, new=1, output=OutputOptions(return_prompt_log_probs=True)))
     driver.accept(stop=(STOP_FIRST,))
     batch = scheduler.schedule()
     assert [start.sequence_index for start in batch.starts] == [1]

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.core.report.stats import IterationStats, MemoryUsage, StaticBatchStats, timestamp
+from inflight.core.report.stats import IterationCounts, MemoryUsage, StaticBatchStats, timestamp
 
 NOON = time.mktime((2024, 5, 20, 12, 30, 5, 0, 0, -1)) + 0.25
-STATS = IterationStats(
+STATS = IterationCounts(
     iteration=17, duration_ns=4_500_000, num_active_requests=9, num_completed_requests=2, num_new_requests=3,
     new_requests_queue_ns=6_000_000, max_num_requests=8, max_num_tokens=4096, max_num_blocks=300,
     num_free_blocks=200, tokens_per_block=16, num_scheduled_requests=6, num_context_requests=2,

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.testing.fake_model import expected_beam_steps, expected_beams
 from inflight.text.tokenizer import Tokenizer
@@ -129,7 +129,7 @@ def test_the_best_come_back_and_ragged_ones_are_filled_up(exact_server, oracle, 
 @pytest.mark.parametrize("rate", [0.0, 1.5])
 def test_the_diversity_rate_reaches_the_search(fake_server, rate):
     sampling = SamplingConfig(beam_width=3, length_penalty=1.0, beam_search_diversity_rate=rate)
-    output = OutputConfig(return_log_probs=True, num_top_log_probs=2, return_generation_logits=True)
+    output = OutputOptions(return_log_probs=True, num_top_log_probs=2, return_generation_logits=True)
     expected = expected_beams(
         Request(1, PLAIN, 4, sampling=sampling, output=output), FAKE_VOCABULARY, attend_to_all=False
     )

@@ -27,14 +27,14 @@ from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRet
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
-from inflight.core.request.guide import Guide, GuideType
-from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
-from inflight.core.request.response import Response, Result
+from inflight.core.request.guide import Guide, GuideKind
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
+from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.path import endpoint_path
-from inflight.errors import InvalidArgument, NotFound, RequestError, Unavailable, Unsupported
+from inflight.errors import InvalidArgument, NotFound, RequestError, TooLong, Unavailable, Unsupported
 from inflight.openai import kserve_client, serving_model
 from inflight.openai.__main__ import main
 from inflight.openai.kserve_client import KServeEngineClient
@@ -51,7 +51,7 @@ from .conftest import DEMO_MODEL
 PROMPT = tuple(range(40, 60))
 PATIENCE_S = 30.0
 LONG = 30_000
-ALL = OutputConfig(
+ALL = OutputOptions(
     exclude_input_from_output=True,
     return_log_probs=True,
     num_top_log_probs=3,
@@ -115,7 +115,7 @@ def make_request(new: int = 8, **fields) -> Request:
     return Request(0, PROMPT, new, **fields)
 
 
-def comparable(results: list[Result]) -> dict[int, list]:
+def comparable(results: list[SequenceResult]) -> dict[int, list]:
     """By sequence all that its results say, numbers rounded; joined, as timing decides how deltas are cut.
 
     Left out is what has no tensor: how many iterations it took. Times are not the same twice.
@@ -156,7 +156,7 @@ def as_numbers(found: dict[int, list]) -> dict[int, list]:
 BIAS = FloatTensor((3072,), b"\0\0\x80\x3f" * 3072)
 REQUESTS = {
     "plain": make_request(),
-    "prompt excluded": make_request(output=OutputConfig(exclude_input_from_output=True)),
+    "prompt excluded": make_request(output=OutputOptions(exclude_input_from_output=True)),
     "streamed": make_request(streaming=True),
     "everything of tokens": make_request(output=ALL),
     "everything of tokens, streamed": make_request(output=ALL, streaming=True),
@@ -205,8 +205,8 @@ REQUESTS = {
         24, streaming=True, stop_words=((14,), (199, 259)), bad_words=((297,), (10, 9)), end_ids=(5,)
     ),
     "several end ids": make_request(64, end_ids=(259, 289, 14)),
-    "guided": make_request(end_ids=(0,), guide=Guide(GuideType.REGEX, "[0-9]{4}")),
-    "any JSON": make_request(16, end_ids=(0,), guide=Guide(GuideType.JSON), streaming=True),
+    "guided": make_request(end_ids=(0,), guide=Guide(GuideKind.REGEX, "[0-9]{4}")),
+    "any JSON": make_request(16, end_ids=(0,), guide=Guide(GuideKind.JSON), streaming=True),
     "biased, drafted and looked up": make_request(
         embedding_bias=BIAS, draft=ExternalDraft((691, 10)), prompt_lookup_num_tokens=2
     ),
@@ -233,10 +233,10 @@ def test_both_clients_get_the_same_responses(remote, local, name):
 
 REFUSED = {
     "a bad value": (make_request(sampling=SamplingConfig(temperature=-1.0)), InvalidArgument),
-    "too long": (make_request(100_000), InvalidArgument),
+    "too long": (make_request(100_000), TooLong),
     "several bad end ids": (make_request(end_ids=(3, 10**6)), InvalidArgument),
     "no such adapter": (make_request(lora=LoraRequest(name="nobody")), NotFound),
-    "a guide that is none": (make_request(guide=Guide(GuideType.REGEX, "(")), InvalidArgument),
+    "a guide that is none": (make_request(guide=Guide(GuideKind.REGEX, "(")), InvalidArgument),
 }
 
 
@@ -255,7 +255,7 @@ def test_both_clients_get_the_same_errors(remote, local, name):
 
 
 def test_metrics_cross_the_wire(remote):
-    (response,) = Asked(remote, make_request(output=OutputConfig(return_perf_metrics=True))).all()
+    (response,) = Asked(remote, make_request(output=OutputOptions(return_perf_metrics=True))).all()
     metrics = response.result.perf_metrics
     assert 0 < metrics.arrival_time_ns <= metrics.first_token_time_ns < metrics.last_token_time_ns
     assert metrics.num_new_blocks + metrics.num_reused_blocks > 0
@@ -263,7 +263,7 @@ def test_metrics_cross_the_wire(remote):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_logits_of_a_prompt_cross_the_wire_once(remote, local, streaming):
-    wanted = OutputConfig(exclude_input_from_output=True, return_context_logits=True)
+    wanted = OutputOptions(exclude_input_from_output=True, return_context_logits=True)
     told = []
     for client in (remote, local):
         responses = Asked(client, make_request(streaming=streaming, output=wanted)).all()
@@ -308,7 +308,7 @@ def test_what_the_server_does_not_allow_is_unsupported(remote):
     with pytest.raises(Unsupported, match="enable_adapter_commands"):
         remote.adapters(AdapterCommand(AdapterAction.LIST), PATIENCE_S)
     with pytest.raises(Unsupported, match="generation logits"):
-        remote.submit(make_request(output=OutputConfig(return_generation_logits=True)), print)
+        remote.submit(make_request(output=OutputOptions(return_generation_logits=True)), print)
 
 
 def test_a_server_that_is_away_is_unavailable_and_so_is_a_model(exact_server):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.config import EngineConfig, SchedulerConfig
+from inflight.config import EngineConfig, SchedulingConfig
 from inflight.core.request.request import Request
 from inflight.engine.load import load_engine
 from inflight.server.launch import ServerOptions, serve
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_4_bits_over_a_kv_cache_of_8(elsewhere, engine_alone, tm
     prompt = tuple(tokenizer.encode("def area(self):\n    return"))
     config = EngineConfig(str(folder), kv_cache_dtype="int8", max_tokens_in_paged_kv_cache=2048)
     request = Request(0, prompt, NUM_TOKENS)
-    expected = serve_in_process(load_engine(config), SchedulerConfig(), [request]).tokens(request)
+    expected = serve_in_process(load_engine(config), SchedulingConfig(), [request]).tokens(request)
     with serve(engine_alone, folder, settings=SETTINGS | {"kv_cache_dtype": "int8"}) as server:
         answer = completion(server.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, end_id=-1)
         log = server.log_text()

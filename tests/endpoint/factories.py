@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from inflight.core.request.adapter_command import AdapterState
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
-from inflight.core.request.response import Response, Result
+from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.endpoint.local import LocalEngineClient
 from inflight.errors import NotFound, Unavailable
@@ -34,8 +34,8 @@ def make_request(
 
 def make_result(
     *tokens: int, reason: FinishReason = FinishReason.NOT_FINISHED, sequence_index: int = 0, **fields
-) -> Result:
-    return Result((tokens,), 3, (len(tokens),), (reason,), sequence_index, **fields)
+) -> SequenceResult:
+    return SequenceResult((tokens,), 3, (len(tokens),), (reason,), sequence_index, **fields)
 
 
 def delta(request_id: int, *tokens: int, final: bool = False, sequence_index: int = 0) -> Response:

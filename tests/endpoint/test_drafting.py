@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from inflight.batch_manager import GptManager
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription, FloatTensor, OutputConfig, Request
+from inflight.core.request.request import EngineDescription, FloatTensor, OutputOptions, Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason
@@ -32,7 +32,7 @@ LIMITS = EngineLimits(
     vocab_size=FEW, max_sequence_length=200, max_num_sequences=8, num_blocks=100, tokens_per_block=4
 )
 PROMPT = (1, 2, 3, 4, 0, 1)
-METRICS = OutputConfig(return_perf_metrics=True)
+METRICS = OutputOptions(return_perf_metrics=True)
 
 
 class Submitted:
@@ -70,7 +70,7 @@ def drafted(new: int = 20, drafts: int = 4, **fields) -> DraftedRequest:
 
 
 def start(limits: EngineLimits, attend_to_all: bool) -> tuple[Submitted, GptManager]:
-    scheduler = Scheduler(SchedulerConfig(), limits)
+    scheduler = Scheduler(SchedulingConfig(), limits)
     client = LocalEngineClient(EngineDescription(scheduler.limits), lambda: manager.notify())
     manager = GptManager(
         FakeEngine(limits, attend_to_all=attend_to_all),
@@ -176,7 +176,7 @@ def test_end_ids_are_banned_for_as_long_as_without_drafts(pair: Pair) -> None:
 
 @only_another
 def test_log_probs_are_those_of_the_whole_sequence(pair: Pair) -> None:
-    inbox = pair.ask(output=OutputConfig(return_log_probs=True))
+    inbox = pair.ask(output=OutputOptions(return_log_probs=True))
     expected = expected_log_probs(PROMPT, inbox.tokens, FEW)
     found = [value for r in inbox.responses for value in r.result.log_probs[0]]
     assert found == pytest.approx(expected)
@@ -207,14 +207,14 @@ def test_many_at_once_end_with_their_own_tokens(pair: Pair) -> None:
 
 
 def test_what_rounds_cannot_keep_up_is_refused() -> None:
-    limits = Scheduler(SchedulerConfig(), LIMITS).limits
+    limits = Scheduler(SchedulingConfig(), LIMITS).limits
     drafted(stop_words=((3,),)).validate(limits)
     for fields, name in (
         ({"sampling": SamplingConfig(beam_width=2)}, "beam_width"),
         ({"sampling": SamplingConfig(top_k=3, num_return_sequences=2)}, "num_return_sequences"),
         ({"sampling": SamplingConfig(top_p=0.5, top_p_decay=0.5)}, "runtime_top_p_decay"),
-        ({"output": OutputConfig(return_context_logits=True)}, "return_context_logits"),
-        ({"output": OutputConfig(return_prompt_log_probs=True)}, "return_prompt_log_probs"),
+        ({"output": OutputOptions(return_context_logits=True)}, "return_context_logits"),
+        ({"output": OutputOptions(return_prompt_log_probs=True)}, "return_prompt_log_probs"),
         ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens"),
         ({"stop_words": ((3,), (1, 2))}, "words of several tokens in stop_words_list"),
     ):

@@ -21,12 +21,12 @@ from inflight.core.request.adapter import (
     RawBuffer,
 )
 from inflight.core.request.request import EngineDescription, FloatTensor, Request
-from inflight.core.request.response import Response, Result
+from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import StopReason
 from inflight.endpoint import frames
 from inflight.endpoint.frames import (
-    Answer,
     BadFrame,
+    EngineResponse,
     FromEngine,
     FromFrontEnd,
     FrontEndFrames,
@@ -97,7 +97,7 @@ def response_travelled(response: Response) -> Response:
         body = read_frame(theirs)
         assert body is not None
         answer = decode_from_engine(body)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, EngineResponse)
         back = read_response(theirs, answer)
         sender.join()
         ours.shutdown(socket.SHUT_WR)
@@ -156,8 +156,8 @@ def test_a_question_and_its_answer_survive(
     assert travelled(state) == state
 
 
-@given(IDS, st.from_type(Result), st.booleans())
-def test_a_response_survives(request_id: int, result: Result, is_final: bool) -> None:
+@given(IDS, st.from_type(SequenceResult), st.booleans())
+def test_a_response_survives(request_id: int, result: SequenceResult, is_final: bool) -> None:
     response = Response(request_id, result, is_final=is_final)
     assert response_travelled(response) == response
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.config import SchedulerConfig
-from inflight.core.request.request import IterationInput, OutputConfig
+from inflight.config import SchedulingConfig
+from inflight.core.request.request import IterationInput, OutputOptions
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
@@ -67,7 +67,7 @@ def test_stop_of_a_queued_request_never_reaches_the_batcher(client, notified) ->
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(beam_width=2)])
 def test_stop_in_the_queue_answers_as_the_scheduler_does(client, streaming, sampling) -> None:
-    output = OutputConfig(
+    output = OutputOptions(
         return_log_probs=True,
         num_top_log_probs=1,
         return_prompt_log_probs=True,
@@ -79,7 +79,7 @@ def test_stop_in_the_queue_answers_as_the_scheduler_does(client, streaming, samp
     inbox = Inbox()
     client.submit(request, inbox).stop()
     client.get_inference_requests(-1)
-    config = SchedulerConfig(max_num_tokens=64, enable_kv_cache_reuse=False)
+    config = SchedulingConfig(max_num_tokens=64, enable_kv_cache_reuse=False)
     scheduler = Scheduler(config, EngineLimits(1000, 256, 4, 16, 4))
     arrived = replace(
         request, request_id=1, arrival_time_ns=inbox.final().result.perf_metrics.arrival_time_ns

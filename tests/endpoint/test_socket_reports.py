@@ -12,9 +12,9 @@ from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.stats import (
     KeptIteration,
     MemoryUsage,
+    RequestCounts,
+    RequestCountsOfIteration,
     RequestStage,
-    RequestStats,
-    RequestStatsPerIteration,
 )
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
@@ -27,8 +27,8 @@ REPORTS = {
     ReportKind.ITERATIONS: Reports(iterations=(KeptIteration(STATS, 12.5),), memory=MemoryUsage(1, 2, 3)),
     ReportKind.REQUESTS: Reports(
         requests=(
-            RequestStatsPerIteration(
-                4, (RequestStats(1, 0, RequestStage.QUEUED, 0, 0, 0, False, False, 0, 0, 0),)
+            RequestCountsOfIteration(
+                4, (RequestCounts(1, 0, RequestStage.QUEUED, 0, 0, 0, False, False, 0, 0, 0),)
             ),
         )
     ),

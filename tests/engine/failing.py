@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.ports import Engine
 from inflight.core.request.request import IterationInput, Request
-from inflight.core.request.response import Response, Result, merge_responses
+from inflight.core.request.response import Response, SequenceResult, merge_responses
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.engine.engine import ModelEngine, RowOutputs
@@ -103,12 +103,12 @@ def spoil(engine: ModelEngine, faulty_id: int, num_tokens: int) -> None:
 
 def serve_through_faults(
     engine: Engine,
-    config: SchedulerConfig,
+    config: SchedulingConfig,
     requests: Sequence[Request],
     saboteur: Saboteur | None = None,
     period: int = 7,
     faulty_id: int | None = None,
-) -> dict[tuple[int, int], Result]:
+) -> dict[tuple[int, int], SequenceResult]:
     """Every sequence's whole result, by request id and sequence index.
 
     Args:
@@ -147,7 +147,7 @@ class _FaultyServer:
         wants_fault: Whether the saboteur is to be armed for the next batch of several requests.
     """
 
-    def __init__(self, engine: Engine, config: SchedulerConfig, saboteur: Saboteur | None) -> None:
+    def __init__(self, engine: Engine, config: SchedulingConfig, saboteur: Saboteur | None) -> None:
         self.scheduler = Scheduler(config, engine.limits)
         self.wants_fault = False
         self._engine = engine

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
-from inflight.core.request.response import Result
+from inflight.core.request.response import SequenceResult
 from inflight.engine.load import MakeGrammars, no_grammars
 from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 from tests.engine.serving import Served, to_torch
@@ -53,7 +53,7 @@ def assert_same(many: Served, one: Served) -> None:
         assert_same_result(many.result(*key), one.result(*key))
 
 
-def assert_same_result(result: Result, expected: Result) -> None:
+def assert_same_result(result: SequenceResult, expected: SequenceResult) -> None:
     """The same of one sequence."""
     assert result.output_token_ids == expected.output_token_ids
     assert result.finish_reasons == expected.finish_reasons
@@ -64,6 +64,6 @@ def assert_same_result(result: Result, expected: Result) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
 
 
-def _logits(result: Result) -> list[torch.Tensor]:
+def _logits(result: SequenceResult) -> list[torch.Tensor]:
     context = () if result.context_logits is None else (result.context_logits,)
     return [to_torch(tensor) for tensor in (*context, *(result.generation_logits or ()))]

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from inflight.config import CapacitySchedulerPolicy, EngineConfig, SchedulerConfig
+from inflight.config import CapacityPolicy, EngineConfig, SchedulingConfig
 from inflight.core.ports import Engine
 from inflight.core.request.guide import GuideEvent
 from inflight.core.request.request import FloatTensor, IterationInput, Request
-from inflight.core.request.response import Response, Result, merge_responses
+from inflight.core.request.response import Response, SequenceResult, merge_responses
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
@@ -28,22 +28,22 @@ from tests.core.integrity import check_integrity
 CHUNK_TOKENS = 32
 WAYS = {
     "no-evict": {},
-    "utilization": {"policy": CapacitySchedulerPolicy.MAX_UTILIZATION},
+    "utilization": {"policy": CapacityPolicy.MAX_UTILIZATION},
     "chunked": {"max_num_tokens": CHUNK_TOKENS, "enable_chunked_context": True},
     "no-reuse": {"enable_kv_cache_reuse": False},
     "utilization-chunked-no-reuse": {
-        "policy": CapacitySchedulerPolicy.MAX_UTILIZATION,
+        "policy": CapacityPolicy.MAX_UTILIZATION,
         "max_num_tokens": CHUNK_TOKENS,
         "enable_chunked_context": True,
         "enable_kv_cache_reuse": False,
     },
 }
-"""Changes to a SchedulerConfig that change no token."""
+"""Changes to a SchedulingConfig that change no token."""
 
 
-def config_of(way: str, **changes: Any) -> SchedulerConfig:
+def config_of(way: str, **changes: Any) -> SchedulingConfig:
     """One of WAYS."""
-    return SchedulerConfig(**{"max_num_tokens": 512, **WAYS[way], **changes})
+    return SchedulingConfig(**{"max_num_tokens": 512, **WAYS[way], **changes})
 
 
 def load(
@@ -82,7 +82,7 @@ class Served:
     most_in_flight: int = 0
     errors: dict[int, Exception] = field(default_factory=dict)
 
-    def result(self, request: Request | int, sequence_index: int = 0) -> Result:
+    def result(self, request: Request | int, sequence_index: int = 0) -> SequenceResult:
         """All of a sequence's responses as one."""
         request_id = request if isinstance(request, int) else request.request_id
         return merge_responses(self.responses[request_id, sequence_index]).result
@@ -101,7 +101,7 @@ class Served:
 
 def serve(
     engine: Engine,
-    config: SchedulerConfig,
+    config: SchedulingConfig,
     requests: Sequence[Request],
     per_iteration: int = 2,
     stops: Mapping[int, int] | None = None,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.additional_outputs import AdditionalModelOutput, parse_outputs
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
-from inflight.core.request.response import Result
+from inflight.additional_outputs import WantedOutput, parse_outputs
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
+from inflight.core.request.response import SequenceResult
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.additional_outputs import HiddenStates, offer
 from inflight.engine.collectives import ALONE
@@ -61,9 +61,9 @@ def expected(model: ZooModel, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
 def assert_outputs(
     model: ZooModel,
     request: Request,
-    result: Result,
+    result: SequenceResult,
     tokens: Sequence[int],
-    outputs: Sequence[AdditionalModelOutput] = OUTPUTS,
+    outputs: Sequence[WantedOutput] = OUTPUTS,
 ) -> None:
     """Exactly the outputs that were asked for, each with all of its rows."""
     wanted = expected(model, [*request.input_token_ids, *tokens])
@@ -79,9 +79,9 @@ def assert_outputs(
 
 
 def request_of(
-    model: ZooModel, number: int, length: int, outputs: Sequence[AdditionalModelOutput] = OUTPUTS, **options
+    model: ZooModel, number: int, length: int, outputs: Sequence[WantedOutput] = OUTPUTS, **options
 ) -> Request:
-    output = OutputConfig(additional_outputs=tuple(outputs))
+    output = OutputOptions(additional_outputs=tuple(outputs))
     return Request(number, model.prompt(length, number), NUM_TOKENS, output=output, **options)
 
 
@@ -93,7 +93,7 @@ def test_what_comes_back_is_what_transformers_has(zoo: Zoo, case: str, kernels: 
     requests = [
         request_of(model, 1, 27),
         request_of(model, 2, 40, OUTPUTS[3:5], streaming=True),
-        request_of(model, 3, 35, [AdditionalModelOutput("hidden_states_1")]),
+        request_of(model, 3, 35, [WantedOutput("hidden_states_1")]),
         Request(4, model.prompt(40, 2), NUM_TOKENS),  # has the second one's prompt
         request_of(model, 5, 70, streaming=True),
     ]
@@ -125,10 +125,10 @@ def assert_deltas(served: Served, request: Request) -> None:
 def test_reuse_is_for_those_who_want_no_rows_of_the_prompt(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     engine = load_offering(model, kernels)
-    rows_alone = [AdditionalModelOutput(each.name) for each in OUTPUTS]
+    rows_alone = [WantedOutput(each.name) for each in OUTPUTS]
     prompt = model.prompt(60)
     wanted = [
-        OutputConfig(return_perf_metrics=True, additional_outputs=tuple(outputs))
+        OutputOptions(return_perf_metrics=True, additional_outputs=tuple(outputs))
         for outputs in ((), rows_alone, OUTPUTS)
     ]
     requests = [Request(number, prompt, NUM_TOKENS, output=output) for number, output in enumerate(wanted)]
@@ -146,7 +146,7 @@ def test_drafts_that_are_refused_leave_no_rows(zoo: Zoo, case: str, kernels: str
     prompt = model.prompt(30)
     tokens = model.greedy(prompt, NUM_TOKENS)
     half_right = ExternalDraft((*tokens[:3], (tokens[3] + 1) % 200, tokens[4]))
-    output = OutputConfig(additional_outputs=OUTPUTS)
+    output = OutputOptions(additional_outputs=OUTPUTS)
     by_draft = Request(1, prompt, NUM_TOKENS, output=output, draft=half_right)
     repeated = (*prompt[:10], *prompt[:10], *prompt[:10])
     by_lookup = Request(2, repeated, NUM_TOKENS, output=output, prompt_lookup_num_tokens=4)
@@ -211,9 +211,9 @@ def test_what_the_model_does_not_have_is_refused_at_load(zoo: Zoo, outputs: str,
 @pytest.mark.parametrize(
     ("output", "sampling", "message"),
     [
-        (AdditionalModelOutput("hidden_states_3"), {}, "no output 'hidden_states_3'; .* has last_hidden_state"),
-        (AdditionalModelOutput("last_hidden_state", True), {}, "have to say last_hidden_state:context"),
-        (AdditionalModelOutput("last_hidden_state"), {"beam_width": 2}, "needs beam_width 1"),
+        (WantedOutput("hidden_states_3"), {}, "no output 'hidden_states_3'; .* has last_hidden_state"),
+        (WantedOutput("last_hidden_state", True), {}, "have to say last_hidden_state:context"),
+        (WantedOutput("last_hidden_state"), {"beam_width": 2}, "needs beam_width 1"),
     ],
 )  # fmt: skip
 def test_what_is_not_offered_is_refused_at_admission(zoo: Zoo, output, sampling, message: str) -> None:
@@ -224,7 +224,7 @@ def test_what_is_not_offered_is_refused_at_admission(zoo: Zoo, output, sampling,
         (5, 6, 7),
         4,
         sampling=SamplingConfig(**sampling),
-        output=OutputConfig(additional_outputs=(output,)),
+        output=OutputOptions(additional_outputs=(output,)),
     )
     with pytest.raises(InvalidArgument, match=message):
         request.validate(engine.limits.model_limits(config))
@@ -240,7 +240,7 @@ def test_hidden_states_are_not_kept_unless_a_request_asks_for_them(
     kept = []
     monkeypatch.setattr(HiddenStates, "keep", lambda states, *_: kept.append(states.wanted))
     monkeypatch.setattr(engine.runner.decoder, "normalize", lambda hidden: pytest.fail("nobody asked"))
-    logits = OutputConfig(return_generation_logits=True, return_context_logits=True)
+    logits = OutputOptions(return_generation_logits=True, return_context_logits=True)
     serve(engine, config_of("no-evict"), [Request(1, model.prompt(20), 5, output=logits)])
     assert set(kept) <= {frozenset()}
 

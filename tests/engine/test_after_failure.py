@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
-from inflight.core.request.response import Result
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
+from inflight.core.request.response import SequenceResult
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamMove, ContextChunk, ScheduledBatch
 from inflight.engine import runner as engine_module
@@ -35,7 +35,7 @@ PENALIZED = SamplingConfig(
     random_seed=5,
 )
 DECAYING = SamplingConfig(temperature=1.2, top_p=0.9, top_p_decay=0.9, top_p_min=0.3, random_seed=6)
-DETAILS = OutputConfig(
+DETAILS = OutputOptions(
     return_log_probs=True, num_top_log_probs=2, return_context_logits=True, return_generation_logits=True
 )
 
@@ -86,7 +86,7 @@ every_stage = pytest.mark.parametrize(
         [(stage, "torch") for stage in STAGES]
         + [pytest.param(stage, "native", marks=needs_native) for stage in IN_ANY_KERNELS],
         [
-            *((stage, "torch") for stage in ("amid block tables", "in the second layer", "in the sampler")),
+            *((stage, "torch") for stage in ("in the second layer", "in the sampler")),
             ("after block tables", "native"),
         ],
     ),
@@ -102,7 +102,7 @@ def make_requests(model: ZooModel) -> list[Request]:
         {"sampling": DECAYING, "streaming": True},
         {"prompt_lookup_num_tokens": 4, "sampling": SamplingConfig(repetition_penalty=0.5)},
         {"draft": ExternalDraft(model.prompt(4, 99)), "sampling": replace(PENALIZED, random_seed=8)},
-        {"sampling": SamplingConfig(beam_width=2), "output": OutputConfig(return_log_probs=True)},
+        {"sampling": SamplingConfig(beam_width=2), "output": OutputOptions(return_log_probs=True)},
         {"sampling": SamplingConfig(top_p=1.0, num_return_sequences=2), "output": DETAILS},
     ]
     shared = model.prompt(19)
@@ -115,7 +115,7 @@ def make_requests(model: ZooModel) -> list[Request]:
 CONFIG = config_of("chunked", max_beam_width=3)
 
 
-def assert_same(result: Result, expected: Result) -> None:
+def assert_same(result: SequenceResult, expected: SequenceResult) -> None:
     """Tokens exactly; a matrix kernel may round the logits of another batch's rows differently."""
     assert result.output_token_ids == expected.output_token_ids
     assert result.finish_reasons == expected.finish_reasons
@@ -124,13 +124,13 @@ def assert_same(result: Result, expected: Result) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
 
 
-def _logits(result: Result) -> list[torch.Tensor]:
+def _logits(result: SequenceResult) -> list[torch.Tensor]:
     context = () if result.context_logits is None else (result.context_logits,)
     return [to_torch(tensor) for tensor in (*context, *(result.generation_logits or ()))]
 
 
 @functools.cache
-def undisturbed(model: ZooModel, kernels: str) -> dict[tuple[int, int], Result]:
+def undisturbed(model: ZooModel, kernels: str) -> dict[tuple[int, int], SequenceResult]:
     return serve_through_faults(load(model.folder, 100, 7, kernels=kernels), CONFIG, make_requests(model))
 
 
@@ -223,7 +223,7 @@ def test_sequences_that_were_not_in_a_failed_batch_go_on(
     driver.release(ended)
     newcomers = [
         driver.start(model.prompt(18, 2), PENALIZED),
-        driver.start(model.prompt(19, 3), output=OutputConfig(return_context_logits=True)),
+        driver.start(model.prompt(19, 3), output=OutputOptions(return_context_logits=True)),
     ]
     saboteur.arm()
     drafting, generating = victims.rows

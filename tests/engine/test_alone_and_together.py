@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.engine import ModelEngine
 from inflight.testing.make_model import Shape, make_model
@@ -24,7 +24,7 @@ from tests.tiers import with_all
 
 DTYPES = ["int8", "bfloat16", "float32"]
 NUM_TOKENS = 12
-LOGITS = OutputConfig(return_generation_logits=True, return_context_logits=True)
+LOGITS = OutputOptions(return_generation_logits=True, return_context_logits=True)
 SAMPLED = SamplingConfig(temperature=1.1, top_k=30, repetition_penalty=1.2, random_seed=4)
 
 pytestmark = [needs_native, pytest.mark.parametrize("dtype", DTYPES)]
@@ -140,7 +140,7 @@ def logits_of(served: Served, request: Request) -> list[torch.Tensor]:
     return [to_torch(tensor) for tensor in (result.context_logits, *result.generation_logits)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
 def test_requests_through_the_scheduler(zoo: Zoo, dtype: str, way: str) -> None:
     """Mixed, arriving one after the other, with chunks and pauses, against each by itself."""
     model = zoo["llama-gqa"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.request import OutputOptions
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.engine import ModelEngine
 from tests.engine.driver import TOKENS_PER_BLOCK, Driver, load_engine
@@ -145,7 +145,7 @@ def test_a_search_may_wait_while_others_run(zoo: Zoo) -> None:
 def test_log_probs_of_candidates_are_the_models(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     driver = Driver(load(zoo, "llama-gqa"))
-    output = OutputConfig(return_log_probs=True)
+    output = OutputOptions(return_log_probs=True)
     search = run(driver, driver.search(model.prompt(20), beams(4), output=output))
     for beam in search.beams:
         log_probs = model.logits(beam.tokens).log_softmax(dim=-1)[19:-1]

@@ -14,7 +14,7 @@ import torch
 from inflight.batch_manager.gpt_manager import GptManager
 from inflight.core.ports import Engine
 from inflight.core.request.adapter import LoraRequest
-from inflight.core.request.guide import Guide, GuideEvent, GuideType
+from inflight.core.request.guide import Guide, GuideEvent, GuideKind
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
@@ -31,7 +31,7 @@ from tests.tiers import with_all
 PATTERNS = ["([a-d]{2,4} ){3,6}end", r"[0-9]{2,5}(\+[0-9]{1,3}){2,5}=\?"]
 NUM_TOKENS = 20
 GREEDY = SamplingConfig(top_k=1)
-every_kernel = pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
+every_kernel = pytest.mark.parametrize("kernels", with_all([DEFAULT, TORCH], [None]))
 
 
 class ReadyGuides:
@@ -119,7 +119,7 @@ def cases_of(model: ZooModel) -> list[Case]:
                 prompt, rows = model.prompt(9 + number % 5, number), None
                 options: dict[str, Any] = {
                     "lora": None if task is None else LoraRequest(task_id=task),
-                    "guide": Guide(GuideType.REGEX, pattern) if pattern else None,
+                    "guide": Guide(GuideKind.REGEX, pattern) if pattern else None,
                     "end_ids": (END_ID,) if pattern else (),
                     "sampling": GREEDY,
                 }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.request import OutputOptions
 from inflight.engine.engine import ModelEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
@@ -16,7 +16,7 @@ from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
 pytestmark = pytest.mark.parametrize(("case", "kernels"), by_default_and(["llama-gqa"], CASES))
-BOTH = OutputConfig(return_context_logits=True, return_prompt_log_probs=True)
+BOTH = OutputOptions(return_context_logits=True, return_prompt_log_probs=True)
 
 
 def small_slices(engine: ModelEngine) -> ModelEngine:
@@ -63,9 +63,9 @@ def test_every_chunk_brings_its_rows(model: ZooModel, engine: ModelEngine, chunk
 
 def test_only_what_was_asked_for(model: ZooModel, engine: ModelEngine) -> None:
     driver = Driver(engine)
-    logits = driver.start(model.prompt(12), output=OutputConfig(return_context_logits=True))
-    log_probs = driver.start(model.prompt(13), output=OutputConfig(return_prompt_log_probs=True))
-    neither = driver.start(model.prompt(14), output=OutputConfig(return_log_probs=True))
+    logits = driver.start(model.prompt(12), output=OutputOptions(return_context_logits=True))
+    log_probs = driver.start(model.prompt(13), output=OutputOptions(return_prompt_log_probs=True))
+    neither = driver.start(model.prompt(14), output=OutputOptions(return_log_probs=True))
     output = driver.step({neither: 14, log_probs: 13, logits: 12})
     assert set(output.context) == {logits.slot, log_probs.slot}
     assert (len(logits_of(logits)), log_probs_of(logits).tolist()) == (12, [])
@@ -93,7 +93,7 @@ def test_logits_are_computed_only_for_rows_that_are_sampled_or_asked_for(
 ) -> None:
     """Logits are made of the rows that are sampled or asked for, a slice at a time, and of no others."""
     driver = Driver(engine)
-    asking = driver.start(model.prompt(20), output=OutputConfig(return_prompt_log_probs=True))
+    asking = driver.start(model.prompt(20), output=OutputOptions(return_prompt_log_probs=True))
     plain, generating = (driver.start(model.prompt(length)) for length in (21, 22))
     driver.step({generating: 22})
     sizes = []

@@ -13,7 +13,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.layers.decoder import route
 from inflight.errors import ConfigError
@@ -60,7 +60,7 @@ def test_keys_are_stored_once_and_are_the_values(zoo: Zoo) -> None:
 def test_blocks_are_reused_by_prompts_that_are_computed_in_chunks(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     prompt, other = model.prompt(90), model.prompt(50, seed=1)
-    options = OutputConfig(return_perf_metrics=True)
+    options = OutputOptions(return_perf_metrics=True)
     requests = [
         Request(0, prompt, 16, output=options),
         Request(1, (*prompt[:60], *other), 16, output=options),

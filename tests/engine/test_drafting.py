@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from inflight.batch_manager import GptManager
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.request import EngineDescription
 from inflight.core.request.sampling_config import SamplingConfig
@@ -45,7 +45,7 @@ def make_model(folder: Path, seed: int) -> transformers.LlamaForCausalLM:
 @contextmanager
 def running(folder: Path) -> Iterator[LocalEngineClient]:
     engine = load(folder, num_blocks=200, max_num_sequences=64)
-    scheduler = Scheduler(SchedulerConfig(max_num_tokens=512), engine.limits)
+    scheduler = Scheduler(SchedulingConfig(max_num_tokens=512), engine.limits)
     client = LocalEngineClient(EngineDescription(scheduler.limits), lambda: manager.notify())
     manager = GptManager(
         engine, scheduler, client.get_inference_requests, client.send_response, client.poll_stop_signals,

@@ -65,7 +65,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 @every_case
-@pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
+@pytest.mark.parametrize(
+    "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
+)
 def test_packed_chunked_reused_and_paused_requests_give_transformers_tokens(
     zoo: Zoo, case: str, kernels: str | None, way: str
 ) -> None:
@@ -79,7 +81,9 @@ def test_packed_chunked_reused_and_paused_requests_give_transformers_tokens(
 
 
 @every_case
-@pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+@pytest.mark.parametrize(
+    "topology", with_all([pytest.param((2, 1), id="tp2"), pytest.param((1, 2), id="pp2")], [(2, 1)])
+)
 def test_several_ranks_give_transformers_tokens(
     zoo: Zoo, case: str, kernels: str | None, topology: tuple[int, int]
 ) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from inflight.config import SchedulerConfig
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.config import SchedulingConfig
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import ContextChunk, EngineLimits, ScheduledBatch, SlotStart
 from inflight.testing.fake_engine import FakeEngine
@@ -16,10 +16,10 @@ from tests.engine.failing import Fault, Saboteur, serve_through_faults
 
 VOCAB_SIZE = 40
 LIMITS = EngineLimits(VOCAB_SIZE, 128, max_num_sequences=8, num_blocks=60, tokens_per_block=4)
-CONFIG = SchedulerConfig(max_num_tokens=16, enable_chunked_context=True, max_beam_width=3)
+CONFIG = SchedulingConfig(max_num_tokens=16, enable_chunked_context=True, max_beam_width=3)
 SAMPLED = SamplingConfig(temperature=0.9, top_p=0.8, random_seed=3)
 LOOKING_BACK = SamplingConfig(repetition_penalty=1.3)
-DETAILS = OutputConfig(return_log_probs=True, return_context_logits=True)
+DETAILS = OutputOptions(return_log_probs=True, return_context_logits=True)
 
 # function, whether it has done its work by then, how many calls go well before
 STAGES = [

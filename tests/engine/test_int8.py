@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.engine import ModelEngine
 from inflight.engine.layers.decoder import Decoder
@@ -80,7 +80,7 @@ def test_ranks_serve_quantized_weights(
     from tests.engine.test_ranks import _some_of_everything
 
     model = zoo["llama-gqa"]
-    described = Request(90, model.prompt(30), 1, output=OutputConfig(return_generation_logits=True))
+    described = Request(90, model.prompt(30), 1, output=OutputOptions(return_generation_logits=True))
     requests = [described, *_some_of_everything(model)[: 1 if kernels == "torch" or dtype == "fp8" else None]]
     with ranks(model.folder, topology, 64, 8, dtype=dtype, kernels=kernels) as engine:
         many = serve(engine, config_of("chunked"), requests)

@@ -40,6 +40,7 @@ from tests.engine.test_alone_and_together import logits_of, make_requests
 from tests.engine.thread_ranks import ThreadRanks
 from tests.models.zoo import Zoo, ZooModel
 from tests.ranks.requests import CONFIG, ENGINE
+from tests.tiers import with_all
 
 CPU = torch.device("cpu")
 NATIVE = pytest.param("native", marks=needs_native)
@@ -156,7 +157,9 @@ def test_blocks_are_copied_and_cleared_with_their_scales(zoo: Zoo, kind: str) ->
 # ---------------------------------------------------------------------- what is read
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt-oss", "gemma2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "case", with_all(["llama-gqa", "gpt-oss", "gemma2", "deepseek-v3"], ["gpt-oss", "deepseek-v3"])
+)
 @every_kind
 def test_all_rows_attend_to_what_is_stored(zoo: Zoo, case: str, kind: str) -> None:
     """Chunks too, of any number of rows and behind any prefix, in windows and without."""
@@ -167,7 +170,9 @@ def test_all_rows_attend_to_what_is_stored(zoo: Zoo, case: str, kind: str) -> No
     check_attention(by_plain_products(decoder), decoder, 16, windows, torch.bfloat16, CPU, rounded)
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "qwen3", "gpt2", "mistral-window"])
+@pytest.mark.parametrize(
+    "case", with_all(["llama-gqa", "qwen3", "gpt2", "mistral-window"], ["gpt2", "mistral-window"])
+)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -204,7 +209,7 @@ def test_logits_are_those_of_a_model_that_rounds(
 @needs_native
 @every_kind
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
 def test_logits_of_compiled_layers_are_the_same_to_the_bit(zoo: Zoo, kind: str, dtype: str, way: str) -> None:
     """Mixed, arriving one after the other, with chunks, reuse and pauses, against each by itself."""
     model = zoo["llama-gqa"]
@@ -236,13 +241,16 @@ def assert_same_in_all_ways(engine: ModelEngine, model: ZooModel) -> None:
 @every_kind
 @pytest.mark.parametrize(
     ("case", "changes"),
-    [
-        ("llama-gqa", {}),
-        ("llama-gqa", WINDOWS),
-        ("llama-head-dim", {"tokens_per_block": 6}),
-        ("gpt-oss", {}),
-        ("gpt-oss", WINDOWS),
-    ],
+    with_all(
+        [
+            ("llama-gqa", {}),
+            ("llama-gqa", WINDOWS),
+            ("llama-head-dim", {"tokens_per_block": 6}),
+            ("gpt-oss", {}),
+            ("gpt-oss", WINDOWS),
+        ],
+        ["llama-head-dim", ("gpt-oss", WINDOWS)],
+    ),
 )
 def test_tokens_of_compiled_layers_are_the_same_in_all_ways_of_serving(
     zoo: Zoo, case: str, changes: dict[str, Any], kind: str
@@ -254,7 +262,10 @@ def test_tokens_of_compiled_layers_are_the_same_in_all_ways_of_serving(
 @every_kind
 @pytest.mark.parametrize(
     ("case", "windows"),
-    [("llama-gqa", {}), ("llama-gqa", WINDOWS), ("gpt-oss", {}), ("deepseek-v3", {})],
+    with_all(
+        [("llama-gqa", {}), ("llama-gqa", WINDOWS), ("gpt-oss", {}), ("deepseek-v3", {})],
+        [("llama-gqa", WINDOWS), "deepseek-v3"],
+    ),
 )
 def test_tokens_of_torchs_operators_are_the_same_in_all_ways_of_serving(
     zoo: Zoo, case: str, windows: dict[str, Any], kind: str

@@ -128,7 +128,6 @@ def measured(
         [
             ("bfloat16", "bfloat16", "native", 2, 2),
             ("experts", "int8", "native", 1, 1),
-            ("float32", "bfloat16", "torch", 1, 2),
         ],
     ),
     ids=str,

@@ -74,7 +74,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 @every_kernel
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", with_all(CONFIGS, ["rank-8", "dora", "patterns"]))
 @pytest.mark.parametrize("case", with_all(CASES, ["llama-gqa"]))
 def test_an_adapter_alone(zoo: Zoo, case: str, config: str, kernels: str | None) -> None:
     model = zoo[case]

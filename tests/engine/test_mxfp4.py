@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels
 from inflight.models import Linear
 from inflight.models.decoder_weights import ExpertWeights
@@ -117,7 +117,7 @@ def test_ranks_cut_blocks(tmp_path: Path, kernels: str | None) -> None:
     """Two ranks have 48 of the 96 inputs each: blocks of 32 become groups of 16."""
     sizes = replace(SHAPES["tiny"], ffn=96)
     made = make_model(tmp_path, "gpt_oss", sizes, standard_deviation=0.1, quantize="mxfp4")
-    request = Request(90, PROMPT, 1, output=OutputConfig(return_generation_logits=True))
+    request = Request(90, PROMPT, 1, output=OutputOptions(return_generation_logits=True))
     with ranks(made, (2, 1), 64, 8, dtype=None, kernels=kernels) as engine:
         found = serve(engine, config_of("chunked"), [request])
     (logits,) = found.result(request).generation_logits

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
@@ -72,7 +72,7 @@ def undemanding(model: ZooModel) -> list[Request]:
                 stop_words=((5 * number,), tuple(range(200))[3:5]) if number % 4 == 2 else (),
                 bad_words=((7,), (21,)) if number % 4 == 1 else (),
                 embedding_bias=bias if number % 5 == 4 else None,
-                output=OutputConfig(return_prompt_log_probs=number == 6),
+                output=OutputOptions(return_prompt_log_probs=number == 6),
             )
         )
     assert not any(request.needs_host for request in requests)
@@ -94,7 +94,7 @@ def demanding(model: ZooModel) -> list[Request]:
         {"sampling": SamplingConfig(top_k=20, top_p=0.9, top_p_decay=0.8, top_p_reset_id=7, random_seed=2)},
         {"prompt_lookup_num_tokens": 3},
         {"draft": ExternalDraft(model.prompt(3, 50))},
-        {"output": OutputConfig(return_log_probs=True, num_top_log_probs=2, return_generation_logits=True)},
+        {"output": OutputOptions(return_log_probs=True, num_top_log_probs=2, return_generation_logits=True)},
         {"bad_words": ((11, 12),)},
     ]
     requests = [

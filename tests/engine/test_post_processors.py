@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
-from inflight.config import CapacitySchedulerPolicy
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.config import CapacityPolicy
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.errors import StepFailed
 from inflight.sampling import LogitsPostProcessors
@@ -42,7 +42,7 @@ def some_of_everything(model: ZooModel) -> list[Request]:
     control = SamplingConfig(no_repeat_ngram_size=SIZE)
     sampled = replace(control, temperature=0.8, top_k=20, random_seed=3, repetition_penalty=1.2)
     prompt, other = model.prompt(33), model.prompt(21, seed=1)
-    details = OutputConfig(return_log_probs=True, num_top_log_probs=2, return_generation_logits=True)
+    details = OutputOptions(return_log_probs=True, num_top_log_probs=2, return_generation_logits=True)
     return [
         Request(1, prompt, 20, streaming=True, sampling=control),
         Request(2, prompt, 20, sampling=sampled, output=details),
@@ -67,7 +67,7 @@ def by_post_processor(requests: list[Request], name: str) -> list[Request]:
     ]
 
 
-STATIC = {"policy": CapacitySchedulerPolicy.STATIC_BATCH}
+STATIC = {"policy": CapacityPolicy.STATIC_BATCH}
 
 
 @pytest.mark.parametrize("name", ["no-repeats", "batched"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.engine import ModelEngine
 from inflight.engine.prompt_tables import PromptTables
@@ -20,8 +20,8 @@ from tests.engine.tables import TableOracle, make_table, with_table
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 from tests.tiers import with_all
 
-LOGITS = OutputConfig(return_generation_logits=True, return_context_logits=True)
-METRICS = OutputConfig(return_perf_metrics=True)
+LOGITS = OutputOptions(return_generation_logits=True, return_context_logits=True)
+METRICS = OutputOptions(return_perf_metrics=True)
 CASES = ["llama-gqa", "llama-gqa-tied", "qwen2", "gpt2"]
 every_family = pytest.mark.parametrize(
     ("case", "kernels"), with_all(by_default_and(CASES, CASES), [("llama-gqa", None), ("gpt2", "torch")])

@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 import torch
 
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
-from inflight.core.request.response import Result
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
+from inflight.core.request.response import SequenceResult
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextDetails
@@ -31,7 +31,7 @@ from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 from tests.tiers import with_all
 
 NUM_TOKENS = 20
-LOGITS = OutputConfig(return_generation_logits=True, return_context_logits=True)
+LOGITS = OutputOptions(return_generation_logits=True, return_context_logits=True)
 
 
 def _runner(stage: ModelRunner | ModelEngine) -> ModelRunner:
@@ -102,7 +102,7 @@ def _some_of_everything(model: ZooModel) -> list[Request]:
     controlled = SamplingConfig(
         allowed_token_ids=tuple(range(0, 60, 2)), logit_bias_ids=(4, 8), logit_bias_values=(3.0, -2.0)
     )
-    log_probs = OutputConfig(return_log_probs=True, num_top_log_probs=3, return_prompt_log_probs=True)
+    log_probs = OutputOptions(return_log_probs=True, num_top_log_probs=3, return_prompt_log_probs=True)
     return [
         Request(1, prompt, 20, streaming=True),
         Request(2, prompt, 20, sampling=sampled, output=log_probs),
@@ -123,7 +123,7 @@ def _by_one_rank(model: ZooModel, way: str, num_blocks: int, kernels: str | None
 
 
 @cache
-def _by_one_rank_through_faults(model: ZooModel) -> dict[tuple[int, int], Result]:
+def _by_one_rank_through_faults(model: ZooModel) -> dict[tuple[int, int], SequenceResult]:
     """None of its parts fails: what is left is the order of the batches."""
     return serve_through_faults(load(model.folder, 64, 8), config_of("chunked"), _some_of_everything(model))
 
@@ -203,7 +203,7 @@ def test_what_comes_back_of_a_prompt_is_kept_by_the_rank_that_tells_it(zoo: Zoo)
     model = zoo["llama-gqa"]
     with ranks(model.folder, (2, 1)) as engine:
         driver = Driver(engine)
-        both = OutputConfig(return_context_logits=True, return_prompt_log_probs=True)
+        both = OutputOptions(return_context_logits=True, return_prompt_log_probs=True)
         row = driver.start(model.prompt(20), output=both)
         batch = driver.batch({row: 20})
         kept = []

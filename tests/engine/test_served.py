@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from tests.engine.serving import WAYS, config_of, load, serve
@@ -30,14 +30,14 @@ def make_requests(model: ZooModel, sampling: SamplingConfig) -> list[Request]:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])
-@pytest.mark.parametrize("policy", CapacitySchedulerPolicy)
+@pytest.mark.parametrize("policy", CapacityPolicy)
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 def test_greedy_tokens_are_those_of_transformers(zoo: Zoo, case: str, policy, chunked: bool) -> None:
     model = zoo[case]
     requests = make_requests(model, SamplingConfig())
-    config = SchedulerConfig(policy, max_num_tokens=24 if chunked else 512, enable_chunked_context=chunked)
+    config = SchedulingConfig(policy, max_num_tokens=24 if chunked else 512, enable_chunked_context=chunked)
     served = serve(load(model.folder, num_blocks=20), config, requests)
-    if policy is CapacitySchedulerPolicy.MAX_UTILIZATION:
+    if policy is CapacityPolicy.MAX_UTILIZATION:
         assert served.num_pauses > 0
     for request in requests:
         assert served.tokens(request) == model.greedy(request.input_token_ids, request.max_new_tokens)
@@ -47,8 +47,8 @@ def test_sampled_tokens_do_not_depend_on_policy_chunking_reuse_or_company(zoo: Z
     model = zoo["llama-gqa"]
     requests = make_requests(model, SAMPLED)
     answers = []
-    for policy, chunked, reuse in itertools.product(CapacitySchedulerPolicy, (False, True), (False, True)):
-        config = SchedulerConfig(
+    for policy, chunked, reuse in itertools.product(CapacityPolicy, (False, True), (False, True)):
+        config = SchedulingConfig(
             policy,
             enable_chunked_context=chunked,
             max_num_tokens=24 if chunked else 512,

@@ -14,10 +14,10 @@ import pytest
 
 from inflight.batch_manager.gpt_manager import GptManager
 from inflight.batch_manager.instruments import Instruments
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.ports import Engine
 from inflight.core.report.metrics import MetricsSnapshot
-from inflight.core.report.stats import IterationStats
+from inflight.core.report.stats import IterationCounts
 from inflight.core.request.adapter import (
     AdapterEvent,
     AdapterUpdate,
@@ -96,12 +96,12 @@ class ServedAll(Served):
     last: The statistics at the end.
     """
 
-    last: IterationStats | None = None
+    last: IterationCounts | None = None
 
 
 def serve(
     engine: Engine,
-    config: SchedulerConfig,
+    config: SchedulingConfig,
     requests: Sequence[Request],
     model: ZooModel,
     per_step: int = 3,
@@ -124,7 +124,7 @@ def serve(
         assert response.error is None, response.error
         served.responses.setdefault((response.request_id, response.sequence_index), []).append(response)
 
-    def report(stats: IterationStats, metrics: MetricsSnapshot) -> None:
+    def report(stats: IterationCounts, metrics: MetricsSnapshot) -> None:
         served.last = stats
         served.num_pauses += stats.num_paused_requests
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inflight.core.request.beam_search import BeamCandidates, BeamSearch
-from inflight.core.request.request import FloatTensor, OutputConfig, Request
+from inflight.core.request.request import FloatTensor, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.sampling import reference
@@ -196,7 +196,7 @@ def test_penalties_temperature_and_bias_with_beams(zoo: Zoo, case: str) -> None:
 def test_log_probs_and_logits_of_beams(zoo: Zoo) -> None:
     """The model's own, whatever the search was told to avoid."""
     model = zoo["llama-gqa"]
-    output = OutputConfig(
+    output = OutputOptions(
         return_log_probs=True,
         num_top_log_probs=3,
         return_generation_logits=True,

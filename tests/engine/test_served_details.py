@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.models.zoo import Zoo, ZooModel
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
 NUM_TOKENS = 20
-EVERYTHING = OutputConfig(
+EVERYTHING = OutputOptions(
     return_log_probs=True,
     num_top_log_probs=4,
     return_prompt_log_probs=True,
@@ -27,7 +27,7 @@ SAMPLINGS = (
 )
 
 
-def make_requests(model: ZooModel, output: OutputConfig = EVERYTHING) -> list[Request]:
+def make_requests(model: ZooModel, output: OutputOptions = EVERYTHING) -> list[Request]:
     return [
         Request(
             number,
@@ -83,7 +83,7 @@ def test_everything_that_can_come_back(zoo: Zoo, case: str, way: str) -> None:
 
 def test_asking_changes_no_token(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
-    asking, silent = make_requests(model), make_requests(model, OutputConfig())
+    asking, silent = make_requests(model), make_requests(model, OutputOptions())
     engine = load(model.folder, 100, 5)
     answers = [serve(engine, config_of("no-evict"), requests) for requests in (asking, silent)]
     for request, other in zip(asking, silent, strict=True):

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.sampling import reference
 from tests.engine.serving import Served, config_of, load, serve, to_torch
@@ -17,7 +17,7 @@ from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
 NUM_TOKENS = 30
-METRICS = OutputConfig(return_perf_metrics=True)
+METRICS = OutputOptions(return_perf_metrics=True)
 SAMPLINGS = (
     SamplingConfig(),
     SamplingConfig(temperature=1.2, top_k=8, top_p=0.9, random_seed=3),

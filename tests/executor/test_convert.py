@@ -11,16 +11,15 @@ import pytest
 import torch
 
 import inflight.executor as trtllm
-from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
+from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.build import check_parameters
-from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, Parameters
+from inflight.config import CapacityPolicy, ChunkingPolicy, Parameters
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request import sampling_config
 from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawBuffer
-from inflight.core.request.guide import Guide, GuideType
-from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits
-from inflight.core.request.request import OutputConfig as CoreOutputConfig
+from inflight.core.request.guide import Guide, GuideKind
+from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
 from inflight.errors import InvalidArgument
@@ -193,7 +192,7 @@ OUTPUTS = {
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_an_output(name: str) -> None:
     request = convert(output_config=trtllm.OutputConfig(**{name: True}))
-    assert request.output == CoreOutputConfig(**{OUTPUTS[name]: True})
+    assert request.output == OutputOptions(**{OUTPUTS[name]: True})
 
 
 def test_every_field_that_works_is_converted_or_is_the_executors_own() -> None:
@@ -288,7 +287,7 @@ def test_retention_of_generated_tokens_has_the_originals_default() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stop_words": [[]]}, "stop_words_list has an empty word"),
+        ({"stop_words": [[]]}, "stop_words has an empty word"),
         ({"end_id": 10}, "end_id must be in"),
         ({"sampling_config": trtllm.SamplingConfig(5)}, "beam_width must be at most 4"),
     ],
@@ -314,7 +313,7 @@ Types = trtllm.GuidedDecodingParams.GuideType
 def test_guides_go_by_name(kind: str) -> None:
     text = None if kind == "JSON" else "a"
     converted = convert(guided_decoding_params=trtllm.GuidedDecodingParams(Types[kind], text))
-    assert converted.guide == Guide(GuideType[kind], text or "")
+    assert converted.guide == Guide(GuideKind[kind], text or "")
 
 
 def test_an_output_of_the_model() -> None:
@@ -322,7 +321,7 @@ def test_an_output_of_the_model() -> None:
     wanted = [trtllm.AdditionalModelOutput("last_hidden_state", True)]
     request = trtllm.Request([1], 1, output_config=trtllm.OutputConfig(additional_model_outputs=wanted))
     found = to_core_request(request, limits).output.additional_outputs
-    assert found == (AdditionalModelOutput("last_hidden_state", True),)
+    assert found == (WantedOutput("last_hidden_state", True),)
     with pytest.raises(InvalidArgument, match="no output 'last_hidden_state'"):
         to_core_request(request, LIMITS)
 
@@ -360,7 +359,7 @@ def test_a_plain_configuration() -> None:
     assert plain.engine.max_num_sequences == DEFAULT_MAX_BATCH_SIZE
     assert plain.engine.max_num_tokens == plain.scheduler.max_num_tokens == 8192
     assert (plain.scheduler.max_beam_width, plain.engine.normalize_log_probs) == (1, True)
-    assert plain.scheduler.policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    assert plain.scheduler.policy is CapacityPolicy.GUARANTEED_NO_EVICT
     assert plain.launch_mode is None and plain.gpu_device_ids == ()
 
 
@@ -389,7 +388,7 @@ CONFIGURATION: dict[str, tuple[dict[str, Any], str, Any]] = {
     "chunking": (
         {"scheduler_config": trtllm.SchedulerConfig(
             context_chunking_policy=trtllm.ContextChunkingPolicy.EQUAL_PROGRESS)},
-        "scheduler.context_chunking_policy", ContextChunkingPolicy.EQUAL_PROGRESS,
+        "scheduler.context_chunking_policy", ChunkingPolicy.EQUAL_PROGRESS,
     ),
 }  # fmt: skip
 
@@ -406,7 +405,7 @@ def test_a_field_of_the_configuration(what: str) -> None:
 @pytest.mark.parametrize("name", [policy.name for policy in trtllm.CapacitySchedulerPolicy])
 def test_policies_go_by_name(name: str) -> None:
     config = trtllm.SchedulerConfig(trtllm.CapacitySchedulerPolicy[name])
-    assert parameters(scheduler_config=config).scheduler.policy is CapacitySchedulerPolicy[name]
+    assert parameters(scheduler_config=config).scheduler.policy is CapacityPolicy[name]
 
 
 def test_static_batching_may_be_asked_for_in_two_ways() -> None:
@@ -473,8 +472,8 @@ def test_tensors_of_the_model() -> None:
     debug = trtllm.DebugConfig(True, True, ["logits"], 3)
     engine = parameters(additional_model_outputs=outputs, debug_config=debug).engine
     assert engine.additional_model_outputs == (
-        AdditionalModelOutput("top_3_logits", True),
-        AdditionalModelOutput("hidden_states_1", False),
+        WantedOutput("top_3_logits", True),
+        WantedOutput("hidden_states_1", False),
     )
     assert (engine.debug_input_tensors, engine.debug_output_tensors) == (True, True)
     assert (engine.debug_tensor_names, engine.debug_tensors_max_iterations) == (("logits",), 3)

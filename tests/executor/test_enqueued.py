@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.request import OutputOptions
 from inflight.core.request.response import Response
 from inflight.errors import Unavailable
 from inflight.executor.enqueued import EnqueuedRequests
-from inflight.executor.results import Answer, Answers, Asked
+from inflight.executor.results import Answers, EngineAnswer, ResponseOptions
 
 
-def answer(request_id: int, answers: Answers | None = None) -> Answer:
+def answer(request_id: int, answers: Answers | None = None) -> EngineAnswer:
     """A final one."""
-    answers = answers or Answers(Asked(False, False, 1, 8, None, OutputConfig()), 1)
+    answers = answers or Answers(ResponseOptions(False, False, 1, 8, None, OutputOptions()), 1)
     return answers.add(Response(request_id, error=Unavailable("no"), is_final=True))
 
 

@@ -6,10 +6,10 @@ from array import array
 
 import pytest
 
-from inflight.core.request.request import FloatTensor, OutputConfig
-from inflight.core.request.response import PerfMetrics, Response, Result
+from inflight.core.request.request import FloatTensor, OutputOptions
+from inflight.core.request.response import PerfMetrics, Response, SequenceResult
 from inflight.core.request.stop import FinishReason
-from inflight.executor.results import Answers, Asked
+from inflight.executor.results import Answers, ResponseOptions
 
 ON, LENGTH = FinishReason.NOT_FINISHED, FinishReason.LENGTH
 VOCABULARY = 3
@@ -23,13 +23,15 @@ def logits(*rows: float) -> FloatTensor:
 
 
 def make_answers(streaming: bool = True, repeats: bool = False, **output) -> Answers:
-    return Answers(Asked(streaming, repeats, 4, VOCABULARY, None, OutputConfig(**output)), 1)
+    return Answers(ResponseOptions(streaming, repeats, 4, VOCABULARY, None, OutputOptions(**output)), 1)
 
 
 def delta(*tokens: int, final: bool = False, index: int = 0, **fields) -> Response:
     """Streamed tokens of one sequence."""
     reason = LENGTH if final else ON
-    return Response(1, Result((tokens,), 2, (len(tokens),), (reason,), index, final, **fields), None, final)
+    return Response(
+        1, SequenceResult((tokens,), 2, (len(tokens),), (reason,), index, final, **fields), None, final
+    )
 
 
 def results(answers: Answers, *responses: Response) -> list:
@@ -76,7 +78,9 @@ def test_streamed_beams_replace_what_was_before_but_for_the_prompt() -> None:
     def beams(count: int, **fields) -> Response:
         ids = tuple(tuple(range(beam, beam + count)) for beam in (5, 8))
         log_probs = tuple((-1.0,) * count for _ in ids)
-        result = Result(ids, 2, (count, count), (ON, ON), is_cumulative=True, log_probs=log_probs, **fields)
+        result = SequenceResult(
+            ids, 2, (count, count), (ON, ON), is_cumulative=True, log_probs=log_probs, **fields
+        )
         return Response(1, result)
 
     found = results(
@@ -96,7 +100,7 @@ def test_streamed_beams_replace_what_was_before_but_for_the_prompt() -> None:
 
 def test_rows_of_beams_that_end_early_are_filled_up() -> None:
     tensors = (logits(1, 2, 3), logits(4))
-    whole = Result(
+    whole = SequenceResult(
         ((5, 6, 7), (8,)), 2, (3, 1), (LENGTH, LENGTH), is_sequence_final=True, generation_logits=tensors
     )
     (found,) = results(make_answers(False, return_generation_logits=True), Response(1, whole, None, True))
@@ -121,12 +125,12 @@ def test_missed_blocks_are_all_of_the_prompt_that_were_not_found(
     num_tokens: int, num_reused: int, num_missed: int, rate: float
 ) -> None:
     """The last one among them, be it full or not, as NVIDIA's tests want it."""
-    asked = Asked(
-        False, False, 4, VOCABULARY, None, OutputConfig(return_perf_metrics=True), tokens_per_block=4
+    asked = ResponseOptions(
+        False, False, 4, VOCABULARY, None, OutputOptions(return_perf_metrics=True), tokens_per_block=4
     )
     metrics = PerfMetrics(1_000, 2_000, 3_000, 4_000, num_reused_blocks=num_reused)
     response = Response(
-        1, Result(((5,),), num_tokens, (1,), (LENGTH,), 0, True, perf_metrics=metrics), None, True
+        1, SequenceResult(((5,),), num_tokens, (1,), (LENGTH,), 0, True, perf_metrics=metrics), None, True
     )
     told = results(Answers(asked, 1), response)[0].request_perf_metrics.kv_cache_metrics
     assert (told.num_missed_blocks, told.kv_cache_hit_rate) == (num_missed, pytest.approx(rate))

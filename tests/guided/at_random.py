@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ def make_case(seed: int) -> Case:
     kind = rng.choice(["schema", "schema", "schema", "regex", "regex", "ebnf", "tags"])
     if kind == "schema":
         schema = make_schema(rng, 3)
-        return Case(Guide(GuideType.JSON_SCHEMA, json.dumps(schema)), schema)
+        return Case(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)), schema)
     if kind == "regex":
         pattern = make_pattern(rng, 3)
-        return Case(Guide(GuideType.REGEX, pattern), pattern=pattern)
+        return Case(Guide(GuideKind.REGEX, pattern), pattern=pattern)
     if kind == "ebnf":
         return make_grammar(rng)
     return make_tags(rng)
@@ -118,7 +118,7 @@ def make_grammar(rng: random.Random) -> Case:
     escaped = re.escape(joint)
     grammar = f'root ::= term ("{joint}" term)*\nterm ::= "(" {digits} ")" | {digits} {digits}?'
     term = rf"(\({digits}\)|{digits}{digits}?)"
-    return Case(Guide(GuideType.EBNF_GRAMMAR, grammar), pattern=f"{term}({escaped}{term})*")
+    return Case(Guide(GuideKind.EBNF_GRAMMAR, grammar), pattern=f"{term}({escaped}{term})*")
 
 
 def make_tags(rng: random.Random) -> Case:
@@ -131,10 +131,10 @@ def make_tags(rng: random.Random) -> Case:
     }
     space = r"[\x20\x0A\x0D\x09]*"
     whole = rf"<{name}>{space}{inner}{space}</{name}>"
-    return Case(Guide(GuideType.STRUCTURAL_TAG, json.dumps(tags)), pattern=rf"(?s)({whole}|(?!<{name}).)*")
+    return Case(Guide(GuideKind.STRUCTURAL_TAG, json.dumps(tags)), pattern=rf"(?s)({whole}|(?!<{name}).)*")
 
 
 def make_bomb() -> Guide:
     """A small grammar that takes minutes to compile: what it stands for doubles with every rule."""
     rules = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(1800))
-    return Guide(GuideType.EBNF_GRAMMAR, f'root ::= r0\n{rules}\nr1800 ::= "a"')
+    return Guide(GuideKind.EBNF_GRAMMAR, f'root ::= r0\n{rules}\nr1800 ::= "a"')

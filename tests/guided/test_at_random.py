@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.core.request.guide import GuideType
+from inflight.core.request.guide import GuideKind
 from inflight.core.request.stop import FinishReason
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import GuideBackend
@@ -26,10 +26,10 @@ from tests.guided.factories import (
     tiny_vocabulary,
 )
 from tests.models.zoo import Zoo
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
 DEMO_MODEL = Path(__file__).parents[2] / "model_repository/tensorrt_llm/1/demo_model"
-NUM_TINY, NUM_DEMO = 300, 60
+NUM_TINY, NUM_DEMO = examples(fast=120, all=300), 60
 
 
 def check(
@@ -63,7 +63,7 @@ def test_texts_of_a_random_model(zoo: Zoo, name: str) -> None:
     model = zoo["llama-gqa"]
     cases = make_cases(0, NUM_TINY) if name == "llguidance" else make_cases(1000, 60)
     if name == "xgrammar":  # it lets free text be no UTF-8
-        cases = {n: case for n, case in cases.items() if case.guide.type is not GuideType.STRUCTURAL_TAG}
+        cases = {n: case for n, case in cases.items() if case.guide.type is not GuideKind.STRUCTURAL_TAG}
     requests = [make_request(n, model.prompt(3 + n % 7, n), case.guide) for n, case in cases.items()]
     engine = load(model.folder, 1024, 64, make_grammars=lambda size: tiny_grammars(size, name))
     served = serve(engine, config_of("no-evict"), requests, per_iteration=8)

@@ -9,7 +9,7 @@ from time import thread_time
 import numpy as np
 import pytest
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument
 from inflight.guided import budget, llguidance_backend
 from inflight.guided.backend import GuideBackend, MaskJob
@@ -38,11 +38,11 @@ AMBIGUOUS = [
     "root ::= s+\ns ::= [a-z] | [a-z] [a-z] | [a-z] s | s [a-z] | s s",
 ]
 FORCED = [
-    Guide(GuideType.REGEX, "x{60000}"),
-    Guide(GuideType.EBNF_GRAMMAR, f'root ::= "{"x" * 60000}"'),
-    Guide(GuideType.JSON_SCHEMA, json.dumps({"const": "x" * 60000})),
+    Guide(GuideKind.REGEX, "x{60000}"),
+    Guide(GuideKind.EBNF_GRAMMAR, f'root ::= "{"x" * 60000}"'),
+    Guide(GuideKind.JSON_SCHEMA, json.dumps({"const": "x" * 60000})),
     Guide(
-        GuideType.STRUCTURAL_TAG,
+        GuideKind.STRUCTURAL_TAG,
         json.dumps(
             {"structures": [{"begin": "x" * 60000, "schema": {}, "end": "y"}], "sequence": {}},
         ),
@@ -95,10 +95,10 @@ def test_a_grammar_whose_steps_grow_ends_with_an_error(grammar: str, monkeypatch
     with pytest.raises(
         InvalidArgument, match=r"guided_decoding_guide .* more work than one request may ask for"
     ):
-        follow(Guide(GuideType.EBNF_GRAMMAR, grammar), 400, backend)
+        follow(Guide(GuideKind.EBNF_GRAMMAR, grammar), 400, backend)
 
 
-LETTERS = Guide(GuideType.REGEX, "[a-z]{1000}")
+LETTERS = Guide(GuideKind.REGEX, "[a-z]{1000}")
 LETTER = tiny_vocabulary().tokens.index(b"a")
 TOO_MUCH = "guided_decoding_guide cannot be used: its tokens take more work than one request may ask for"
 
@@ -179,7 +179,7 @@ def test_a_guide_over_its_budget_disturbs_no_other(
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
 def test_masks_behind_drafts_are_those_of_the_tokens_one_by_one(name: str) -> None:
     """Up to a draft token that may not come; what lies below it is left as it was."""
-    guide = Guide(GuideType.REGEX, "ab(c|d)[0-9]{2}")
+    guide = Guide(GuideKind.REGEX, "ab(c|d)[0-9]{2}")
     grammars = grammars_with(guide, name=name)
     index = tiny_vocabulary().tokens.index
     drafts = tuple(map(index, (b"ab", b"c", b"x", b"1")))
@@ -197,15 +197,15 @@ def test_masks_behind_drafts_are_those_of_the_tokens_one_by_one(name: str) -> No
 
 
 AMBIGUOUS_ELSEWHERE = [
-    *(Guide(GuideType.EBNF_GRAMMAR, each) for each in AMBIGUOUS),
-    Guide(GuideType.EBNF_GRAMMAR, 'root ::= s\ns ::= "a" | s s | s s s | s s s s'),
-    Guide(GuideType.REGEX, "((a|aa|aaa|aaaa){0,50}){0,50}"),
+    *(Guide(GuideKind.EBNF_GRAMMAR, each) for each in AMBIGUOUS),
+    Guide(GuideKind.EBNF_GRAMMAR, 'root ::= s\ns ::= "a" | s s | s s s | s s s s'),
+    Guide(GuideKind.REGEX, "((a|aa|aaa|aaaa){0,50}){0,50}"),
 ]
 """What a step of these takes with xgrammar, which has no bounds of its own, grows with every token."""
 LARGE = [
-    Guide(GuideType.REGEX, "x{60000}"),
-    Guide(GuideType.REGEX, "((x{50}){50}){20}"),
-    Guide(GuideType.REGEX, "|".join(f"[a-z]*{index}x" for index in range(100))),
+    Guide(GuideKind.REGEX, "x{60000}"),
+    Guide(GuideKind.REGEX, "((x{50}){50}){20}"),
+    Guide(GuideKind.REGEX, "|".join(f"[a-z]*{index}x" for index in range(100))),
 ]
 """Large, and yet little work for a step."""
 
@@ -267,11 +267,11 @@ def test_others_get_their_tokens_beside_hostile_guides(
     """With drafts that the prompt suggests, and without."""
     pytest.importorskip(name, reason="the other library is not installed")
     monkeypatch.setattr(budget, "thread_time", thread_time)
-    model, letters = zoo["llama-gqa"], Guide(GuideType.REGEX, "[a-z]{30}")
+    model, letters = zoo["llama-gqa"], Guide(GuideKind.REGEX, "[a-z]{30}")
     others = [make_request(n, model.prompt(5 + n, n), letters, 40) for n in range(3)]
     hostile = [
         make_request(
-            10 + n, (LETTER,) * 9, Guide(GuideType.EBNF_GRAMMAR, AMBIGUOUS[1]), 240,
+            10 + n, (LETTER,) * 9, Guide(GuideKind.EBNF_GRAMMAR, AMBIGUOUS[1]), 240,
             sampling={"logit_bias_ids": (LETTER,), "logit_bias_values": (100.0,)}, **drafts,
         )
         for n, drafts in enumerate(({}, {"prompt_lookup_num_tokens": 4}))
@@ -292,7 +292,7 @@ def test_a_text_that_is_forced_is_not_looked_for_ahead(guide: Guide) -> None:
     """Every token that the text begins with may come, and not only the one that the library would choose."""
     backend, tokens = tiny_backend(), tiny_vocabulary().tokens
     matcher = backend.load(guide, backend.compile(guide))
-    text = '"' + "x" * 60000 if guide.type is GuideType.JSON_SCHEMA else "x" * 60000
+    text = '"' + "x" * 60000 if guide.type is GuideKind.JSON_SCHEMA else "x" * 60000
     masks = np.zeros((1, tiny_vocabulary().num_words), dtype=np.int32)
     for place in range(50):
         assert not backend.fill([MaskJob(matcher, 0)], masks)
@@ -308,14 +308,14 @@ def test_a_text_that_is_forced_is_not_looked_for_ahead(guide: Guide) -> None:
 @pytest.mark.parametrize(
     "guide",
     [
-        Guide(GuideType.JSON_SCHEMA, json.dumps(WIDE_SCHEMA)),
-        Guide(GuideType.JSON_SCHEMA, json.dumps({"enum": [f"value {index}" for index in range(1900)]})),
+        Guide(GuideKind.JSON_SCHEMA, json.dumps(WIDE_SCHEMA)),
+        Guide(GuideKind.JSON_SCHEMA, json.dumps({"enum": [f"value {index}" for index in range(1900)]})),
         Guide(
-            GuideType.JSON_SCHEMA,
+            GuideKind.JSON_SCHEMA,
             json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}}),
         ),
         Guide(
-            GuideType.STRUCTURAL_TAG,
+            GuideKind.STRUCTURAL_TAG,
             json.dumps(
                 {
                     "structures": [
@@ -326,7 +326,7 @@ def test_a_text_that_is_forced_is_not_looked_for_ahead(guide: Guide) -> None:
                 }
             ),
         ),
-        Guide(GuideType.EBNF_GRAMMAR, 'root ::= e\ne ::= e "+" e | e "*" e | "(" e ")" | [a-z]+ | [0-9]+'),
+        Guide(GuideKind.EBNF_GRAMMAR, 'root ::= e\ne ::= e "+" e | e "*" e | "(" e ")" | [a-z]+ | [0-9]+'),
     ],
     ids=["anyOf", "enum", "properties", "tools", "sums"],
 )

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from inflight.core.request.guide import Guide, GuideEvent, GuideType
+from inflight.core.request.guide import Guide, GuideEvent, GuideKind
 from inflight.errors import InvalidArgument
 from inflight.guided.compiler import ChildCompiler, GuideBounds
 from inflight.guided.grammars import Grammars
@@ -22,7 +22,7 @@ from tests.commands import children_running
 from tests.guided.at_random import make_bomb
 from tests.guided.factories import tiny_backend, tiny_grammars, tiny_vocabulary
 
-GOOD = Guide(GuideType.REGEX, "[a-d]{3}")
+GOOD = Guide(GuideKind.REGEX, "[a-d]{3}")
 
 
 class Compiling:
@@ -82,19 +82,19 @@ def test_a_guide_is_compiled_once_for_all_who_ask(name: str) -> None:
 @pytest.mark.parametrize(
     ("guide", "message"),
     [
-        (Guide(GuideType.REGEX, "(a"), "unclosed group"),
-        (Guide(GuideType.JSON_SCHEMA, "{"), "line 1"),
-        (Guide(GuideType.JSON_SCHEMA, '{"type": "foo"}'), 'at #: type is "foo"'),
-        (Guide(GuideType.JSON_SCHEMA, '{"not": {}}'), "the schema is false"),
-        (Guide(GuideType.EBNF_GRAMMAR, "root = x"), "Expected ::="),
-        (Guide(GuideType.STRUCTURAL_TAG, "{}"), "structures"),
+        (Guide(GuideKind.REGEX, "(a"), "unclosed group"),
+        (Guide(GuideKind.JSON_SCHEMA, "{"), "line 1"),
+        (Guide(GuideKind.JSON_SCHEMA, '{"type": "foo"}'), 'at #: type is "foo"'),
+        (Guide(GuideKind.JSON_SCHEMA, '{"not": {}}'), "the schema is false"),
+        (Guide(GuideKind.EBNF_GRAMMAR, "root = x"), "Expected ::="),
+        (Guide(GuideKind.STRUCTURAL_TAG, "{}"), "structures"),
     ],
 )
 def test_a_wrong_guide_is_refused_and_remembered(guide: Guide, message: str) -> None:
     with compiling() as it:
         it.submit(1, guide)
         (event,) = it.next()
-        assert (event.request_id, event.error_code) == (1, "INVALID_ARG")
+        assert (event.request_id, event.error_kind) == (1, "INVALID_ARG")
         assert "guided_decoding_guide" in event.error and message in event.error
         it.submit(2, guide)
         (again,) = it.compiler.events()
@@ -119,10 +119,10 @@ def test_a_wrong_guide_is_refused_and_remembered(guide: Guide, message: str) -> 
 def test_what_xgrammar_would_leave_out_is_refused(schema: str) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     with pytest.raises(InvalidArgument, match="xgrammar does not enforce the keyword"):
-        tiny_backend("xgrammar").compile(Guide(GuideType.JSON_SCHEMA, schema))
+        tiny_backend("xgrammar").compile(Guide(GuideKind.JSON_SCHEMA, schema))
     tiny_backend("xgrammar").compile(
         Guide(
-            GuideType.JSON_SCHEMA,
+            GuideKind.JSON_SCHEMA,
             '{"type": "object", "properties": {"not": {"enum": [{"if": 1}]}}, "required": ["not"]}',
         )
     )
@@ -139,10 +139,10 @@ def test_what_xgrammar_would_leave_out_is_refused(schema: str) -> None:
 )
 def test_keywords_that_ask_for_nothing_are_taken_by_xgrammar(schema: dict[str, Any]) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
-    tiny_backend("xgrammar").compile(Guide(GuideType.JSON_SCHEMA, json.dumps(schema)))
+    tiny_backend("xgrammar").compile(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)))
     with pytest.raises(InvalidArgument, match="does not enforce the keyword contains"):
         asked = {"type": "array", "contains": {}, "minContains": 0, "maxContains": 1}
-        tiny_backend("xgrammar").compile(Guide(GuideType.JSON_SCHEMA, json.dumps(asked)))
+        tiny_backend("xgrammar").compile(Guide(GuideKind.JSON_SCHEMA, json.dumps(asked)))
 
 
 @pytest.mark.parametrize("rest", [{"sequence": {}}, {"triggers": ["<f>"]}])
@@ -154,7 +154,7 @@ def test_xgrammar_refuses_white_space_of_a_structure(rest: dict[str, Any]) -> No
             {"begin": "<f>", "schema": {}, "end": "</f>"},
             {"begin": "<f>", "schema": {"x-guidance": options}, "end": "", "name": "find"},
         ]
-        return Guide(GuideType.STRUCTURAL_TAG, json.dumps({"structures": structures, **rest}))
+        return Guide(GuideKind.STRUCTURAL_TAG, json.dumps({"structures": structures, **rest}))
 
     for options in ({"whitespace_flexible": False}, {"whitespace_pattern": " ?"}, {"whitespace_pattern": ""}):
         with pytest.raises(
@@ -173,8 +173,8 @@ def test_xgrammar_refuses_white_space_of_a_structure(rest: dict[str, Any]) -> No
 def test_what_xgrammar_would_read_otherwise_in_a_regex_is_refused(pattern: str, is_taken: bool) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     for guide in (
-        Guide(GuideType.REGEX, pattern),
-        Guide(GuideType.JSON_SCHEMA, json.dumps({"type": "string", "pattern": pattern})),
+        Guide(GuideKind.REGEX, pattern),
+        Guide(GuideKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": pattern})),
     ):
         if is_taken:
             tiny_backend("xgrammar").compile(guide)
@@ -186,9 +186,9 @@ def test_what_xgrammar_would_read_otherwise_in_a_regex_is_refused(pattern: str, 
 @pytest.mark.parametrize(
     ("guide", "reason"),
     [
-        (Guide(GuideType.JSON_SCHEMA, f'{{"type": "integer", "minimum": {2**70}}}'), "in magnitude"),
-        (Guide(GuideType.JSON_SCHEMA, f'{{"anyOf": [{{"const": {{"a": [{-(2**54)}]}}}}]}}'), "in magnitude"),
-        (Guide(GuideType.JSON_SCHEMA, '{"x-guidance": {"item_separator": ";"}}'), "x-guidance"),
+        (Guide(GuideKind.JSON_SCHEMA, f'{{"type": "integer", "minimum": {2**70}}}'), "in magnitude"),
+        (Guide(GuideKind.JSON_SCHEMA, f'{{"anyOf": [{{"const": {{"a": [{-(2**54)}]}}}}]}}'), "in magnitude"),
+        (Guide(GuideKind.JSON_SCHEMA, '{"x-guidance": {"item_separator": ";"}}'), "x-guidance"),
     ],
 )
 def test_what_llguidance_would_follow_in_its_own_way_is_refused(guide: Guide, reason: str) -> None:
@@ -199,16 +199,16 @@ def test_what_llguidance_would_follow_in_its_own_way_is_refused(guide: Guide, re
         "triggers": ["<f"],
     }
     with pytest.raises(InvalidArgument, match=reason):
-        tiny_backend().compile(Guide(GuideType.STRUCTURAL_TAG, json.dumps(tags)))
+        tiny_backend().compile(Guide(GuideKind.STRUCTURAL_TAG, json.dumps(tags)))
     named = '{"properties": {"x-guidance": {"minimum": 9007199254740992, "type": "integer"}}}'
-    tiny_backend().compile(Guide(GuideType.JSON_SCHEMA, named))
+    tiny_backend().compile(Guide(GuideKind.JSON_SCHEMA, named))
 
 
 def test_a_guide_that_is_too_long_reaches_no_process() -> None:
     with compiling(bounds=GuideBounds(max_bytes=10)) as it:
-        it.submit(1, Guide(GuideType.REGEX, "ü" * 6))
+        it.submit(1, Guide(GuideKind.REGEX, "ü" * 6))
         (event,) = it.compiler.events()
-        assert event.error_code == "INVALID_ARG"
+        assert event.error_kind == "INVALID_ARG"
         assert "12 bytes, expected at most 10" in event.error
         assert not children()
 
@@ -217,7 +217,7 @@ def test_a_guide_that_takes_too_long_is_killed_and_the_next_one_compiled() -> No
     with compiling(bounds=GuideBounds(timeout_s=2.0)) as it:
         it.submit(1, make_bomb())
         (event,) = it.next()
-        assert event.error_code == "INVALID_ARG"
+        assert event.error_kind == "INVALID_ARG"
         assert "longer to compile than 2000 ms (guided_decoding_compile_timeout_ms)" in event.error
         assert not children(), "the process was killed"
         it.submit(2, GOOD)
@@ -230,14 +230,14 @@ def test_a_process_that_ends_harms_the_guide_it_compiles_alone() -> None:
         it.submit(1, GOOD)
         assert it.next() == (GuideEvent(1),)
         kill_child()
-        it.submit(2, Guide(GuideType.REGEX, "x"))
+        it.submit(2, Guide(GuideKind.REGEX, "x"))
         assert it.next() == (GuideEvent(2),), "it had nothing to do: another one was started"
         it.submit(3, make_bomb())
         kill_child(is_busy=True)
         (event,) = it.next()
-        assert (event.request_id, event.error_code) == (3, "INVALID_ARG")
+        assert (event.request_id, event.error_kind) == (3, "INVALID_ARG")
         assert "ended with -9" in event.error
-        it.submit(4, Guide(GuideType.REGEX, "y"))
+        it.submit(4, Guide(GuideKind.REGEX, "y"))
         assert it.next() == (GuideEvent(4),)
 
 
@@ -269,21 +269,21 @@ def test_guides_without_a_waiting_request_are_not_compiled() -> None:
     grammars = tiny_grammars()
     with compiling(grammars, bounds=GuideBounds(timeout_s=2.0)) as it:
         it.submit(1, make_bomb())
-        it.submit(2, Guide(GuideType.REGEX, "dropped"))
-        it.submit(3, Guide(GuideType.REGEX, "wanted"))
-        it.submit(4, Guide(GuideType.REGEX, "wanted"))
+        it.submit(2, Guide(GuideKind.REGEX, "dropped"))
+        it.submit(3, Guide(GuideKind.REGEX, "wanted"))
+        it.submit(4, Guide(GuideKind.REGEX, "wanted"))
         for number in (1, 2, 3):
             it.compiler.forget(number)
-        it.submit(2, Guide(GuideType.REGEX, "last"))
+        it.submit(2, Guide(GuideKind.REGEX, "last"))
         assert it.next() + it.next() == (GuideEvent(4), GuideEvent(2))
-        assert Guide(GuideType.REGEX, "dropped") not in grammars
+        assert Guide(GuideKind.REGEX, "dropped") not in grammars
 
 
 def test_a_process_that_cannot_start_is_said_so() -> None:
     with compiling(command=(sys.executable, "-c", "raise SystemExit(3)")) as it:
         it.submit(1, GOOD)
         (event,) = it.next()
-        assert event.error_code == "INTERNAL"
+        assert event.error_kind == "INTERNAL"
         assert "did not start" in event.error
 
 
@@ -294,7 +294,7 @@ def test_closing_while_a_guide_compiles() -> None:
 
 def test_kept_guides_are_bounded_and_made_again() -> None:
     grammars = Grammars(tiny_backend(), tiny_vocabulary(), most_kept=2)
-    guides = [Guide(GuideType.REGEX, letter) for letter in "abc"]
+    guides = [Guide(GuideKind.REGEX, letter) for letter in "abc"]
     for guide in guides:
         grammars.matcher(guide)
     assert [guide in grammars for guide in guides] == [False, True, True]
@@ -305,7 +305,7 @@ def test_kept_guides_are_bounded_and_made_again() -> None:
 def test_guides_of_requests_that_have_not_ended_are_kept() -> None:
     """However many there are between a guide that is ready and its request's turn."""
     grammars = Grammars(tiny_backend(), tiny_vocabulary(), most_kept=2)
-    guides = [Guide(GuideType.REGEX, letter) for letter in "abcdef"]
+    guides = [Guide(GuideKind.REGEX, letter) for letter in "abcdef"]
     with compiling(grammars) as it:
         for number, guide in enumerate(guides):
             it.submit(number, guide)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument
 from inflight.guided import budget
 from inflight.guided.budget import try_out
@@ -44,7 +44,7 @@ def grammars() -> Grammars:
 
 
 def guide(items: dict[str, Any]) -> Guide:
-    return Guide(GuideType.JSON_SCHEMA, json.dumps({"type": "array", "uniqueItems": True, "items": items}))
+    return Guide(GuideKind.JSON_SCHEMA, json.dumps({"type": "array", "uniqueItems": True, "items": items}))
 
 
 def token(text: bytes) -> int:
@@ -113,7 +113,7 @@ def test_items_that_were_taken_back_may_come() -> None:
 
 def test_a_keyword_that_is_spelled_by_an_escape_counts() -> None:
     text = r'{"type": "array", "items": {"type": "integer"}, "unique\u0049tems": true}'
-    matcher = grammars().matcher(Guide(GuideType.JSON_SCHEMA, text))
+    matcher = grammars().matcher(Guide(GuideKind.JSON_SCHEMA, text))
     with pytest.raises(InvalidArgument, match="has to be equal to one before it"):
         matcher.consume(list(b"[1,1]"))
 
@@ -153,7 +153,7 @@ def test_a_text_that_is_nested_too_deeply_ends_with_an_error() -> None:
         "$defs": {"a": {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/a"}}},
     }
     followed = grammars()
-    matcher = followed.matcher(Guide(GuideType.JSON_SCHEMA, json.dumps(schema)))
+    matcher = followed.matcher(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)))
     masks = np.zeros((1, VOCABULARY.num_words), dtype=np.int32)
     deep = list(b"[" * 3000 + b"]" * 3000)
     with pytest.raises(InvalidArgument, match="nested too deeply"):

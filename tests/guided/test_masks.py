@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from inflight.batch_manager.recording import Begin, decode, encode
-from inflight.core.request.guide import Guide, GuideEvent, GuideType
+from inflight.core.request.guide import Guide, GuideEvent, GuideKind
 from inflight.core.request.request import IterationInput
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.guided.backend import MaskJob
@@ -35,7 +35,7 @@ def test_the_end_is_a_bit_behind_the_vocabulary() -> None:
 
 
 def test_special_tokens_are_no_text() -> None:
-    guide = Guide(GuideType.REGEX, "[^a]*")
+    guide = Guide(GuideKind.REGEX, "[^a]*")
     for name in ("llguidance", "xgrammar"):
         backend = tiny_backend(name)
         masks = np.zeros((1, tiny_vocabulary().num_words), dtype=np.int32)
@@ -55,7 +55,7 @@ def test_the_vocabulary_of_a_guided_decoding_config() -> None:
 
 
 def test_guides_and_their_events_are_recorded_and_shared() -> None:
-    request = make_request(7, (1, 2), Guide(GuideType.JSON_SCHEMA, '{"type": "null"}'))
+    request = make_request(7, (1, 2), Guide(GuideKind.JSON_SCHEMA, '{"type": "null"}'))
     inputs = IterationInput(3, 4, (request,), guides=(GuideEvent(7), GuideEvent(8, "INVALID_ARG", "wrong")))
     message, _ = BufferedEncoder().encode(inputs)
     assert BufferedDecoder(IterationInput).decode(message)[0] == inputs

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field, TypeAdapter
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import GuideBackend, MaskJob, Matcher
 from inflight.guided.make_backend import make_backend
@@ -28,7 +28,7 @@ def backend() -> GuideBackend:
 
 
 def compiled(backend: GuideBackend, schema: Any) -> Matcher:
-    guide = Guide(GuideType.JSON_SCHEMA, json.dumps(schema))
+    guide = Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
     return backend.load(guide, backend.compile(guide))
 
 
@@ -438,7 +438,7 @@ def test_numbers_that_no_float_has_are_refused_by_their_path(
     else:
         assert f"at #/properties/m: {keyword} " in refusal_of(backend, schema).replace(" has ", " ")
     for around in ({"oneOf": [inner, {"type": "null"}]}, {"propertyNames": inner}, {"not": inner}):
-        guide = Guide(GuideType.JSON_SCHEMA, json.dumps(around))
+        guide = Guide(GuideKind.JSON_SCHEMA, json.dumps(around))
         try:
             backend.compile(guide)
         except InvalidArgument as error:
@@ -568,7 +568,7 @@ def test_white_space_is_bounded(
 
 
 def test_white_space_is_bounded_without_a_schema_too(backend: GuideBackend) -> None:
-    guide = Guide(GuideType.JSON)
+    guide = Guide(GuideKind.JSON)
     matcher = backend.load(guide, backend.compile(guide))
     assert follows(matcher, '{"a": [1]}')
     assert not follows(matcher, "{" + " " * 21 + "}")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft3Validator, Draft201909Validator, SchemaError
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import GuideBackend
 from inflight.guided.make_backend import make_backend
@@ -62,7 +62,7 @@ def test_no_text_that_a_guide_allows_breaks_its_schema(backend: GuideBackend, se
         schema = make_schema(rng)
         if url and isinstance(schema, dict):
             schema = {"$schema": url, **schema}
-        guide = Guide(GuideType.JSON_SCHEMA, json.dumps(schema))
+        guide = Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
         try:
             matcher = backend.load(guide, backend.compile(guide))
         except InvalidArgument as error:

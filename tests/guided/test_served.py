@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.core.request.guide import Guide, GuideType
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.core.request.guide import Guide, GuideKind
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.stop import FinishReason
 from inflight.errors import InvalidArgument
 from tests.engine.ranks import TOPOLOGIES, ranks
@@ -26,12 +26,12 @@ from tests.guided.factories import (
 )
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 
-WORDS = Guide(GuideType.REGEX, "([a-d]{2,4} ){3,6}end")
+WORDS = Guide(GuideKind.REGEX, "([a-d]{2,4} ){3,6}end")
 NUMBERS = Guide(
-    GuideType.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}'
+    GuideKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}'
 )
 OBJECT = Guide(
-    GuideType.JSON_SCHEMA,
+    GuideKind.JSON_SCHEMA,
     json.dumps(
         {
             "type": "object",
@@ -41,7 +41,7 @@ OBJECT = Guide(
         }
     ),
 )
-SUM = Guide(GuideType.EBNF_GRAMMAR, 'root ::= [0-9]+ ("+" [0-9]+)*')
+SUM = Guide(GuideKind.EBNF_GRAMMAR, 'root ::= [0-9]+ ("+" [0-9]+)*')
 GUIDES = [WORDS, NUMBERS, OBJECT, SUM]
 CONTROLS: dict[str, dict[str, object]] = {
     "greedy": {"top_p": 0.0},
@@ -158,7 +158,7 @@ def test_drafts_accepted_by_chance_stay_within_the_guide(zoo: Zoo) -> None:
 @pytest.mark.parametrize("end_ids", [(2,), ()], ids=["end id", "no end id"])
 def test_beams_and_several_sequences(zoo: Zoo, end_ids: tuple[int, ...]) -> None:
     model = zoo["llama-gqa"]
-    output = OutputConfig(return_log_probs=True)
+    output = OutputOptions(return_log_probs=True)
     searches = [
         make_request(
             n, model.prompt(8, n), guide, 30, end_ids,
@@ -186,7 +186,7 @@ def test_beams_and_several_sequences(zoo: Zoo, end_ids: tuple[int, ...]) -> None
 def test_a_guide_that_can_only_end_ends_a_request_without_end_ids(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     requests = [
-        make_request(n, model.prompt(5, n), Guide(GuideType.REGEX, "(yes|no)"), 50, ()) for n in range(4)
+        make_request(n, model.prompt(5, n), Guide(GuideKind.REGEX, "(yes|no)"), 50, ()) for n in range(4)
     ]
     served = serve(load(model.folder), config_of("no-evict"), requests)
     for each in requests:
@@ -198,7 +198,7 @@ def test_an_end_id_that_is_text_ends_only_where_the_guide_may(zoo: Zoo) -> None:
     """Token 8 is a quotation mark: the string has two, and may end behind the second alone."""
     model = zoo["llama-gqa"]
     quote = tiny_vocabulary().tokens.index(b'"')
-    guide = Guide(GuideType.REGEX, '"[a-z]{2}"( |x)*')
+    guide = Guide(GuideKind.REGEX, '"[a-z]{2}"( |x)*')
     requests = [make_request(n, model.prompt(5, n), guide, 50, (quote,)) for n in range(4)]
     served = serve(load(model.folder), config_of("no-evict"), requests, may_fail=range(4))
     assert sorted(served.errors) == [0, 1, 2, 3], "the first token must be a quotation mark, and may not end"
@@ -207,7 +207,7 @@ def test_an_end_id_that_is_text_ends_only_where_the_guide_may(zoo: Zoo) -> None:
 
 def test_nothing_allows_what_the_guide_bans(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
-    guide = Guide(GuideType.REGEX, "[ab]{5}")
+    guide = Guide(GuideKind.REGEX, "[ab]{5}")
     a, c = (tiny_vocabulary().tokens.index(each) for each in (b"a", b"c"))
     biased = make_request(
         0, model.prompt(5, 0), guide, sampling={"logit_bias_ids": (c,), "logit_bias_values": (1e30,)}
@@ -224,7 +224,7 @@ def test_a_guide_that_could_go_on_where_all_its_tokens_are_banned_is_an_error(zo
     """It may end behind the a too, but it is not the guide that leaves nothing else."""
     model = zoo["llama-gqa"]
     a = tiny_vocabulary().tokens.index(b"a")
-    guide = Guide(GuideType.REGEX, "ab*")
+    guide = Guide(GuideKind.REGEX, "ab*")
     request = make_request(0, model.prompt(5, 0), guide, 9, (), {"allowed_token_ids": (a,)})
     served = serve(load(model.folder), config_of("no-evict"), [request], may_fail=[0])
     assert "must leave a token" in str(served.errors[0])
@@ -233,7 +233,7 @@ def test_a_guide_that_could_go_on_where_all_its_tokens_are_banned_is_an_error(zo
 def test_a_guide_that_fails_ends_its_request_alone(zoo: Zoo) -> None:
     """It was never compiled: the rank that chooses tokens finds out, in the row's turn."""
     model = zoo["llama-gqa"]
-    broken = make_request(0, model.prompt(5, 0), Guide(GuideType.REGEX, "(a"))
+    broken = make_request(0, model.prompt(5, 0), Guide(GuideKind.REGEX, "(a"))
     others = [make_request(n, model.prompt(5, n), WORDS, 40) for n in (1, 2)]
     served = serve(load(model.folder), config_of("no-evict"), [broken, *others], may_fail=[0])
     assert "guided_decoding_guide cannot be used" in str(served.errors[0])

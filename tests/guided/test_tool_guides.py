@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.stop import FinishReason
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import GuideBackend
@@ -187,4 +187,4 @@ def test_what_a_guide_allows(name: str, parser: str) -> None:
 )
 def test_sequences_of_another_shape_are_refused(guide: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument, match=field):
-        tiny_backend().compile(Guide(GuideType.STRUCTURAL_TAG, json.dumps(guide)))
+        tiny_backend().compile(Guide(GuideKind.STRUCTURAL_TAG, json.dumps(guide)))

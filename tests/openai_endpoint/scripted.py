@@ -14,7 +14,7 @@ from typing import Any, cast
 from inflight.core.ports import EngineClient, SendResponseCallback
 from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
-from inflight.core.request.response import Response, Result, TopLogProbs
+from inflight.core.request.response import Response, SequenceResult, TopLogProbs
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.serving import DEMO, DEMO_VOCABULARY, served
@@ -100,7 +100,7 @@ class ScriptedEngine:
                 is_last = place == len(steps) - 1
                 yield Response(
                     request_id,
-                    Result(
+                    SequenceResult(
                         (step,),
                         request.prompt_length,
                         (len(step),),

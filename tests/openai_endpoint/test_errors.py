@@ -21,7 +21,7 @@ from inflight.core.request.request import ModelLimits, Request
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
-from inflight.errors import InvalidArgument
+from inflight.errors import BadAdapter, InvalidArgument, error_from_kind
 from inflight.openai.errors import ApiError, describe_error
 from inflight.openai.options import OpenAiOptions
 from inflight.openai.planning import check_number_of_sequences
@@ -343,14 +343,14 @@ def test_what_an_engine_says_of_a_long_prompt_has_the_code_too() -> None:
     for length, count in ((11, 1), (10, 11), (10, 9)):
         with pytest.raises(InvalidArgument) as caught:
             Request(0, (1,) * length, count).validate(limits)
-        for error in (caught.value, InvalidArgument(f"the server says: {caught.value}")):
+        for error in (caught.value, error_from_kind(caught.value.kind, caught.value.marked)):
             status, body = describe_error(error)
             assert (status, body["error"]["code"]) == (400, "context_length_exceeded"), error
 
 
 def test_what_is_wrong_with_an_adapter_is_about_the_model() -> None:
     """Its name is what the body has in `model`."""
-    status, body = describe_error(InvalidArgument("LoRA adapter sql: it has no weights"))
+    status, body = describe_error(BadAdapter("LoRA adapter sql: it has no weights"))
     assert (status, body["error"]["param"]) == (400, "model")
 
 

@@ -11,7 +11,7 @@ from inflight.core.request.request import EngineDescription, ModelLimits, Reques
 from inflight.errors import InvalidArgument
 from inflight.openai.errors import ApiError
 from inflight.openai.protocol import ChatBody, CompletionBody
-from inflight.openai.sampling import Asked, choose_seed, make_prompt
+from inflight.openai.sampling import BodySettings, choose_seed, make_prompt
 from inflight.text.text_encoder import TextEncoder
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.serving import DEMO
@@ -37,7 +37,7 @@ def request_of(
     parsed = CompletionBody.model_validate({"prompt": "x", **body})
     tokenizer = Tokenizer.from_dir(DEMO)
     description = replace(DESCRIPTION, limits=limits)
-    whole = Asked(parsed, max_tokens, seed=choose_seed(parsed), **asked)
+    whole = BodySettings(parsed, max_tokens, seed=choose_seed(parsed), **asked)
     return make_prompt(whole, [5] * length, None, description, TextEncoder(lambda: tokenizer)).request
 
 

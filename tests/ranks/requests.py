@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from tests.engine.serving import Served, config_of
 
@@ -20,7 +20,7 @@ NUM_BLOCKS = 24
 CONFIG = config_of("utilization-chunked-no-reuse")
 STOPPED, GUILTY = 20, 21
 """Ids of a request that is stopped once it has some tokens, and of one whose logits become nan."""
-DETAILS = OutputConfig(return_log_probs=True, num_top_log_probs=2, return_context_logits=True)
+DETAILS = OutputOptions(return_log_probs=True, num_top_log_probs=2, return_context_logits=True)
 
 
 def _prompt(length: int) -> tuple[int, ...]:

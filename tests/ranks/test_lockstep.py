@@ -21,7 +21,7 @@ from inflight.core.request.adapter import (
     RawBuffer,
     StoredAdapter,
 )
-from inflight.core.request.request import ExternalDraft, FloatTensor, IterationInput, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, IterationInput, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.errors import Unavailable
@@ -67,7 +67,7 @@ INPUTS = [
                 True,
                 (7,),
                 sampling=SamplingConfig(temperature=math.inf, random_seed=2**64 - 1),
-                output=OutputConfig(return_log_probs=True),
+                output=OutputOptions(return_log_probs=True),
                 stop_words=((1, 2), (3,)),
                 embedding_bias=FloatTensor((3,), bytes(range(12))),
                 draft=ExternalDraft((4,), FloatTensor((1, 2), b"\xff" * 8), 0.25),

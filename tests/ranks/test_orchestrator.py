@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from inflight.core.report.metrics import MetricsSnapshot
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.core.request.request import Request
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.supervision import EngineWatch
@@ -38,7 +38,7 @@ class Publisher:
         self.has_started_over = threading.Event()
 
     def put(
-        self, stats: IterationStats, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
+        self, stats: IterationCounts, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
     ) -> None:
         assert stats.iteration >= 0 and metrics.num_preemptions == 0 and wall_clock_s > 0 and memory.cpu > 0
         self.has_news.set()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inflight.core.request.adapter import Matrix, PromptTable, RawBuffer
 from inflight.core.request.beam_search import BeamCandidates
-from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, ScheduledBatch, SlotStart
 from inflight.sampling import Sampler
@@ -38,7 +38,7 @@ def make_request(
     drafts: Sequence[int] | None = None,
     draft_logits: Sequence[Sequence[float]] | Tensor | None = None,
     threshold: float | None = None,
-    output: OutputConfig | None = None,
+    output: OutputOptions | None = None,
     num_table_rows: int = 0,
     **sampling: Any,
 ) -> Request:
@@ -56,7 +56,7 @@ def make_request(
         embedding_bias=None if bias is None else floats(bias),
         draft=draft,
         sampling=SamplingConfig(**sampling),
-        output=output or OutputConfig(),
+        output=output or OutputOptions(),
         prompt_table=make_table(num_table_rows) if num_table_rows else None,
     )
 

@@ -7,12 +7,12 @@ import random
 
 from hypothesis import strategies as st
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.sampling_config import NO_REPEAT_OFF
 from tests.sampling.factories import make_request
 
 outputs = st.builds(
-    OutputConfig,
+    OutputOptions,
     return_log_probs=st.booleans(),
     num_top_log_probs=st.sampled_from([0, 0, 1, 3]),
     return_generation_logits=st.booleans(),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.core.request.beam_search import BeamCandidates
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.schedule.batch import BeamGroup, BeamMove, ContextChunk, ScheduledBatch, SlotStart
 from inflight.sampling import reference
 from tests.sampling.factories import Row, beams_of, make_request, make_sampler, start_batch
@@ -117,7 +117,7 @@ def test_searches_of_different_widths_and_other_rows_share_a_batch() -> None:
     vocab_size = 30
     logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(3))
     narrow = make_request([3], beam_width=2, repetition_penalty=2.0)
-    wide = make_request([4, 5], beam_width=4, output=OutputConfig(return_log_probs=True))
+    wide = make_request([4, 5], beam_width=4, output=OutputOptions(return_log_probs=True))
     rows = [
         Row(narrow, (7,)),
         Row(make_request([6], top_k=3, random_seed=1)),

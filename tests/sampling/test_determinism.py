@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.request import OutputOptions
 from inflight.core.schedule.batch import ScheduledBatch
 from tests.sampling.factories import Row, choose_tokens, decode_rows, make_request, make_sampler
 
@@ -25,7 +25,7 @@ _EVERY_KIND = [
     {"top_p": 1.0, "no_repeat_ngram_size": 2},
     {"min_p": 0.05, "bad_words": [(3,), (4, 5)]},
     {"top_p": 0.9, "top_p_decay": 0.8, "top_p_reset_id": 2, "min_length": 4, "end_ids": [8]},
-    {"output": OutputConfig(return_log_probs=True, num_top_log_probs=3), "top_p": 0.7},
+    {"output": OutputOptions(return_log_probs=True, num_top_log_probs=3), "top_p": 0.7},
 ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.request import OutputOptions
 from inflight.core.schedule.batch import BeamGroup
 from inflight.errors import StepFailed
 from inflight.sampling import sampler
@@ -60,7 +60,7 @@ def test_numbers_that_a_failed_row_has_left_harm_no_other(monkeypatch):
 
 
 def test_a_row_without_details():
-    wanting = OutputConfig(return_log_probs=True, return_generation_logits=True)
+    wanting = OutputOptions(return_log_probs=True, return_generation_logits=True)
     rows = [Row(refusable(output=wanting)), Row(refusable(output=wanting))]
     logits = liking(REFUSED, 2)
     output = decode_rows(logits.clone(), rows)

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.request import OutputOptions
 from inflight.core.schedule.batch import BeamGroup, ScheduledBatch
 from tests.sampling.factories import Row, decode_rows, make_request, make_sampler, start_batch
 
@@ -26,13 +26,13 @@ KINDS = {
     "everything": {"top_k": 4, "top_p": 0.7, "min_p": 0.2, "temperature": 0.3},
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 2},
 }
-DETAILS = OutputConfig(return_log_probs=True, num_top_log_probs=2)
+DETAILS = OutputOptions(return_log_probs=True, num_top_log_probs=2)
 
 
 def _rows(number: int) -> list[Row]:
     """One of each kind, the first `number` times; of some the log probabilities are wanted."""
     kinds = [KINDS["greedy"]] * number + list(KINDS.values())[1:]
-    outputs = [DETAILS if index % 2 else OutputConfig() for index in range(len(kinds))]
+    outputs = [DETAILS if index % 2 else OutputOptions() for index in range(len(kinds))]
     return [Row(make_request(PROMPT, output=out, **kind)) for kind, out in zip(kinds, outputs, strict=True)]
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.schedule.batch import ContextChunk, ModelOutput, ScheduledBatch, SlotStart
 from inflight.sampling import Sampler, reference
 from tests.sampling.factories import Row, choose_tokens, make_request, make_sampler, start_batch
@@ -169,7 +169,7 @@ def _check_drawn(sequence: Sequence, tokens: tuple[int, ...], got: tuple[float, 
 
 def test_normalized_log_probs_are_of_what_is_kept() -> None:
     """With probabilities of 4, 2 and 1 eighths, top_k 2 leaves 2 thirds and 1 third; a greedy token is certain."""
-    wanted = OutputConfig(return_log_probs=True)
+    wanted = OutputOptions(return_log_probs=True)
     logits = torch.tensor([[4.0, 2.0, 1.0, 1.0]]).log().repeat(2, 1)
     rows = [
         Row(make_request(top_k=2, random_seed=1, output=wanted)),
@@ -225,8 +225,8 @@ def test_a_row_asked_for_is_left_as_it_was_and_so_are_the_others() -> None:
     rows = [
         Row(make_request(top_k=3)),
         Row(make_request(**changing)),
-        Row(make_request(**changing, output=OutputConfig(return_log_probs=True))),
-        Row(make_request(**changing, output=OutputConfig(return_context_logits=True))),
+        Row(make_request(**changing, output=OutputOptions(return_log_probs=True))),
+        Row(make_request(**changing, output=OutputOptions(return_context_logits=True))),
         Row(make_request(top_p=0.5, temperature=0.1)),
         Row(make_request()),
     ]

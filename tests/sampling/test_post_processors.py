@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import NoRepeatNGramLogitsProcessor
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.schedule.batch import (
     BeamGroup,
     BeamMove,
@@ -206,7 +206,7 @@ def test_every_token_banned_ends_in_no_token() -> None:
 
 
 def test_log_probabilities_and_logits_are_the_models_own() -> None:
-    wanted = OutputConfig(return_log_probs=True, num_top_log_probs=2, return_generation_logits=True)
+    wanted = OutputOptions(return_log_probs=True, num_top_log_probs=2, return_generation_logits=True)
     logits = some_logits(1)
     output = run(logits.clone(), [Row(named(output=wanted))], p=only(3))
     assert output.token_ids == [(3,)]

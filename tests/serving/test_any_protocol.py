@@ -39,6 +39,9 @@ class Lines:
             self.lines.put(response)
         self.lines.put(None)
 
+    def fail(self, error: InflightError) -> None:
+        self.finish(f"{error.code}: {error}")
+
     def is_cancelled(self) -> bool:
         return self.is_gone
 
@@ -51,9 +54,6 @@ class LineMaker:
 
     def outputs(self, outputs: Sequence[Output]) -> str:
         return "/".join(text for output in outputs for text in output.texts or ())
-
-    def error(self, error: InflightError) -> str:
-        return f"{error.code}: {error}"
 
     def tensor_sizes(self, response: Any) -> list[tuple[str, int]]:
         return []

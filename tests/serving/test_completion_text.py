@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inflight.core.request.request import FloatTensor
-from inflight.core.request.response import Result, TopLogProbs
+from inflight.core.request.response import SequenceResult, TopLogProbs
 from inflight.core.request.stop import FinishReason
 from inflight.errors import Unsupported
 from inflight.serving.completion_text import CompletionText, TextDelta, TokenizerFinder, cut_at_stop
@@ -32,11 +32,11 @@ def make_text(
     return CompletionText(letter_tokenizer(), ids_of(prompt), prompt_text, lead, StopStrings(stops))
 
 
-def final(text: str, **changes: object) -> Result:
+def final(text: str, **changes: object) -> SequenceResult:
     return make_result(ids_of(text), FinishReason.LENGTH, **changes)
 
 
-def only_text(text: CompletionText, result: Result) -> str:
+def only_text(text: CompletionText, result: SequenceResult) -> str:
     (delta,) = text.add(result)
     return delta.text
 
@@ -183,7 +183,7 @@ def outcome(
 # -------------------------------------------------------------------- cutting a result
 
 
-def detailed(*tokens: int) -> Result:
+def detailed(*tokens: int) -> SequenceResult:
     """A result of everything that can be asked for, the prompt's ids included."""
     count = len(tokens)
     log_probs = tuple(-0.5 * (i + 1) for i in range(count))

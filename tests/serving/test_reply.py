@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.core.request.request import FloatTensor, OutputConfig
-from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
+from inflight.core.request.request import FloatTensor, OutputOptions
+from inflight.core.request.response import PerfMetrics, SequenceResult, TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.prompt import Output
@@ -20,7 +20,7 @@ from tests.triton.factories import make_reply
 from tests.triton.letters import letter_tokenizer
 
 LENGTH, STOP_WORDS, NOT_FINISHED = FinishReason.LENGTH, FinishReason.STOP_WORDS, FinishReason.NOT_FINISHED
-EXCLUDE = OutputConfig(exclude_input_from_output=True)
+EXCLUDE = OutputOptions(exclude_input_from_output=True)
 
 
 def ids_of(text: str) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ def new_text(*stop_strings: str, prompt: str = "", lead: bool = False) -> Callab
     return lambda: CompletionText(letter_tokenizer(), ids_of(prompt), prompt, lead, strings)
 
 
-def delta(text: str, reason: FinishReason = NOT_FINISHED, **changes: object) -> Result:
+def delta(text: str, reason: FinishReason = NOT_FINISHED, **changes: object) -> SequenceResult:
     """A result that says how likely each letter was: -1, -2, … by its place in the alphabet."""
     ids = ids_of(text)
     log_probs = tuple(-1.0 - token_id for token_id in ids)
@@ -66,12 +66,12 @@ class Talk:
         prompt = make_prompt(options={"streaming": streaming}, **request)
         self.reply = Reply([(prompt, new_text)], in_one, repetition)
 
-    def take(self, result: Result, is_last: bool | None = None) -> Output | None:
+    def take(self, result: SequenceResult, is_last: bool | None = None) -> Output | None:
         is_last = result.is_sequence_final if is_last is None else is_last
         outputs = self.reply.add(0, result, is_last)
         return outputs[0] if outputs else None
 
-    def said(self, *results: Result) -> list[tuple[str, tuple[str, ...] | None, str]]:
+    def said(self, *results: SequenceResult) -> list[tuple[str, tuple[str, ...] | None, str]]:
         """(ids as text, text, finish reason) of every output."""
         outputs = [output for result in results if (output := self.take(result))]
         return [
@@ -178,7 +178,7 @@ def test_an_answer_that_is_not_streamed_is_gathered_from_what_the_engine_streams
         new_text("ef", prompt="ab", lead=not exclude),
         streaming=False,
         in_one=in_one,
-        output=OutputConfig(exclude_input_from_output=exclude),
+        output=OutputOptions(exclude_input_from_output=exclude),
     )
     outputs = [talk.take(result) for result in (delta("c"), delta("de"), delta("fgh"), delta("", STOP_WORDS))]
     assert outputs[:-1] == [None] * 3
@@ -200,7 +200,7 @@ def test_without_a_stop_string_in_it_the_whole_is_the_plain_answer() -> None:
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
 def test_a_gathered_answer_that_is_cut_short_has_what_there_was(reason: FinishReason) -> None:
-    talk = Talk(new_text("xy", prompt="ab", lead=True), streaming=False, output=OutputConfig())
+    talk = Talk(new_text("xy", prompt="ab", lead=True), streaming=False, output=OutputOptions())
     assert talk.said(delta("c"), delta("dx"), delta("", reason)) == [("abcdx", ("abcdx",), reason.name)]
 
 
@@ -273,11 +273,11 @@ def test_a_batch_that_comes_apart_is_tagged() -> None:
 
 # ---------------------------------------------------------------- what a stream says again
 
-CURIOUS = OutputConfig(return_log_probs=True, return_prompt_log_probs=True, return_context_logits=True)
+CURIOUS = OutputOptions(return_log_probs=True, return_prompt_log_probs=True, return_context_logits=True)
 PROMPT_LOGITS = FloatTensor((2, 1), bytes(8))
 
 
-def streamed(*results: Result, repetition: Repetition = AS_UPSTREAM) -> list[Result]:
+def streamed(*results: SequenceResult, repetition: Repetition = AS_UPSTREAM) -> list[SequenceResult]:
     """Return the stream of one prompt that asked for every output, for these results of the engine."""
     talk = Talk(new_text("xyz"), output=CURIOUS, repetition=repetition)
     first, *others = results

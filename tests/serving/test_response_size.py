@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.additional_outputs import OfferedOutput, WantedOutput
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.endpoint.delivery import MAX_JOINED_LOGITS_BYTES
 from inflight.errors import InvalidArgument, Unavailable
@@ -40,7 +40,7 @@ def make_request(
         tuple(range(prompt)),
         new,
         sampling=sampling or SamplingConfig(),
-        output=OutputConfig(exclude_input_from_output=True, **output),
+        output=OutputOptions(exclude_input_from_output=True, **output),
         draft=ExternalDraft(tuple(range(draft))) if draft else None,
     )
 
@@ -249,7 +249,7 @@ def test_the_real_shared_memory_is_looked_at() -> None:
 
 def test_additional_outputs_count_if_they_are_wanted() -> None:
     offered = (OfferedOutput("last_hidden_state", True, 1 << 18), OfferedOutput("top_4_logits", True, 4))
-    wanted = (AdditionalModelOutput("last_hidden_state", True),)
+    wanted = (WantedOutput("last_hidden_state", True),)
     request = make_request(additional_outputs=wanted, sampling=SamplingConfig(num_return_sequences=2))
     apart = dict(response_size(request, VOCABULARY, False, False, offered).outputs)
     together = response_size(request, VOCABULARY, False, True, offered)
@@ -264,7 +264,7 @@ def test_additional_outputs_count_if_they_are_wanted() -> None:
 
 def test_additional_outputs_that_would_not_fit_are_refused_at_admission() -> None:
     offered = (OfferedOutput("last_hidden_state", False, 1 << 18),)
-    request = make_request(new=100, additional_outputs=(AdditionalModelOutput("last_hidden_state"),))
+    request = make_request(new=100, additional_outputs=(WantedOutput("last_hidden_state"),))
     budget = ResponseBudget(Memory())
     with pytest.raises(
         InvalidArgument, match=r"generation_last_hidden_state 100\.0 MiB.*additional_outputs;"

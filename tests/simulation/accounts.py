@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.request.request import IterationInput
-from inflight.core.request.response import Response, Result
+from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
@@ -89,7 +89,7 @@ class Accounts:
                 self._num_freed += response.request_id in self._stopped
                 self._prompt_tokens += self._scenario.requests[response.request_id].prompt_length
 
-    def _take(self, request_id: int, result: Result) -> None:
+    def _take(self, request_id: int, result: SequenceResult) -> None:
         name = request_id, result.sequence_index
         self._seen[name] += 0 if result.is_cumulative else result.num_output_tokens[0]
         if result.is_sequence_final:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from inflight.core.request.beam_search import Hypothesis
 from inflight.core.request.request import Request
-from inflight.core.request.response import Result, TopLogProbs
+from inflight.core.request.response import SequenceResult, TopLogProbs
 from inflight.core.request.stop import FinishReason
 from inflight.testing.fake_model import (
     Conditions,
@@ -92,7 +92,9 @@ def _of(beam: Hypothesis) -> Expected:
     )
 
 
-def compare_context(request: Request, first: Result, vocab_size: int, adapter: bytes, is_whole: bool) -> None:
+def compare_context(
+    request: Request, first: SequenceResult, vocab_size: int, adapter: bytes, is_whole: bool
+) -> None:
     """The prompt's log probabilities and logits, in the first result; their beginning, if it may be no more."""
     prompt, output = request.input_token_ids, request.output
     logits = []
@@ -116,7 +118,9 @@ def compare_context(request: Request, first: Result, vocab_size: int, adapter: b
         assert first.context_logits is None
 
 
-def compare_outputs(request: Request, result: Result, expected: Sequence[Expected], vocab_size: int) -> None:
+def compare_outputs(
+    request: Request, result: SequenceResult, expected: Sequence[Expected], vocab_size: int
+) -> None:
     """A result that says all there is: the last of a request that does not stream, or of streamed beams."""
     output = request.output
     echoed = not (request.streaming or output.exclude_input_from_output)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
 
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.kv.kv_cache_manager import PrefixMatch
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.schedule.batch import ScheduledBatch
@@ -29,7 +29,7 @@ class CacheOracle:
         num_exact: Starts of which it is certain what they had to find.
     """
 
-    def __init__(self, scheduler: Scheduler, config: SchedulerConfig, adapters: Mapping[int, bytes]) -> None:
+    def __init__(self, scheduler: Scheduler, config: SchedulingConfig, adapters: Mapping[int, bytes]) -> None:
         self.adapters = adapters
         self.num_reused: Counter[tuple[int, int]] = Counter()
         self.num_missed: Counter[tuple[int, int]] = Counter()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.adapter import LoraRequest, PromptTable
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.testing.fake_model import Conditions, expected_tokens
 from tests.core.factories import make_table
@@ -157,11 +157,11 @@ def _draw_sampling(rng: random.Random, searches: float, most_beams: int) -> Samp
     )
 
 
-def _draw_output(rng: random.Random, vocab_size: int) -> OutputConfig:
+def _draw_output(rng: random.Random, vocab_size: int) -> OutputOptions:
     def some() -> bool:
         return rng.random() < 0.15
 
-    return OutputConfig(
+    return OutputOptions(
         exclude_input_from_output=rng.random() < 0.5,
         return_log_probs=some(),
         num_top_log_probs=rng.randint(1, vocab_size) if some() else 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inflight.core.request.request import Request
-from inflight.core.request.response import Response, Result, merge_responses
+from inflight.core.request.response import Response, SequenceResult, merge_responses
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason
 from inflight.errors import InvalidArgument, Unavailable
 
@@ -73,8 +73,8 @@ def _check_sequence(
     scenario: Scenario,
     request: Request,
     index: int,
-    results: list[Result],
-    whole: Result | None,
+    results: list[SequenceResult],
+    whole: SequenceResult | None,
     adapter: bytes,
 ) -> None:
     vocab_size = scenario.limits.vocab_size
@@ -96,7 +96,9 @@ def _check_sequence(
     compare_context(request, whole, vocab_size, adapter, is_whole)
 
 
-def _check_search(scenario: Scenario, request: Request, results: list[Result], adapter: bytes) -> None:
+def _check_search(
+    scenario: Scenario, request: Request, results: list[SequenceResult], adapter: bytes
+) -> None:
     """A streamed search says after every step what it would answer; its last response is its last step.
 
     One that is cut short says what it would have answered after the last step that it took.
@@ -118,7 +120,7 @@ def _check_search(scenario: Scenario, request: Request, results: list[Result], a
 
 
 def _check_search_cut_short(
-    request: Request, final: Result, steps: list[list[Expected]], vocab_size: int
+    request: Request, final: SequenceResult, steps: list[list[Expected]], vocab_size: int
 ) -> None:
     assert len(set(final.finish_reasons)) == 1, "what ends a search from outside ends all of its beams"
     before = [Expected((), FinishReason.NOT_FINISHED)] * request.sampling.num_outputs
@@ -135,7 +137,7 @@ def _have_sums(step: list[Expected], sums: Sequence[float]) -> bool:
     return all(abs(total - beam.cum_log_prob) < 1e-9 for total, beam in zip(sums, step, strict=True))
 
 
-def _check_metrics(outcome: Outcome, request: Request, final: Result) -> None:
+def _check_metrics(outcome: Outcome, request: Request, final: SequenceResult) -> None:
     metrics = final.perf_metrics
     assert (metrics is not None) == request.output.return_perf_metrics
     if metrics is None or not final.is_sequence_final:

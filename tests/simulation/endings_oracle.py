@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.scheduler import Scheduler
 
@@ -16,7 +16,7 @@ from .queue_oracle import sequences_of
 class EndingsOracle:
     """Oracle of one scheduler's endings. `num_divided` counts iterations that left some of them for later."""
 
-    def __init__(self, scheduler: Scheduler, config: SchedulerConfig) -> None:
+    def __init__(self, scheduler: Scheduler, config: SchedulingConfig) -> None:
         self.num_divided = 0
         self._scheduler = scheduler
         self._most = config.sequences_per_iteration

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import inflight.core.scheduler as scheduler_module
-from inflight.config import ContextChunkingPolicy, SchedulerConfig
+from inflight.config import ChunkingPolicy, SchedulingConfig
 from inflight.core.endings import Deadlines, Endings, PendingEndings
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
 from inflight.core.request.response import Response
@@ -120,9 +120,9 @@ def chunking_policy_ignored(patch: Patch) -> None:
     init = MicroBatchScheduler.__init__
 
     def init_for_first_come_first_served(
-        micro_batch: MicroBatchScheduler, config: SchedulerConfig, *args
+        micro_batch: MicroBatchScheduler, config: SchedulingConfig, *args
     ) -> None:
-        policy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+        policy = ChunkingPolicy.FIRST_COME_FIRST_SERVED
         init(micro_batch, dataclasses.replace(config, context_chunking_policy=policy), *args)
 
     patch.setattr(MicroBatchScheduler, "__init__", init_for_first_come_first_served)

@@ -109,7 +109,7 @@ class HostCache:
         if fate.code:
             self.failed[request_id] = fate.code
         if fate.error:
-            return AdapterEvent(request_id, error_code=fate.error, error="no such adapter")
+            return AdapterEvent(request_id, error_kind=fate.error, error="no such adapter")
         if fate.is_too_large:
             stored.append(self._make(lora, 0, TOO_LARGE))
             return AdapterEvent(request_id, stored[-1].handle)

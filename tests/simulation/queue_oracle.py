@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.request.adapter import AdapterEvent
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.request.request import Request
@@ -105,7 +105,7 @@ class QueueOracle:
     def __init__(
         self,
         scheduler: Scheduler,
-        config: SchedulerConfig,
+        config: SchedulingConfig,
         cache: CacheOracle,
     ) -> None:
         self.shares = Shares()
@@ -190,8 +190,8 @@ class QueueOracle:
         self, claimed_blocks: int, retrying: Collection[int]
     ) -> Iterator[tuple[LlmRequest, int]]:
         policy = self._config.policy
-        is_closed = policy is CapacitySchedulerPolicy.STATIC_BATCH and bool(self._scheduler.running_sequences)
-        if policy is not CapacitySchedulerPolicy.MAX_UTILIZATION:
+        is_closed = policy is CapacityPolicy.STATIC_BATCH and bool(self._scheduler.running_sequences)
+        if policy is not CapacityPolicy.MAX_UTILIZATION:
             assert claimed_blocks == 0, "blocks were claimed that reservations cover"
         for llm_request, num_reused in self._admit(claimed_blocks, retrying):
             assert not (is_closed and _is_new(llm_request)), "a static batch was joined"
@@ -271,7 +271,7 @@ class QueueOracle:
 
     def _blocks_to_reserve(self, llm_request: LlmRequest) -> int:
         request, size = llm_request.request, self._scheduler.kv_cache.tokens_per_block
-        to_its_end = self._config.policy is not CapacitySchedulerPolicy.MAX_UTILIZATION
+        to_its_end = self._config.policy is not CapacityPolicy.MAX_UTILIZATION
         if to_its_end or request.sampling.uses_beams:
             return request.max_kv_blocks(size)
         soon = len(llm_request.tokens) + max(1, llm_request.draft_length)
@@ -294,7 +294,7 @@ class QueueOracle:
             if not retrying or other.request_id in retrying
         ):
             return True
-        is_static = self._config.policy is CapacitySchedulerPolicy.STATIC_BATCH
+        is_static = self._config.policy is CapacityPolicy.STATIC_BATCH
         return not (is_static and _is_new(llm_request)) and self._cache.is_promised(llm_request)
 
     def _is_to_end(self, llm_request: LlmRequest) -> bool:

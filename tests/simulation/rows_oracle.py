@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from math import ceil
 
-from inflight.config import ContextChunkingPolicy, SchedulerConfig
+from inflight.config import ChunkingPolicy, SchedulingConfig
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch
@@ -26,7 +26,7 @@ class RowsOracle:
         num_shared: Iterations in which generation was left for other pipeline stages.
     """
 
-    def __init__(self, scheduler: Scheduler, config: SchedulerConfig, limits: EngineLimits) -> None:
+    def __init__(self, scheduler: Scheduler, config: SchedulingConfig, limits: EngineLimits) -> None:
         self.num_divided = 0
         self.num_shared = 0
         self._config = config
@@ -34,7 +34,7 @@ class RowsOracle:
         self._num_stages = limits.num_micro_batches
         self._num_selections = 0
         self._last_chosen: dict[int, int] = {}  # by key: the selection in which it was to generate
-        self._equally = config.context_chunking_policy is ContextChunkingPolicy.EQUAL_PROGRESS
+        self._equally = config.context_chunking_policy is ChunkingPolicy.EQUAL_PROGRESS
         self._generation_was_left_out = False
         self._select = scheduler._micro_batch.select
         scheduler._micro_batch.select = self._watched_select

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits
@@ -60,7 +60,7 @@ class Scenario:
 
     seed: int
     limits: EngineLimits
-    config: SchedulerConfig
+    config: SchedulingConfig
     arrivals: dict[int, tuple[Request, ...]]
     stops: dict[int, tuple[StopSignal, ...]]
     breakdowns: Breakdowns = Breakdowns()
@@ -190,19 +190,19 @@ def _draw_limits(rng: random.Random, habits: Habits, requests: list[Request]) ->
     )
 
 
-def _draw_config(rng: random.Random, limits: EngineLimits, requests: list[Request]) -> SchedulerConfig:
+def _draw_config(rng: random.Random, limits: EngineLimits, requests: list[Request]) -> SchedulingConfig:
     slots, size = limits.max_num_sequences, limits.tokens_per_block
     chunked = rng.random() < 0.6
     needed = slots - 1 + size + max(request.draft_length for request in requests)
     if not chunked:
         needed = max(slots, size, *(request.prompt_length + request.draft_length for request in requests))
-    return SchedulerConfig(
-        policy=rng.choice([*CapacitySchedulerPolicy, CapacitySchedulerPolicy.MAX_UTILIZATION]),
+    return SchedulingConfig(
+        policy=rng.choice([*CapacityPolicy, CapacityPolicy.MAX_UTILIZATION]),
         max_num_tokens=needed + rng.choice([0, 5, 20, 100]),
         enable_chunked_context=chunked,
         enable_kv_cache_reuse=rng.random() < 0.7,
         max_queue_size=rng.choice([0, 0, 0, 0, 1, 2, 4]),
-        context_chunking_policy=rng.choice(list(ContextChunkingPolicy)),
+        context_chunking_policy=rng.choice(list(ChunkingPolicy)),
     )
 
 

@@ -12,7 +12,7 @@ from itertools import combinations
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
@@ -48,10 +48,8 @@ def draw_backlog(
             )
     rng.shuffle(requests)
     limits = EngineLimits(VOCAB_SIZE, 100, rng.choice([2, 3, 5]), rng.choice([60, 200]), 4)
-    policy = rng.choice(
-        [CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.MAX_UTILIZATION]
-    )
-    config = SchedulerConfig(policy, max_num_tokens=64, enable_kv_cache_reuse=rng.random() < 0.5)
+    policy = rng.choice([CapacityPolicy.GUARANTEED_NO_EVICT, CapacityPolicy.MAX_UTILIZATION])
+    config = SchedulingConfig(policy, max_num_tokens=64, enable_kv_cache_reuse=rng.random() < 0.5)
     return Scenario(seed, limits, config, {0: tuple(requests)}, {})
 
 
@@ -121,7 +119,7 @@ def test_a_client_that_comes_late_is_owed_nothing():
     """It takes turns from its arrival on and does not catch up with what others got before."""
     early = tuple(Request(i, (i % 7 + 1,) * 4, 4, client_id=1) for i in range(30))
     late = tuple(Request(100 + i, (i % 7 + 11,) * 4, 4, client_id=2) for i in range(10))
-    config = SchedulerConfig(max_num_tokens=64, enable_kv_cache_reuse=False)
+    config = SchedulingConfig(max_num_tokens=64, enable_kv_cache_reuse=False)
     limits = EngineLimits(VOCAB_SIZE, 100, 1, 20, 4)
     server = run_to_the_end(Scenario(0, limits, config, {0: early, 40: late}, {}))
     order = [r.request.client_id for r in server.queue.starts]

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from inflight.core.kv.block_keys import PrefixIdentity
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import (
     AdapterLoad,
@@ -35,7 +35,7 @@ from tests.core.factories import make_adapter, make_table
 VOCAB_SIZE = 31
 ADAPTER, TABLE = make_adapter(rank=10), make_table()
 PROMPT = (3, 1, 4, 1, 5)
-EVERYTHING = OutputConfig(
+EVERYTHING = OutputOptions(
     return_log_probs=True,
     num_top_log_probs=3,
     return_prompt_log_probs=True,
@@ -196,7 +196,7 @@ def test_nothing_is_described_that_nobody_wants():
 def test_beams_move_all_at_once_and_write_into_copies(penalty):
     """Two steps of a search whose beams cross over: each takes the other's place."""
     sampling = SamplingConfig(beam_width=2, repetition_penalty=penalty)
-    request = make_request(sampling=sampling, output=OutputConfig(return_log_probs=True))
+    request = make_request(sampling=sampling, output=OutputOptions(return_log_probs=True))
     engine = make_engine()
     output = start(engine, request, beam_groups=(BeamGroup((0,), (0.0,), 4),))
     first = output.beams[0]

@@ -12,10 +12,10 @@ from collections.abc import Hashable
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
 from tests.core.factories import make_table
@@ -49,16 +49,16 @@ def draw_family(seed: int) -> Scenario:
             prompt,
             rng.randint(1, 4),
             sampling=SamplingConfig(num_return_sequences=rng.choice([1, 1, 3])),
-            output=OutputConfig(return_perf_metrics=True),
+            output=OutputOptions(return_perf_metrics=True),
             identity=_with_extra_ids(rng, rng.choice(identities), len(prompt)),
             prompt_table=rng.choice([None, None, make_table()]),
         )
         arrivals[at] = (*arrivals.get(at, ()), request)
-    config = SchedulerConfig(
-        rng.choice([CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.MAX_UTILIZATION]),
+    config = SchedulingConfig(
+        rng.choice([CapacityPolicy.GUARANTEED_NO_EVICT, CapacityPolicy.MAX_UTILIZATION]),
         max_num_tokens=slots + size + rng.choice([0, 60]),
         enable_chunked_context=True,
-        context_chunking_policy=rng.choice(list(ContextChunkingPolicy)),
+        context_chunking_policy=rng.choice(list(ChunkingPolicy)),
     )
     limits = EngineLimits(
         VOCAB_SIZE, 100, slots, 2000, size, overlaps_iterations=rng.choice([False, True]), hidden_size=1
@@ -122,7 +122,7 @@ OTHER = tuple(range(300, 300 + 3 * SIZE + 1))  # three
 
 def run_one_after_another(num_blocks: int, *requests: Request, gap: int = 10) -> Outcome:
     """Each arrives when the one before is long gone."""
-    config = SchedulerConfig(max_num_tokens=64)
+    config = SchedulingConfig(max_num_tokens=64)
     arrivals = {gap * place: (request,) for place, request in enumerate(requests)}
     return run(Scenario(0, EngineLimits(VOCAB_SIZE, 100, 2, num_blocks, SIZE), config, arrivals, {}))
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from inflight.config import CapacitySchedulerPolicy
-from inflight.core.request.response import Result, merge_responses
+from inflight.config import CapacityPolicy
+from inflight.core.request.response import SequenceResult, merge_responses
 from inflight.core.request.stop import FinishReason
 from tests.tiers import examples, with_all
 
@@ -27,7 +27,7 @@ SEEDS = with_all([range(150), range(150, 1000)], [range(150)])
 PIPELINED_SEEDS = with_all([range(75), range(75, 500)], [range(75)])
 NUM_OF_A_KIND = examples(fast=50, all=100)
 """Seeds of scenarios that are drawn for one test."""
-Outcomes = list[tuple[CapacitySchedulerPolicy, Outcome]]
+Outcomes = list[tuple[CapacityPolicy, Outcome]]
 
 
 @pytest.fixture(scope="module", params=SEEDS, ids=str)
@@ -49,7 +49,7 @@ def pipelined_outcomes(request: pytest.FixtureRequest) -> Outcomes:
     return [_outcome(draw(seed).pipelined(2 + seed % 2)) for seed in request.param]
 
 
-def _outcome(scenario: Scenario) -> tuple[CapacitySchedulerPolicy, Outcome]:
+def _outcome(scenario: Scenario) -> tuple[CapacityPolicy, Outcome]:
     outcome = run(scenario)
     outcome.responses.clear()
     return scenario.config.policy, outcome
@@ -165,9 +165,7 @@ def test_the_seeds_reach_every_ending(outcomes, seeds):
         assert sum(outcome.reasons[reason] for _, outcome in outcomes) > len(seeds) // 2
 
 
-@pytest.mark.parametrize(
-    "policy", [CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.STATIC_BATCH]
-)
+@pytest.mark.parametrize("policy", [CapacityPolicy.GUARANTEED_NO_EVICT, CapacityPolicy.STATIC_BATCH])
 def test_who_reserves_to_its_end_is_never_paused(outcomes, seeds, policy):
     of_policy = [outcome for its_policy, outcome in outcomes if its_policy is policy]
     assert len(of_policy) > len(seeds) // 4 and not any(outcome.num_pauses for outcome in of_policy)
@@ -197,7 +195,7 @@ def undisturbed(seed: int, **config) -> Scenario:
     )
 
 
-def whole_results(scenario: Scenario) -> dict[tuple[int, int], Result | None]:
+def whole_results(scenario: Scenario) -> dict[tuple[int, int], SequenceResult | None]:
     """By (request id, sequence index), what all responses of a sequence say together, but for times and work."""
     found = {}
     for request_id, responses in run(scenario).responses.items():
@@ -217,13 +215,13 @@ def test_reuse_is_invisible_in_what_comes_back():
 
 def test_the_policy_is_invisible_in_what_comes_back():
     for seed in range(examples(fast=15, all=30)):
-        found = [whole_results(undisturbed(seed, policy=policy)) for policy in CapacitySchedulerPolicy]
+        found = [whole_results(undisturbed(seed, policy=policy)) for policy in CapacityPolicy]
         assert found[0] == found[1] == found[2]
 
 
 def test_max_utilization_admits_at_least_as_early():
     """With plenty of blocks the two policies make the same batches; looked-up drafts need reserved ones."""
-    policies = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.MAX_UTILIZATION
+    policies = CapacityPolicy.GUARANTEED_NO_EVICT, CapacityPolicy.MAX_UTILIZATION
     for seed in range(examples(fast=30, all=60)):
         numbers = []
         for policy in policies:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
-from inflight.core.request.response import Result
+from inflight.core.request.response import SequenceResult
 from inflight.core.request.stop import FinishReason
 from inflight.prompt import Prompt, ReplyOptions
 from inflight.tensors.input_table import INPUTS
@@ -120,9 +120,9 @@ def make_prompt(
 
 def make_result(
     ids: Sequence[int] = (8, 9), reason: FinishReason = FinishReason.NOT_FINISHED, **changes: object
-) -> Result:
+) -> SequenceResult:
     """A result of one sequence; a reason makes it the last."""
-    result = Result(
+    result = SequenceResult(
         (tuple(ids),),
         num_input_tokens=3,
         num_output_tokens=(len(ids),),
@@ -134,9 +134,9 @@ def make_result(
 
 def make_beams(
     *beams: Sequence[int], reason: FinishReason = FinishReason.LENGTH, **changes: object
-) -> Result:
+) -> SequenceResult:
     """The beams of one search, best first."""
-    result = Result(
+    result = SequenceResult(
         tuple(tuple(ids) for ids in beams),
         num_input_tokens=3,
         num_output_tokens=tuple(len(ids) for ids in beams),

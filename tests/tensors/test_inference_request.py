@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inflight.batch_manager import GptManager
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
@@ -47,7 +47,7 @@ class Library:
     """A program around a GptManager: its callbacks, and what they got."""
 
     def __init__(self) -> None:
-        self.scheduler = Scheduler(SchedulerConfig(), LIMITS)
+        self.scheduler = Scheduler(SchedulingConfig(), LIMITS)
         self._pending: queue.Queue[Request] = queue.Queue()
         self._responses: queue.Queue[Response] = queue.Queue()
         self.manager = GptManager(

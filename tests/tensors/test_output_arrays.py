@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inflight.core.request.request import FloatTensor, OutputConfig
-from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
+from inflight.core.request.request import FloatTensor, OutputOptions
+from inflight.core.request.response import PerfMetrics, SequenceResult, TopLogProbs
 from inflight.prompt import Output
 from inflight.tensors.output_arrays import make_array
 from inflight.tensors.output_table import OUTPUTS
@@ -50,9 +50,11 @@ FULL = make_result(
 )
 
 
-def make_output(result: Result = FULL, texts: tuple[str, ...] | None = ("t",), **changes: object) -> Output:
+def make_output(
+    result: SequenceResult = FULL, texts: tuple[str, ...] | None = ("t",), **changes: object
+) -> Output:
     batch_index = changes.pop("batch_index", 0)
-    request = {"output": OutputConfig(num_top_log_probs=2)} | changes
+    request = {"output": OutputOptions(num_top_log_probs=2)} | changes
     return Output(make_prompt(options={"vocab_size": VOCABULARY}, **request), result, texts, batch_index)
 
 
@@ -177,7 +179,7 @@ def test_prompts_of_a_batch_may_want_different_numbers_of_alternatives() -> None
     outputs = [
         make_output(
             make_result((8,), top_log_probs=((top(*ids),),)),
-            output=OutputConfig(num_top_log_probs=len(ids)),
+            output=OutputOptions(num_top_log_probs=len(ids)),
             pad_id=50,
         )
         for ids in ((8,), (9, 8, 7))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, Name, Unsupported
 from inflight.tensors.reader import decode_utf8
 from inflight.tensors.spec import Vocabulary
 from tests.tensors.factories import make_reader
@@ -143,8 +143,9 @@ def test_text_must_be_utf8() -> None:
 
 
 def test_messages_use_the_names_of_the_client() -> None:
-    message = "request_output_len is 9, runtime_top_p is 2, random_seed"
+    message = [Name("request_output_len"), " is 9, ", Name("runtime_top_p"), " is 2, ", Name("random_seed")]
+    error = InvalidArgument(*message)
     tokens = make_reader({"seed": np.array([5], np.uint64)})
-    assert tokens.in_client_names(message) == "request_output_len is 9, runtime_top_p is 2, seed"
+    assert str(error.with_names(tokens.shown_name)) == "request_output_len is 9, runtime_top_p is 2, seed"
     text = make_reader({}, Vocabulary.TEXT)
-    assert text.in_client_names(message) == "max_tokens is 9, top_p is 2, seed"
+    assert str(error.with_names(text.shown_name)) == "max_tokens is 9, top_p is 2, seed"

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from inflight.core.request.request import Request
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, Name, TooLong, Unsupported
 from inflight.tensors.request_parameters import (
     HARMLESS,
     NO_PARAMETERS,
     RequestParameters,
+    error_writer,
     read_request_parameters,
-    wants_error_codes,
 )
 from inflight.tensors.requests import convert
 from inflight.tensors.spec import Vocabulary
@@ -156,13 +156,17 @@ def test_end_ids_that_are_none_are_named(value: object) -> None:
 
 
 def test_whether_errors_begin_with_their_codes() -> None:
-    assert wants_error_codes('{"error_codes": true}')
+    error = TooLong(Name("end_id"), " is {12}")
+    assert error_writer('{"error_codes": true}')(error) == "INVALID_ARG: end_id is {12}"
+    assert error_writer('{"structured_errors": true}')(error) == "TOO_LONG: {end_id} is {{12}}"
     for text in ("", "{}", '{"error_codes": false}', '{"client_id": "error_codes"}'):
-        assert not wants_error_codes(text)
+        assert error_writer(text)(error) == "end_id is {12}"
     with pytest.raises(
         InvalidArgument, match=r"request parameter error_codes must be true or false, got 'yes'"
     ):
         read(error_codes="yes")
+    with pytest.raises(InvalidArgument, match=r"structured_errors must be true or false, got 1"):
+        read(structured_errors=1)
 
 
 def test_an_integer_that_came_as_a_float_may_be_another() -> None:

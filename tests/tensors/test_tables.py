@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from inflight.core.kv.retention import Retention, TokenRangeRetention
-from inflight.core.request.guide import Guide, GuideType
-from inflight.core.request.request import ExternalDraft, FloatTensor, OutputConfig, Request
+from inflight.core.request.guide import Guide, GuideKind
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.errors import Unsupported
 from inflight.prompt import ReplyOptions
@@ -297,7 +297,7 @@ COMPANIONS = [
         0.5,
     ),
     *[(f"retention_token_range_{part}", RANGES, "retention.ranges", READ_RANGES) for part in PARTS],
-    ("guided_decoding_guide_type", GUIDE, "guide", Guide(GuideType.REGEX, "a+")),
+    ("guided_decoding_guide_type", GUIDE, "guide", Guide(GuideKind.REGEX, "a+")),
     ("guided_decoding_guide", GUIDE, "guide.text", "a+"),
 ]
 # Tensors that only ask for an output.
@@ -458,7 +458,7 @@ def test_a_flag_decides_and_no_name_does(spec: TensorSpec) -> None:
     for unset in ({}, {spec.asked_by: type(asking_value(spec))()}) if spec.asked_by else ():
         request, options = converted(vocabulary, outputs=named, **unset)
         assert (options.outputs, options.named) == (frozenset(), named)
-        assert replace(request.output, exclude_input_from_output=False) == OutputConfig()
+        assert replace(request.output, exclude_input_from_output=False) == OutputOptions()
     asking = {spec.asked_by: asking_value(spec)} if spec.asked_by else {}
     request, options = converted(vocabulary, outputs=named, **asking)
     assert options.outputs == (named if spec.built else frozenset())

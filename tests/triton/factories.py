@@ -21,7 +21,7 @@ from inflight.serving.completion_text import CompletionText
 from inflight.serving.in_flight import InFlightRequest
 from inflight.serving.reply import Reply
 from inflight.triton.host import ModelArgs
-from inflight.triton.responses import TritonStream
+from inflight.triton.responses import ResponseBuilder, TritonStream
 from tests.tensors.factories import (
     ALL_OUTPUTS,
     make_description,
@@ -29,7 +29,7 @@ from tests.tensors.factories import (
     make_result,
     token_inputs,
 )
-from tests.triton.fake_pb_utils import COMPLETE_FINAL, InferenceRequest, ResponseSender
+from tests.triton.fake_pb_utils import COMPLETE_FINAL, FakePbUtils, InferenceRequest, ResponseSender
 
 
 def make_parameters(role: Role = Role.ENGINE, max_batch_size: int = 8, **values: str) -> Parameters:
@@ -60,7 +60,7 @@ def make_response(
 
 
 def make_stream(sender: ResponseSender | None = None) -> TritonStream:
-    return TritonStream(sender or ResponseSender(), COMPLETE_FINAL)
+    return TritonStream(sender or ResponseSender(), COMPLETE_FINAL, ResponseBuilder(FakePbUtils()).error)
 
 
 def make_reply(

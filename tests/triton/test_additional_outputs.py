@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
+from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.config import Role
 from inflight.core.request.request import FloatTensor
-from inflight.core.request.response import AdditionalOutput
+from inflight.core.request.response import ReturnedOutput
 from inflight.core.request.stop import FinishReason
 from inflight.errors import ConfigError
 from inflight.serving.completion_text import TokenizerFinder
@@ -68,7 +68,7 @@ class Stage:
         return request.sender
 
     @property
-    def asked(self) -> tuple[AdditionalModelOutput, ...]:
+    def asked(self) -> tuple[WantedOutput, ...]:
         return self.client.submitted[self.client.last_id].output.additional_outputs
 
 
@@ -91,9 +91,9 @@ def test_unasked_nothing_of_them_comes(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("names", "asked"),
     [
-        (NAMES, (AdditionalModelOutput("last_hidden_state", True), AdditionalModelOutput("top_2_logits"))),
-        (NAMES[:1], (AdditionalModelOutput("last_hidden_state", True),)),
-        (NAMES[1:2], (AdditionalModelOutput("last_hidden_state"),)),
+        (NAMES, (WantedOutput("last_hidden_state", True), WantedOutput("top_2_logits"))),
+        (NAMES[:1], (WantedOutput("last_hidden_state", True),)),
+        (NAMES[1:2], (WantedOutput("last_hidden_state"),)),
     ],
 )
 def test_naming_one_is_asking_for_it(stage: Stage, names: tuple[str, ...], asked: object) -> None:
@@ -104,8 +104,8 @@ def test_naming_one_is_asking_for_it(stage: Stage, names: tuple[str, ...], asked
 def test_a_client_that_names_no_outputs_asks_by_a_tensor(stage: Stage) -> None:
     stage.take(additional_outputs=[[b"generation_top_2_logits", b"context_last_hidden_state"]])
     assert {*stage.asked} == {
-        AdditionalModelOutput("last_hidden_state", True),
-        AdditionalModelOutput("top_2_logits"),
+        WantedOutput("last_hidden_state", True),
+        WantedOutput("top_2_logits"),
     }
 
 
@@ -140,14 +140,14 @@ def test_each_response_has_the_new_rows_and_the_first_the_prompts(stage: Stage) 
     sender = stage.take(frozenset(NAMES), streaming=True)
     engine_id = stage.client.last_id
     first = (
-        AdditionalOutput(NAMES[0], (rows(3),)),
-        AdditionalOutput(NAMES[1], (rows(1),)),
-        AdditionalOutput(NAMES[2], (rows(1, 2),)),
+        ReturnedOutput(NAMES[0], (rows(3),)),
+        ReturnedOutput(NAMES[1], (rows(1),)),
+        ReturnedOutput(NAMES[2], (rows(1, 2),)),
     )
     nothing = FloatTensor((0, 0), b"")
     stage.client.respond(make_response(engine_id, (8,), additional_outputs=first))
     assert stage.client.outboxes[0](30.0)
-    last = tuple(AdditionalOutput(name, (nothing,)) for name in NAMES[1:])
+    last = tuple(ReturnedOutput(name, (nothing,)) for name in NAMES[1:])
     stage.client.respond(make_response(engine_id, (), FinishReason.END_ID, additional_outputs=last))
     sent = [each.response.arrays() for each in sender.wait_final()]
     assert [{name: array.shape for name, array in arrays.items()} for arrays in sent] == [

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.core.report.metrics import TOKENS, Histogram, ServiceMetrics
-from inflight.core.report.stats import AdapterStats, IterationStats, MemoryUsage, StaticBatchStats
+from inflight.core.report.stats import AdapterStats, IterationCounts, MemoryUsage, StaticBatchStats
 from inflight.core.request.stop import FinishReason
 from inflight.serving.memory import _torch_memory, measure_memory
 from inflight.serving.metric_table import (
@@ -38,7 +38,7 @@ from tests.triton.fake_pb_utils import FakePbUtils
 
 NOW = 1_785_000_000.25
 NOTHING = ServiceMetrics().snapshot()
-STATS = IterationStats(
+STATS = IterationCounts(
     iteration=17, num_active_requests=9, max_num_requests=8, max_num_blocks=300, num_free_blocks=200,
     tokens_per_block=16, num_scheduled_requests=6, num_context_requests=2, num_generation_requests=4,
     num_context_tokens=70, micro_batch_id=1, num_waiting_requests=4, num_paused_requests=1, num_reused_blocks=30,
@@ -56,7 +56,7 @@ class Stage:
         self.lines: queue.Queue[str] = queue.Queue()
         self.publisher = MetricsPublisher(pb_utils, "tensorrt_llm", "1", self.lines.put, batching, 0.0)
 
-    def publish(self, stats: IterationStats = STATS, metrics=NOTHING, wall_clock_s: float = NOW) -> dict:
+    def publish(self, stats: IterationCounts = STATS, metrics=NOTHING, wall_clock_s: float = NOW) -> dict:
         """The log line's fields once the publication is over."""
         self.publisher.put(stats, metrics, wall_clock_s)
         return json.loads(self.lines.get(timeout=TIMEOUT_S))
@@ -68,7 +68,7 @@ class Stage:
 
 @contextmanager
 def stage(
-    pb_utils: FakePbUtils | SimpleNamespace | None = None, stats: IterationStats = STATS
+    pb_utils: FakePbUtils | SimpleNamespace | None = None, stats: IterationCounts = STATS
 ) -> Iterator[Stage]:
     """A stage for an engine that batches as `stats` say."""
     on_stage = Stage(pb_utils or FakePbUtils(), Batching.STATIC if stats.static_batch else Batching.INFLIGHT)

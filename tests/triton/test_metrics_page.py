@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.serving.metric_table import FAMILIES
 from inflight.triton.reference_pages import fill_in, metric_tables
 
@@ -38,5 +38,5 @@ def test_the_queries_ask_for_what_there_is() -> None:
 
 def test_the_log_line_on_the_page_has_the_real_ones_keys() -> None:
     (line,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
-    stats = IterationStats(1, 0, 8, 300, 300, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    stats = IterationCounts(1, 0, 8, 300, 300, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     assert list(json.loads(line)) == list(stats.log_fields(0.0, MemoryUsage()))

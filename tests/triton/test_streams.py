@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inflight.core.request.request import FloatTensor, OutputConfig
-from inflight.core.request.response import PerfMetrics, Response, Result, TopLogProbs
+from inflight.core.request.request import FloatTensor, OutputOptions
+from inflight.core.request.response import PerfMetrics, Response, SequenceResult, TopLogProbs
 from inflight.core.request.stop import FinishReason
 from inflight.serving.response_size import response_size
 from inflight.tensors.output_table import OUTPUTS
@@ -31,7 +31,7 @@ def stage() -> Iterator[Stage]:
     stage.front_end.close()
 
 
-def engine_result(ids: str, is_first: bool, is_last: bool) -> Result:
+def engine_result(ids: str, is_first: bool, is_last: bool) -> SequenceResult:
     """Make the engine's result for some tokens, with every detail."""
     count = len(ids)
     result = make_result(
@@ -100,7 +100,7 @@ def test_no_response_is_larger_than_what_was_reserved_for_it(stage: Stage) -> No
     request = replace(
         make_request(),
         max_new_tokens=3,
-        output=OutputConfig(
+        output=OutputOptions(
             return_log_probs=True,
             num_top_log_probs=1,
             return_prompt_log_probs=True,

@@ -20,6 +20,7 @@ from inflight.adapters.lora_rows import CheckedAdapter
 from inflight.adapters.waiting_weights import WaitingWeights
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, LoraRequest, StoredAdapter
 from inflight.errors import (
+    BadAdapter,
     InflightError,
     InvalidArgument,
     NotFound,
@@ -62,7 +63,7 @@ class AdapterInfo:
 
 
 @dataclass(eq=False, slots=True)
-class _Entry:
+class _HeldAdapter:
     """A stored adapter."""
 
     key: LoraRequest
@@ -88,7 +89,7 @@ class _Entry:
 class _Load:
     """An adapter that is being read, or is to be: who waits for it, with the weights that they have brought."""
 
-    waiting: dict[int, LoraRequest] = field(default_factory=dict)
+    waiting: dict[int, LoraRequest] = field(default_factory=dict[int, LoraRequest])
     is_ordered: bool = False  # by `load`
     done: Future[AdapterInfo] = field(default_factory=lambda: Future[AdapterInfo]())
 
@@ -118,10 +119,10 @@ class HostAdapterCache:
         self._max_bytes = max_bytes
         self._notify = notify
         self._lock = threading.Lock()
-        self._entries: dict[LoraRequest, _Entry] = {}
-        self._idle: OrderedDict[LoraRequest, _Entry] = OrderedDict()  # least recently used first
-        self._unloading: list[_Entry] = []
-        self._used: dict[int, _Entry] = {}  # by the ids of requests that have not ended
+        self._entries: dict[LoraRequest, _HeldAdapter] = {}
+        self._idle: OrderedDict[LoraRequest, _HeldAdapter] = OrderedDict()  # least recently used first
+        self._unloading: list[_HeldAdapter] = []
+        self._used: dict[int, _HeldAdapter] = {}  # by the ids of requests that have not ended
         self._loads: dict[LoraRequest, _Load] = {}
         self._waiting: dict[int, LoraRequest] = {}  # by request id: what it waits for
         self._num_bytes = 0
@@ -319,7 +320,7 @@ class HostAdapterCache:
         except RequestError as error:
             return error
         except InflightError as error:
-            return InvalidArgument(f"LoRA adapter {lora.label}: {error}")
+            return BadAdapter(f"LoRA adapter {lora.label}: ", *error.args)
         except Exception as error:  # whatever a reader of files raises, it is these requests' error alone
             _log.warning("the LoRA adapter %s could not be loaded", lora.label, exc_info=True)
             return StepFailed(without_places(f"LoRA adapter {lora.label} could not be loaded: {error!r}"))
@@ -402,17 +403,17 @@ class HostAdapterCache:
             del self._entries[entry.key]
             self._drop(entry)
 
-    def _store(self, key: LoraRequest, checked: CheckedAdapter) -> _Entry:
+    def _store(self, key: LoraRequest, checked: CheckedAdapter) -> _HeldAdapter:
         """Keep an adapter that there is room for; nobody uses it yet."""
         adapter = StoredAdapter(self._next_handle, checked.digest, key.task_id, checked.rank, checked.weights)
         self._next_handle += 1
-        entry = _Entry(key, adapter)
+        entry = _HeldAdapter(key, adapter)
         self._entries[key] = entry
         self._num_bytes += entry.num_bytes
         self._retire(entry)
         return entry
 
-    def _use(self, request_id: int, entry: _Entry) -> None:
+    def _use(self, request_id: int, entry: _HeldAdapter) -> None:
         """A request has its adapter, which stays until the request is forgotten."""
         self.waiting_weights.remove(request_id)
         if not entry.users:
@@ -425,7 +426,7 @@ class HostAdapterCache:
         self._used[request_id] = entry
         self._events[request_id] = AdapterEvent(request_id, entry.adapter.handle)
 
-    def _retire(self, entry: _Entry) -> None:
+    def _retire(self, entry: _HeldAdapter) -> None:
         """Nobody uses an adapter any more: it may be evicted, and goes at once if it was unloaded."""
         if entry.is_unloaded:
             self._unloading.remove(entry)
@@ -434,7 +435,7 @@ class HostAdapterCache:
             self._idle[entry.key] = entry
             self._idle_bytes += entry.num_bytes
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: _HeldAdapter) -> None:
         """An adapter that nobody can ask for any more gives its memory back."""
         self._num_bytes -= entry.num_bytes
         if entry.is_announced:
@@ -442,4 +443,4 @@ class HostAdapterCache:
 
     def _fail(self, request_id: int, error: RequestError) -> None:
         self.waiting_weights.remove(request_id)
-        self._events[request_id] = AdapterEvent(request_id, error_code=error.code, error=str(error))
+        self._events[request_id] = AdapterEvent(request_id, error_kind=error.kind, error=error.marked)

@@ -6,7 +6,7 @@ bfloat16, which numpy does not have, is two bytes a number without a meaning (`V
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zipfile import BadZipFile
 
 import numpy as np
@@ -42,11 +42,11 @@ def write_lora_files(adapter: LoraWeights, folder: Path) -> None:
 
 def _read(path: Path) -> NDArray[Any]:
     try:
-        array = np.load(path, allow_pickle=False)
+        array: Any = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise InvalidArgument(f"{path.name} is missing beside the other of the two files") from None
     except (OSError, ValueError, EOFError, MemoryError, BadZipFile) as error:
         raise InvalidArgument(f"{path.name} cannot be read as a .npy file: {error}") from None
-    if not isinstance(array, np.ndarray):
-        raise InvalidArgument(f"{path.name} is an archive of arrays, expected a .npy file")
-    return array
+    if isinstance(array, np.ndarray):
+        return cast("NDArray[Any]", array)
+    raise InvalidArgument(f"{path.name} is an archive of arrays, expected a .npy file")

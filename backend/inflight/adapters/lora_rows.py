@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ class CheckedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _LoraRow:
     """A row of `lora_config`, and where its numbers are."""
 
     index: int
@@ -99,7 +100,7 @@ def _check_row(
     num_layers: int,
     width: int,
     max_rank: int,
-) -> _Row:
+) -> _LoraRow:
     where = f"row {index} of lora_config"
     if len(row) not in (3, 4):
         raise InvalidArgument(
@@ -123,7 +124,7 @@ def _check_row(
         )
     if is_dora and is_dora[0] not in (0, 1):
         raise InvalidArgument(f"{where} has is_dora {is_dora[0]}, expected 0 or 1")
-    found = _Row(index, module, layer, rank, bool(is_dora and is_dora[0]), sizes[module])
+    found = _LoraRow(index, module, layer, rank, bool(is_dora and is_dora[0]), sizes[module])
     if found.used > width:
         magnitude = f" + {found.size.outer}" if found.has_magnitude else ""
         raise InvalidArgument(
@@ -142,7 +143,7 @@ def _module(module_id: int) -> Module | None:
     return Module(module_id) if module_id in Module._value2member_map_ else None
 
 
-def _refuse_twice(rows: list[_Row]) -> None:
+def _refuse_twice(rows: list[_LoraRow]) -> None:
     """Raise InvalidArgument if two rows change the same outputs of a layer."""
     seen: dict[tuple[int, Module], int] = {}
     for row in rows:
@@ -162,7 +163,10 @@ def _refuse_twice(rows: list[_Row]) -> None:
 
 
 def _check_numbers(
-    row: _Row, used: NDArray[np.unsignedinteger], padding: NDArray[np.unsignedinteger], dtype: str
+    row: _LoraRow,
+    used: NDArray[np.unsignedinteger[Any]],
+    padding: NDArray[np.unsignedinteger[Any]],
+    dtype: str,
 ) -> None:
     """Raise InvalidArgument unless all numbers of a row are finite, and those behind them zeros."""
     where = f"row {row.index} of lora_weights ({row.module.text} of layer {row.layer})"

@@ -90,6 +90,6 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
     """The name of a type of numbers, as `Matrix` has it."""
     if dtype == BFLOAT16 or (dtype.kind, dtype.itemsize) == _WITHOUT_MEANING:
         return "bfloat16"
-    if dtype in (np.float32, np.float16):
+    if dtype in (np.dtype(np.float32), np.dtype(np.float16)):
         return dtype.name
     raise InvalidArgument(f"lora_weights has numbers of type {dtype}, expected float32, float16 or bfloat16")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import InvalidArgument
+from inflight.json_values import is_list, is_object
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -35,7 +36,7 @@ HARMLESS = frozenset(_HARMLESS.split())
 `fan_in_fan_out` says how the model's own weights are stored, which the model knows; the configurations of
 initializations matter to the fields that `init_lora_weights` names.
 """
-_NOTHING = (None, False, "", [], {})
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
@@ -58,12 +59,12 @@ class PeftConfig:
     def load(cls, folder: Path) -> PeftConfig:
         """Read a folder's file. Raises InvalidArgument, with the field's name, for what cannot be served."""
         try:
-            values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            values: Any = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise InvalidArgument(f"{CONFIG_FILE} is missing") from None
         except (OSError, ValueError) as error:
             raise InvalidArgument(f"{CONFIG_FILE} cannot be read as JSON: {error}") from None
-        if not isinstance(values, dict):
+        if not is_object(values):
             raise InvalidArgument(f"{CONFIG_FILE} holds a {type(values).__name__}, expected a JSON object")
         return cls.from_values(values)
 
@@ -154,8 +155,8 @@ class _Reader:
         return value
 
     def patterns(self, field: str, is_valid: Any, expected: str) -> dict[str, Any]:
-        value = self.values.get(field) or {}
-        if not isinstance(value, dict) or not all(map(is_valid, value.values())):
+        value: Any = self.values.get(field) or {}
+        if not is_object(value) or not all(map(is_valid, value.values())):
             raise self._error(field, f"an object of names, or regular expressions, and {expected}")
         for each in value:
             self._check_expression(field, each)
@@ -170,8 +171,8 @@ class _Reader:
         return default if value is None else self.items(field, str)
 
     def items(self, field: str, kind: type) -> tuple[Any, ...]:
-        value = self.values.get(field) or []
-        if not isinstance(value, list) or not all(type(each) is kind for each in value):
+        value: Any = self.values.get(field) or []
+        if not is_list(value) or not all(type(each) is kind for each in value):
             raise self._error(field, f"a list of {'integers' if kind is int else 'names'}")
         return tuple(value)
 

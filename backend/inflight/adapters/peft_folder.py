@@ -13,8 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from inflight.adapters.lora_modules import PROJECTIONS, Module, ModuleSize, modu
 from inflight.adapters.peft_config import CONFIG_FILE, PeftConfig
 from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
+from inflight.json_values import is_object
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.families import FAMILIES, FUSED_GATE_UP, FUSED_QKV, WeightNames
 from inflight.models.registry import ModelDescription
@@ -45,7 +48,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _PeftRow:
     """A folder's matrices of one linear layer: A [rank, in], B [out, rank], magnitudes [out]."""
 
     place: _Place
@@ -97,10 +100,12 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     try:
         # Not mapped: whoever writes over a mapped file while it is read would end the process.
         data = (folder / name).read_bytes()
-        found = load(data) if name == _SAFETENSORS else torch.load(BytesIO(data), "cpu", weights_only=True)
+        found: Any = (
+            load(data) if name == _SAFETENSORS else torch.load(BytesIO(data), "cpu", weights_only=True)
+        )
     except Exception as error:  # of a library that reads what may be anything
         raise InvalidArgument(f"{name} cannot be read: {error}") from None
-    if not (isinstance(found, dict) and all(isinstance(each, Tensor) for each in found.values())):
+    if not (is_object(found) and all(isinstance(each, Tensor) for each in found.values())):
         raise InvalidArgument(f"{name} holds something else than tensors by name")
     return found
 
@@ -140,7 +145,7 @@ def _place(name: str, families: Iterable[WeightNames]) -> _Place | None:
     return None
 
 
-def _rows(tensors: Mapping[str, Tensor], families: list[WeightNames]) -> list[_Row]:
+def _rows(tensors: Mapping[str, Tensor], families: list[WeightNames]) -> list[_PeftRow]:
     found: dict[_Place, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         role = _ROLE.search(key)
@@ -158,14 +163,14 @@ def _rows(tensors: Mapping[str, Tensor], families: list[WeightNames]) -> list[_R
         found.setdefault(place, {})[role.group(1)] = tensor
     if not found:
         raise InvalidArgument("the adapter has no tensors, expected lora_A and lora_B of at least one layer")
-    rows: list[_Row] = []
+    rows: list[_PeftRow] = []
     for place in sorted(found, key=lambda each: (each.layer, each.module)):
         of_place = found[place]
         for role in ("lora_A", "lora_B"):
             if role not in of_place:
                 raise InvalidArgument(f"the adapter has no tensor {_PREFIX}{place.name}.{role}.weight")
         rows.append(
-            _Row(place, of_place["lora_A"], of_place["lora_B"], of_place.get("lora_magnitude_vector"))
+            _PeftRow(place, of_place["lora_A"], of_place["lora_B"], of_place.get("lora_magnitude_vector"))
         )
     return rows
 
@@ -177,7 +182,7 @@ def _known(families: Iterable[WeightNames]) -> set[str]:
 # ---------------------------------------------------------------------- checks
 
 
-def _check_row(row: _Row, config: PeftConfig) -> None:
+def _check_row(row: _PeftRow, config: PeftConfig) -> None:
     """Raise InvalidArgument unless shapes, rank and magnitudes are as the configuration says."""
     name, rank = row.place.name, config.rank(row.place.name)
     a, b = list(row.a.shape), list(row.b.shape)
@@ -205,7 +210,7 @@ def _check_row(row: _Row, config: PeftConfig) -> None:
         )
 
 
-def _check_model(rows: list[_Row], config: PeftConfig, model: ModelDescription) -> None:
+def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescription) -> None:
     """Raise InvalidArgument unless shapes are the model's, and all layers there that the adapter is to change."""
     sizes = module_sizes(model.decoder)
     for row in rows:
@@ -236,7 +241,7 @@ def _check_model(rows: list[_Row], config: PeftConfig, model: ModelDescription) 
 # ---------------------------------------------------------------------- numbers
 
 
-def _numbers(row: _Row, config: PeftConfig, norms: _Norms | None, dtype: torch.dtype) -> Tensor:
+def _numbers(row: _PeftRow, config: PeftConfig, norms: _Norms | None, dtype: torch.dtype) -> Tensor:
     """A row of `lora_weights`, without padding."""
     b = row.b.float() * config.scale(row.place.name)
     parts = [row.a, b]
@@ -255,7 +260,7 @@ def _numbers(row: _Row, config: PeftConfig, norms: _Norms | None, dtype: torch.d
     return numbers
 
 
-def _packed(numbers: list[Tensor], rows: list[_Row], dtype: torch.dtype) -> LoraWeights:
+def _packed(numbers: list[Tensor], rows: list[_PeftRow], dtype: torch.dtype) -> LoraWeights:
     weights = torch.zeros(len(rows), max(map(len, numbers)), dtype=dtype)
     for target, each in zip(weights, numbers):
         target[: len(each)] = each
@@ -263,8 +268,13 @@ def _packed(numbers: list[Tensor], rows: list[_Row], dtype: torch.dtype) -> Lora
         (int(row.place.module), row.place.layer, row.a.shape[0], int(row.magnitude is not None))
         for row in rows
     )
-    buffer = RawBuffer(weights.view(torch.uint8).flatten().numpy().data)
+    buffer = RawBuffer(_as_array(weights.view(torch.uint8).flatten()).data)
     return LoraWeights(Matrix((weights.shape[0], weights.shape[1]), _DTYPES[dtype], buffer), config)
+
+
+def _as_array(tensor: Tensor) -> NDArray[Any]:
+    """The tensor as an array that shares its memory."""
+    return tensor.numpy()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  torch has no types
 
 
 def _widest(tensors: Iterable[Tensor]) -> torch.dtype:
@@ -286,8 +296,11 @@ class _Norms:
         """[out], of a linear layer, A [rank, in] and the scaled B [out, rank], in float32."""
         stored = self.checkpoint.read(self._stored_name(place))
         weight = stored.T if self.names.transposed else stored
-        parts = zip(weight.split(_ROWS_AT_ONCE), b.split(_ROWS_AT_ONCE))
-        norms = torch.cat([torch.linalg.norm(rows.float() + scaled @ a, dim=1) for rows, scaled in parts])
+        norms = torch.empty(len(weight))
+        for first in range(0, len(weight), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            merged = weight[rows].float() + b[rows] @ a
+            norms[rows] = torch.linalg.vector_norm(merged, dim=1)  # pyright: ignore[reportUnknownMemberType]
         self.checkpoint.release_pages(stored)
         return norms
 

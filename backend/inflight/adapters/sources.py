@@ -15,7 +15,7 @@ from inflight.adapters.lora_rows import CheckedAdapter, check_adapter
 from inflight.adapters.peft_config import CONFIG_FILE as PEFT_CONFIG_FILE
 from inflight.adapters.peft_folder import read_peft_folder
 from inflight.core.request.adapter import LoraRequest, LoraWeights
-from inflight.errors import ConfigError, InflightError, InvalidArgument, NotFound
+from inflight.errors import BadAdapter, ConfigError, InflightError, InvalidArgument, Name, NotFound
 from inflight.file_names import native
 from inflight.models.registry import ModelDescription
 
@@ -88,11 +88,13 @@ class AdapterFolders:
             if folder is not None and _is_folder(folder):
                 return folder
         where = "" if self.lora_dir is None else ", and lora_dir has no such folder"
-        raise NotFound(f"lora_name is {name!r}: no adapter has this name{where}")
+        raise NotFound(Name("lora_name"), f" is {name!r}: no adapter has this name{where}")
 
     def _by_path(self, path: str) -> Path:
         if self.lora_dir is None:
-            raise InvalidArgument(f"lora_path is {path!r}, and the server has no lora_dir to look in")
+            raise InvalidArgument(
+                Name("lora_path"), f" is {path!r}, and the server has no lora_dir to look in"
+            )
         root = self.lora_dir.resolve()
         folder = _below(root, path)
         try:
@@ -100,9 +102,11 @@ class AdapterFolders:
         except (OSError, RuntimeError):  # a circle of links
             folder = None
         if folder is None or root not in folder.parents:
-            raise InvalidArgument(f"lora_path is {path!r}, expected a folder below the server's lora_dir")
+            raise InvalidArgument(
+                Name("lora_path"), f" is {path!r}, expected a folder below the server's lora_dir"
+            )
         if not _is_folder(folder):
-            raise NotFound(f"lora_path is {path!r}: lora_dir has no such folder")
+            raise NotFound(Name("lora_path"), f" is {path!r}: lora_dir has no such folder")
         return folder
 
 
@@ -143,7 +147,7 @@ class AdapterLoader:
         try:
             return self._checked(self._read(folder))
         except InflightError as error:
-            raise InvalidArgument(f"LoRA adapter {lora.label}: {error}") from error
+            raise BadAdapter(f"LoRA adapter {lora.label}: ", *error.args) from error
 
     def _checked(self, weights: LoraWeights) -> CheckedAdapter:
         return check_adapter(weights, self._model.decoder, self._max_rank)

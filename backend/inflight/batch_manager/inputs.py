@@ -20,13 +20,16 @@ from inflight.core.request.guide import GuideEvent
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
-from inflight.errors import Unsupported
+from inflight.errors import Name, Unsupported
 
-_NO_GUIDES = (
-    "guided_decoding_guide_type: there is no tokenizer to follow guides with: the parameter tokenizer_dir names "
-    "the folder of a tokenizer.json, which else is looked for beside the weights"
+_NO_GUIDES = Unsupported(
+    Name("guided_decoding_guide_type"),
+    ": there is no tokenizer to follow guides with: the parameter tokenizer_dir names the folder of a "
+    "tokenizer.json, which else is looked for beside the weights",
 )
-_NO_ADAPTERS = "lora_task_id: this server keeps no LoRA adapters, so that no request can have one"
+_NO_ADAPTERS = Unsupported(
+    Name("lora_task_id"), ": this server keeps no LoRA adapters, so that no request can have one"
+)
 
 
 class OwnInputs:
@@ -97,7 +100,9 @@ class OwnInputs:
             if request.guide is not None
         ]
         if self._guides is None:
-            return tuple(GuideEvent(request_id, Unsupported.code, _NO_GUIDES) for request_id, _ in guided)
+            return tuple(
+                GuideEvent(request_id, _NO_GUIDES.kind, _NO_GUIDES.marked) for request_id, _ in guided
+            )
         for request_id in [each for each in self._guided if not self._scheduler.is_active(each)]:
             self._guides.forget(request_id)
             self._guided.remove(request_id)
@@ -125,7 +130,9 @@ class OwnInputs:
             if request.lora is not None
         ]
         if self._adapters is None:
-            refused = (AdapterEvent(i, error_code=Unsupported.code, error=_NO_ADAPTERS) for i, _ in adapted)
+            refused = (
+                AdapterEvent(i, error_kind=_NO_ADAPTERS.kind, error=_NO_ADAPTERS.marked) for i, _ in adapted
+            )
             return AdapterUpdate(events=tuple(refused))
         for request_id in [each for each in self._adapted if not self._scheduler.is_active(each)]:
             self._adapters.forget(request_id)

@@ -1,6 +1,6 @@
 """Traces: everything needed to rerun a schedule, as JSON lines in a file.
 
-    header   once, first: format, version, SchedulerConfig, EngineLimits
+    header   once, first: format, version, SchedulingConfig, EngineLimits
     begin    of every iteration, before it runs: its IterationInput and its batch
     end      of every batch, in the same order: the ModelOutput or the error, and its time
 
@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, cast
 
 import msgspec
 
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.adapter import RawBuffer
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import IterationInput
@@ -78,7 +78,7 @@ class Header(msgspec.Struct, frozen=True, tag_field="record", tag="header"):
         has_logits: Whether outputs have their logits; otherwise their size in bytes instead.
     """
 
-    config: SchedulerConfig
+    config: SchedulingConfig
     limits: EngineLimits
     format: str = FORMAT
     version: int = VERSION
@@ -108,13 +108,14 @@ class End(msgspec.Struct, frozen=True, tag_field="record", tag="end", omit_defau
         iteration: Number of the batch's iteration.
         now_ns: When the result was known, by the clock of `IterationInput.now_ns`.
         output: The device's answer; None if the batch failed.
-        error_code, error: The error if the batch failed; the code decides what happens to its requests.
+        error_kind, error: The error if the batch failed, its message marked; the kind decides what happens to its
+            requests.
     """
 
     iteration: int
     now_ns: int
     output: ModelOutput | None = None
-    error_code: str = ""
+    error_kind: str = ""
     error: str = ""
 
 
@@ -211,7 +212,7 @@ class JsonRecorder:
     """
 
     def __init__(
-        self, path: str, config: SchedulerConfig, limits: EngineLimits, keep_logits: bool = False
+        self, path: str, config: SchedulingConfig, limits: EngineLimits, keep_logits: bool = False
     ) -> None:
         self._path = path
         self._keep_logits = keep_logits
@@ -234,7 +235,7 @@ class JsonRecorder:
         """Write the result of the oldest batch without one, and its time."""
         iteration = self._in_flight.popleft()
         if isinstance(outcome, InflightError):
-            self._write(lambda: End(iteration, now_ns, None, outcome.code, str(outcome)))
+            self._write(lambda: End(iteration, now_ns, None, outcome.kind, outcome.marked))
         else:
             self._write(
                 lambda: End(iteration, now_ns, outcome if self._keep_logits else leave_out_logits(outcome))

@@ -23,7 +23,7 @@ from inflight.batch_manager.recording import BadTrace, Begin, End, Header, Trace
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.errors import InflightError, error_from_code
+from inflight.errors import InflightError, error_from_kind
 
 IDENTICAL, DIFFERENT, UNREADABLE = 0, 1, 2
 """Exit codes."""
@@ -78,7 +78,7 @@ class Replay:
             raise BadTrace(f"an answer to iteration {record.iteration}, which is not the oldest one without")
         batch = self._in_flight.popleft()
         if record.output is None:
-            self.responses = self.scheduler.fail(batch, error_from_code(record.error_code, record.error))
+            self.responses = self.scheduler.fail(batch, error_from_kind(record.error_kind, record.error))
         else:
             self.responses = self.scheduler.update(batch, record.output, record.now_ns)
         self._count_answers()

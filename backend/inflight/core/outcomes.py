@@ -28,7 +28,7 @@ from inflight.core.schedule.batch import (
     TokenDetails,
 )
 from inflight.core.schedule.running import Running
-from inflight.errors import InflightError, InvalidArgument
+from inflight.errors import InflightError, InvalidArgument, joined
 
 
 @dataclass(slots=True)
@@ -293,10 +293,10 @@ def advance_beams(llm_request: LlmRequest, candidates: BeamCandidates, now_ns: i
 
 def no_token_left(llm_request: LlmRequest) -> InvalidArgument:
     """The error for a sequence whose request bans every possible next token."""
-    names = " and ".join(llm_request.request.banning_tensors) or "the request"
     return InvalidArgument(
-        f"{names} must leave a token that may come next, got every token banned after "
-        f"{llm_request.num_generated} generated"
+        *(joined(llm_request.request.banning_tensors, " and ") or ["the request"]),
+        " must leave a token that may come next, got every token banned after "
+        f"{llm_request.num_generated} generated",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
-from inflight.core.report.stats import IterationStats
+from inflight.core.report.stats import IterationCounts
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.guide import Guide, GuideEvent
@@ -33,7 +33,7 @@ PollStopSignalCallback = Callable[[], Sequence[StopSignal]]
 ReturnBatchManagerStatsCallback = Callable[[str], None]
 """Takes the statistics of an iteration as a JSON string. Not called for iterations without active requests."""
 
-ReturnMetricsCallback = Callable[[IterationStats, MetricsSnapshot], None]
+ReturnMetricsCallback = Callable[[IterationCounts, MetricsSnapshot], None]
 """Takes the same statistics as values, and the metrics since the start. Called as often as the statistics, and
 once more when the last active request has ended. Never blocks."""
 

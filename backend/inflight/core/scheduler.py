@@ -12,7 +12,7 @@ returned. Decisions depend on the calls alone. Only the loop thread calls this.
 
 from __future__ import annotations
 
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.endings import Deadlines, Endings, PendingEndings, as_request_error
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, private_scope
 from inflight.core.kv.kv_cache_manager import KvCacheManager
@@ -21,7 +21,7 @@ from inflight.core.outcomes import Outcomes
 from inflight.core.recover.recovery import Recovery, rebuild
 from inflight.core.report.metrics import MetricsSnapshot, Observations, adapter_stats
 from inflight.core.report.state import Introspection, SchedulerState
-from inflight.core.report.stats import IterationStats, RequestStats
+from inflight.core.report.stats import IterationCounts, RequestCounts
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, StoredAdapter
 from inflight.core.request.guide import GuideEvent
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
@@ -34,13 +34,13 @@ from inflight.core.schedule.batch_builder import BatchBuilder
 from inflight.core.schedule.capacity_scheduler import make_capacity_scheduler
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch, MicroBatchScheduler
 from inflight.core.schedule.running import Running
-from inflight.errors import AlreadyExists, InflightError, error_from_code
+from inflight.errors import AlreadyExists, InflightError, error_from_kind
 
 
 class Scheduler:
     """In-flight batching over one engine's slots and KV blocks."""
 
-    def __init__(self, config: SchedulerConfig, limits: EngineLimits) -> None:
+    def __init__(self, config: SchedulingConfig, limits: EngineLimits) -> None:
         config.validate(limits.max_num_sequences, limits.tokens_per_block)
         self.limits = limits.model_limits(config)
         events = KvEventLog(config.kv_event_buffer_size) if config.kv_event_buffer_size else None
@@ -151,9 +151,9 @@ class Scheduler:
         group = self._admission.held.get(event.request_id)
         if group is None:
             return
-        self._observed.guide_known(group, not event.error_code, self._now_ns)
-        if event.error_code:
-            self._to_end.add(group, error_from_code(event.error_code, event.error))
+        self._observed.guide_known(group, not event.error_kind, self._now_ns)
+        if event.error_kind:
+            self._to_end.add(group, error_from_kind(event.error_kind, event.error))
             return
         group.awaits_guide = False
         self._admission.release_if_ready(group)
@@ -175,8 +175,8 @@ class Scheduler:
 
     def _set_adapter(self, group: RequestGroup, event: AdapterEvent) -> None:
         """Set a request's adapter and queue the request, or raise the event's error."""
-        if event.error_code:
-            raise error_from_code(event.error_code, event.error)
+        if event.error_kind:
+            raise error_from_kind(event.error_kind, event.error)
         adapter = self._adapters[event.handle]
         self._running.adapter_pages.check_fits(adapter)
         rules = self._rules(group.request, group.sequences[0].key, adapter)
@@ -366,7 +366,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- reports
 
-    def stats(self, batch: ScheduledBatch | None, duration_ns: int = 0) -> IterationStats:
+    def stats(self, batch: ScheduledBatch | None, duration_ns: int = 0) -> IterationCounts:
         """Return the counters after the iteration that ran `batch` and took `duration_ns`."""
         return self._observed.iteration_stats(
             batch,
@@ -388,7 +388,7 @@ class Scheduler:
         self._observed.adapters_now(adapter_stats(len(self._adapters), self._running.adapter_pages), groups)
         return self._observed.metrics.snapshot()
 
-    def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestStats, ...]:
+    def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestCounts, ...]:
         """Return statistics of every unfinished sequence after the iteration that ran `batch`."""
         return self._introspection().request_stats(batch)
 

@@ -237,7 +237,7 @@ def _check_path(
     from inflight.models.loader import quantized_kinds
 
     kept = torch.int8 if config.dtype in QUANTIZED else dtype
-    kinds = kept_by_compiled_layers(config, description, device)
+    kinds: frozenset[MatrixKind] = kept_by_compiled_layers(config, description, device)
     computed = torch.bfloat16 if kinds else dtype
     try:
         check_native(config, description.decoder, computed, device)

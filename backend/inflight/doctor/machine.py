@@ -188,7 +188,7 @@ def _described_owner(port: int) -> str:
 def _listeners(port: int, root: Path = _ROOT) -> list[tuple[int, str]]:
     """Processes that listen on a TCP port, and their names; without those of other users."""
     inodes = set(_listening_sockets(port, root))
-    found = []
+    found: list[tuple[int, str]] = []
     for folder in (root / "proc").glob("[0-9]*") if inodes else ():
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if inodes & set(_links(folder / "fd")):
@@ -246,7 +246,7 @@ def _processor_quota(root: Path) -> float | None:
         entries = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
     except OSError:
         return None
-    quotas = []
+    quotas: list[float] = []
     for entry in entries:
         _, controllers, path = entry.split(":", 2)
         group = Path(path.lstrip("/"))

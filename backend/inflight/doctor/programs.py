@@ -91,6 +91,10 @@ def check_attention(
         yield green("attention", "that of the CPU layers; with torch's operators, over gathered KV blocks")
         return
     reasons: list[str] = []
+
+    def note(text: str, *arguments: object) -> None:
+        reasons.append(text % arguments)
+
     with torch.inference_mode():
         found = find_attention(
             config,
@@ -98,7 +102,7 @@ def check_attention(
             (None,),
             computed_dtype(config, description),
             device,
-            lambda text, *arguments: reasons.append(text % arguments),
+            note,
         )
     if not found.has_fixed_shapes:
         yield yellow("attention", "; ".join(reasons), "a newer torch, or another dtype (--dtype bfloat16)")

@@ -25,12 +25,12 @@ from inflight.core.request.request import EngineDescription, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.frames import (
-    Adapters,
-    Answer,
+    AdapterStates,
     BadFrame,
     CommandAdapters,
     Drain,
     Drained,
+    EngineResponse,
     ReadReports,
     ReadState,
     Reported,
@@ -44,7 +44,7 @@ from inflight.endpoint.frames import (
     read_response,
 )
 from inflight.endpoint.path import connect, peer_has_this_parent, reach, read_hello
-from inflight.errors import InvalidArgument, Unavailable, Unreachable, error_from_code
+from inflight.errors import InvalidArgument, Unavailable, Unreachable, error_from_kind
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
@@ -56,7 +56,7 @@ _CONNECTIONS_TRIED = 3
 _MARGIN_S = 1.0
 
 _Question = ReadState | CommandAdapters | ReadReports
-_Reply = State | Adapters | Reported
+_Reply = State | AdapterStates | Reported
 
 
 class SocketEngineClient:
@@ -66,7 +66,7 @@ class SocketEngineClient:
         self._path = path
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._connection: _Connection | None = None
+        self._connection: _EngineConnection | None = None
         self._closed = False
         self._is_away = False
 
@@ -135,7 +135,7 @@ class SocketEngineClient:
         if connection is not None:
             connection.close()
 
-    def _connected(self) -> _Connection:
+    def _connected(self) -> _EngineConnection:
         with self._lock:
             if self._closed:
                 raise Unavailable("the server is shutting down")
@@ -143,10 +143,10 @@ class SocketEngineClient:
                 self._connection = self._connect()
             return self._connection
 
-    def _connect(self) -> _Connection:
+    def _connect(self) -> _EngineConnection:
         """Make a new connection. Of consecutive failures only the first is logged, with the path."""
         try:
-            made = _Connection(self._path)
+            made = _EngineConnection(self._path)
         except Unreachable as error:
             if not self._is_away:
                 _log.info("no engine at %s: %s", self._path, error)
@@ -156,7 +156,7 @@ class SocketEngineClient:
         return made
 
 
-class _Connection:
+class _EngineConnection:
     """One connection to the engine, from Hello to its end."""
 
     def __init__(self, path: str) -> None:
@@ -209,16 +209,16 @@ class _Connection:
     def state(self, timeout_s: float) -> str:
         state = self._ask(ReadState(next(self._question_ids), timeout_s), "its state")
         assert isinstance(state, State), f"got {type(state).__name__}"
-        if state.error_code:
-            raise error_from_code(state.error_code, state.error_message)
+        if state.error_kind:
+            raise error_from_kind(state.error_kind, state.error_message)
         return state.text
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
         question = CommandAdapters(next(self._question_ids), command, timeout_s)
         answer = self._ask(question, f"whether it could {command.action.value} adapters")
-        assert isinstance(answer, Adapters), f"got {type(answer).__name__}"
-        if answer.error_code:
-            raise error_from_code(answer.error_code, answer.error_message)
+        assert isinstance(answer, AdapterStates), f"got {type(answer).__name__}"
+        if answer.error_kind:
+            raise error_from_kind(answer.error_kind, answer.error_message)
         return answer.adapters
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
@@ -272,7 +272,7 @@ class _Connection:
         try:
             while (body := read_frame(self._socket)) is not None:
                 frame = decode_from_engine(body)
-                if isinstance(frame, Answer):
+                if isinstance(frame, EngineResponse):
                     self._deliver(read_response(self._socket, frame))
                 elif isinstance(frame, _Reply):
                     self._answer(frame)

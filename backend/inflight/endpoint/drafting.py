@@ -35,14 +35,14 @@ from inflight.core.request.request import (
     ExternalDraft,
     FloatTensor,
     ModelLimits,
-    OutputConfig,
+    OutputOptions,
     Request,
 )
-from inflight.core.request.response import PerfMetrics, Response, Result
+from inflight.core.request.response import PerfMetrics, Response, SequenceResult
 from inflight.core.request.results import ended_before_start
 from inflight.core.request.sampling_config import DRAWING, SamplingConfig
 from inflight.core.request.stop import CUT_SHORT, FINISH_REASON_OF_STOP, FinishReason, StopReason
-from inflight.errors import InflightError, StepFailed, Unavailable, without_places
+from inflight.errors import InflightError, Name, StepFailed, Unavailable, without_places
 
 _log = logging.getLogger(__name__)
 _NS_PER_MS = 1_000_000
@@ -81,7 +81,7 @@ class DraftingClient:
         try:
             draft_limits = self._draft.describe().limits
         except Unavailable as error:
-            raise Unavailable(f"num_draft_tokens needs the draft model: {error}") from error
+            raise Unavailable(Name("num_draft_tokens"), " needs the draft model: ", *error.args) from error
         request_id = self._target.reserve_id()
 
         def respond(response: Response) -> None:
@@ -93,7 +93,7 @@ class DraftingClient:
             except Exception:  # a faulty request must not end the thread of all
                 _log.exception("a front end failed to take a response of request %d", request_id)
 
-        engines = _Engine(self._target, limits), _Engine(self._draft, draft_limits)
+        engines = _EngineSide(self._target, limits), _EngineSide(self._draft, draft_limits)
         drafted = _Drafted(request, engines, respond, self._jobs.put)
         with self._lock:
             self._drafted[request_id] = drafted
@@ -143,7 +143,7 @@ class DraftingClient:
 
 
 @dataclass(frozen=True, slots=True)
-class _Engine:
+class _EngineSide:
     """One of the two engines: its client and its limits."""
 
     client: EngineClient
@@ -163,7 +163,7 @@ class _Drafted:
     def __init__(
         self,
         request: DraftedRequest,
-        engines: tuple[_Engine, _Engine],
+        engines: tuple[_EngineSide, _EngineSide],
         respond: SendResponseCallback,
         put: Callable[[_Job], None],
     ) -> None:
@@ -323,7 +323,7 @@ class _Drafted:
     def _draft_request(self, count: int) -> Request:
         """Return a request for a greedy draft, or, if the target weighs logits, for a sampled one."""
         request, common = self._request, self._common()
-        output = OutputConfig(
+        output = OutputOptions(
             exclude_input_from_output=True, return_generation_logits=request.use_draft_logits
         )
         changes = {**common, "max_new_tokens": count, "streaming": False, "output": output}
@@ -353,7 +353,7 @@ class _Drafted:
         names = ("temperature", *DRAWING, "random_seed")
         return SamplingConfig(**{name: getattr(sampling, name) for name in names})
 
-    def _proposal(self, result: Result) -> ExternalDraft:
+    def _proposal(self, result: SequenceResult) -> ExternalDraft:
         """Return the draft for the target: ids of its vocabulary, and logits as wide as that."""
         vocab_size, token_ids = self._target.limits.vocab_size, result.output_token_ids[0]
         known = next((at for at, token_id in enumerate(token_ids) if token_id >= vocab_size), len(token_ids))
@@ -373,7 +373,7 @@ class _Totals:
         self._num_iterations = 0
         self._metrics: PerfMetrics | None = None
 
-    def add(self, result: Result, ends_round: bool) -> Result:
+    def add(self, result: SequenceResult, ends_round: bool) -> SequenceResult:
         """Return a round's result as one of the whole sequence."""
         log_probs = result.cum_log_probs
         summed = None if log_probs is None else (self._cum_log_prob + log_probs[0],)

@@ -4,9 +4,9 @@ This module owns the message types and their encoding. The engine's side speaks 
 side numbers its requests itself; these ids mean nothing outside of the connection. Errors are sent as code and
 message.
 
-Logits and additional outputs are not part of a message: they follow their Answer as raw bytes, in numbers known
-from their shapes, so that gigabytes are not copied more often than a socket does. The adapter and prompt table of
-a Submit follow it likewise (`raw_buffers.py`). Pure except for the functions that read.
+Logits and additional outputs are not part of a message: they follow their EngineResponse as raw bytes, in numbers
+known from their shapes, so that gigabytes are not copied more often than a socket does. The adapter and prompt
+table of a Submit follow it likewise (`raw_buffers.py`). Pure except for the functions that read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import msgspec
 
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.request import EngineDescription, FloatTensor, Request
-from inflight.core.request.response import AdditionalOutput, Response, Result
+from inflight.core.request.response import Response, ReturnedOutput, SequenceResult
 from inflight.core.request.stop import StopReason
-from inflight.errors import InflightError, error_from_code
+from inflight.errors import InflightError, error_from_kind
 from inflight.raw_buffers import BufferedDecoder, BufferedEncoder
 
 MAX_FRAME_BYTES = 1 << 30
@@ -94,12 +94,12 @@ class State(msgspec.Struct, frozen=True, tag=True):
 
     question: int
     text: str = ""
-    error_code: str = ""
+    error_kind: str = ""
     error_message: str = ""
 
 
 class CommandAdapters(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: carry out `command`, and answer with an Adapters with the same `question`.
+    """Front end → engine: carry out `command`, and answer with an AdapterStates with the same `question`.
 
     `timeout_s`: how long the front end waits, in seconds.
     """
@@ -109,12 +109,12 @@ class CommandAdapters(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
-class Adapters(msgspec.Struct, frozen=True, tag=True):
+class AdapterStates(msgspec.Struct, frozen=True, tag=True):
     """Engine → front end: all adapters after a command, or the command's error."""
 
     question: int
     adapters: tuple[AdapterState, ...] = ()
-    error_code: str = ""
+    error_kind: str = ""
     error_message: str = ""
 
 
@@ -169,7 +169,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 class Statistics(msgspec.Struct, frozen=True, tag=True):
     """Engine → supervisor: statistics and metrics, their time, and the engine's memory."""
 
-    stats: IterationStats
+    stats: IterationCounts
     metrics: MetricsSnapshot
     wall_clock_s: float
     memory: MemoryUsage
@@ -179,7 +179,7 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
     """Engine → supervisor: the engine has been told to end, so its end is not a failure."""
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class EngineResponse(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Engine → front end: one response, without its logits and additional outputs.
 
     Attributes:
@@ -189,8 +189,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """
 
     request_id: int
-    result: Result | None = None
-    error_code: str = ""
+    result: SequenceResult | None = None
+    error_kind: str = ""
     error_message: str = ""
     is_final: bool = False
     context_logits: _Shape | None = None
@@ -198,7 +198,18 @@ class Answer(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     additional_outputs: tuple[tuple[str, tuple[_Shape, ...]], ...] = ()
 
 
-FromEngine = Hello | Answer | State | Adapters | Reported | Drained | Supervised | Beat | Statistics | Leaving
+FromEngine = (
+    Hello
+    | EngineResponse
+    | State
+    | AdapterStates
+    | Reported
+    | Drained
+    | Supervised
+    | Beat
+    | Statistics
+    | Leaving
+)
 FromFrontEnd = Submit | Stop | ReadState | CommandAdapters | ReadReports | Drain | Retire | Supervise
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -223,29 +234,29 @@ def encode_submit(request: Request) -> list[bytes | memoryview]:
 
 
 def encode_response(response: Response) -> list[bytes]:
-    """Return the frame of an Answer and its tensors; raises BadFrame as `encode` does."""
+    """Return the frame of an EngineResponse and its tensors; raises BadFrame as `encode` does."""
     result, error = response.result, response.error
     if error is not None:
-        answer = Answer(response.request_id, None, error.code, str(error), response.is_final)
+        answer = EngineResponse(response.request_id, None, error.kind, error.marked, response.is_final)
     elif result is not None and _has_tensors(result):
         return _encode_with_tensors(response, result)
     else:
-        answer = Answer(response.request_id, result, is_final=response.is_final)
+        answer = EngineResponse(response.request_id, result, is_final=response.is_final)
     return [encode(answer)]
 
 
-def _has_tensors(result: Result) -> bool:
+def _has_tensors(result: SequenceResult) -> bool:
     has_logits = result.context_logits is not None or result.generation_logits is not None
     return has_logits or bool(result.additional_outputs)
 
 
-def _encode_with_tensors(response: Response, result: Result) -> list[bytes]:
+def _encode_with_tensors(response: Response, result: SequenceResult) -> list[bytes]:
     context, generation, additional = (
         result.context_logits,
         result.generation_logits,
         result.additional_outputs,
     )
-    answer = Answer(
+    answer = EngineResponse(
         response.request_id,
         replace(result, context_logits=None, generation_logits=None, additional_outputs=()),
         is_final=response.is_final,
@@ -311,9 +322,9 @@ def read_frame(connection: socket.socket) -> bytes | None:
     return _read_all(connection, length)
 
 
-def read_response(connection: socket.socket, answer: Answer) -> Response:
-    """Return the response of an Answer and read its tensors; raises BadFrame if they are cut short."""
-    error = error_from_code(answer.error_code, answer.error_message) if answer.error_code else None
+def read_response(connection: socket.socket, answer: EngineResponse) -> Response:
+    """Return the response of an EngineResponse and read its tensors; raises BadFrame if they are cut short."""
+    error = error_from_kind(answer.error_kind, answer.error_message) if answer.error_kind else None
     result, context, generation = answer.result, answer.context_logits, answer.generation_logits
     if result is not None and (context is not None or generation is not None or answer.additional_outputs):
         result = replace(
@@ -323,7 +334,7 @@ def read_response(connection: socket.socket, answer: Answer) -> Response:
                 None if generation is None else tuple(_read_tensor(connection, shape) for shape in generation)
             ),
             additional_outputs=tuple(
-                AdditionalOutput(name, tuple(_read_tensor(connection, shape) for shape in shapes))
+                ReturnedOutput(name, tuple(_read_tensor(connection, shape) for shape in shapes))
                 for name, shapes in answer.additional_outputs
             ),
         )

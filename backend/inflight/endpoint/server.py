@@ -21,7 +21,7 @@ from inflight.core.request.handle import RequestHandle
 from inflight.core.request.response import Response
 from inflight.endpoint.delivery import Delivery
 from inflight.endpoint.frames import (
-    Adapters,
+    AdapterStates,
     BadFrame,
     CommandAdapters,
     Drained,
@@ -39,7 +39,7 @@ from inflight.endpoint.frames import (
     encode_response,
 )
 from inflight.endpoint.path import listen, remove
-from inflight.endpoint.supervision import Supervision, Supervisor
+from inflight.endpoint.supervision import Supervision, SupervisorConnection
 from inflight.errors import InflightError, StepFailed, without_places
 from inflight.file_names import native
 
@@ -80,7 +80,7 @@ class EndpointServer:
         self.retire = retire
         self._path = native(path)
         self._lock = threading.Lock()
-        self._connections: set[_Connection] = set()
+        self._connections: set[_ClientConnection] = set()
         self._closing = threading.Event()
         self._listening = listen(self._path)
         self._thread = threading.Thread(target=self._accept, name="endpoint-accept", daemon=True)
@@ -114,18 +114,18 @@ class EndpointServer:
                 if self._closing.wait(_ACCEPT_AGAIN_S):
                     return
                 continue
-            connection = _Connection(self, accepted)
+            connection = _ClientConnection(self, accepted)
             with self._lock:
                 self._connections.add(connection)
             connection.start()
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: _ClientConnection) -> None:
         """Remove a connection that has ended."""
         with self._lock:
             self._connections.discard(connection)
 
 
-class _Connection:
+class _ClientConnection:
     """A connection to a front end, a supervisor or a successor.
 
     Attributes:
@@ -135,7 +135,7 @@ class _Connection:
     def __init__(self, server: EndpointServer, connected: socket.socket) -> None:
         self._server = server
         self._client = server.client
-        self._supervisor: Supervisor | None = None
+        self._supervisor: SupervisorConnection | None = None
         self._socket = connected
         self.asked_to_retire = False
         self._delivery: Delivery[Response] = Delivery(_RESPONSES_PER_WRITE)
@@ -232,17 +232,17 @@ class _Connection:
             state = State(frame.question, self._client.state(frame.timeout_s))
         except Exception as caught:  # any error goes to the peer
             error = _as_inflight_error(caught, "the state could not be read")
-            state = State(frame.question, error_code=error.code, error_message=str(error))
+            state = State(frame.question, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(state)])
 
     def _answer_adapter_command(self, frame: CommandAdapters) -> None:
         """Carry out an adapter command and answer it, on a thread of its own."""
         try:
-            answer = Adapters(frame.question, self._client.adapters(frame.command, frame.timeout_s))
+            answer = AdapterStates(frame.question, self._client.adapters(frame.command, frame.timeout_s))
         except Exception as caught:  # any error goes to the peer
             error = _as_inflight_error(caught, "the command could not be carried out")
-            answer = Adapters(frame.question, error_code=error.code, error_message=str(error))
+            answer = AdapterStates(frame.question, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(answer)])
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from inflight.core.report.metrics import MetricsSnapshot
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.endpoint.frames import (
     BadFrame,
     Beat,
@@ -71,7 +71,7 @@ class Supervision:
         self._changed = threading.Condition()
         # This and all below are guarded by the condition's lock.
         self._num_supervisors_awaited = 2 if awaits_successor else 1
-        self._supervisors: set[Supervisor] = set()
+        self._supervisors: set[SupervisorConnection] = set()
         self._notice_s: float | None = None
         self._is_abandoned = False
 
@@ -82,7 +82,7 @@ class Supervision:
             is_awaited = self._num_supervisors_awaited == 1 and self._supervisors
             return self._job if is_awaited and self._notice_s is None else ""
 
-    def put(self, stats: IterationStats, metrics: MetricsSnapshot) -> None:
+    def put(self, stats: IterationCounts, metrics: MetricsSnapshot) -> None:
         """Send these statistics to all supervisors, replacing those not sent yet. Never blocks."""
         news = partial(Statistics, stats, metrics, time.time())
         with self._changed:
@@ -90,11 +90,11 @@ class Supervision:
                 supervisor.news = news
             self._changed.notify_all()
 
-    def attach(self, send: Send) -> Supervisor:
+    def attach(self, send: Send) -> SupervisorConnection:
         """Add a supervisor. `send` sends frames to it, and raises OSError once it is gone."""
         with self._changed:
             self._num_supervisors_awaited = max(0, self._num_supervisors_awaited - 1)
-            supervisor = Supervisor(self, send)
+            supervisor = SupervisorConnection(self, send)
             self._supervisors.add(supervisor)
         supervisor.thread.start()
         return supervisor
@@ -114,14 +114,14 @@ class Supervision:
 
     # ---------------------------------------------------------------- for a supervisor's thread and its reader
 
-    def detach(self, supervisor: Supervisor) -> None:
+    def detach(self, supervisor: SupervisorConnection) -> None:
         """Remove a supervisor that is gone."""
         with self._changed:
             self._supervisors.discard(supervisor)
             self._is_abandoned = not self._supervisors
             self._changed.notify_all()
 
-    def run(self, supervisor: Supervisor) -> None:
+    def run(self, supervisor: SupervisorConnection) -> None:
         """Send to one supervisor until the engine or the supervisor ends; runs on the supervisor's thread."""
         with contextlib.suppress(OSError):
             supervisor.send([encode(Supervised(self._processes))])
@@ -140,11 +140,11 @@ class Supervision:
                     supervisor.send([encode(Beat())])
             supervisor.send([encode(Leaving())])
 
-    def _is_over(self, supervisor: Supervisor) -> bool:
+    def _is_over(self, supervisor: SupervisorConnection) -> bool:
         return self._notice_s is not None or supervisor not in self._supervisors
 
 
-class Supervisor:
+class SupervisorConnection:
     """One supervisor, on the engine's side.
 
     Attributes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from inflight.additional_outputs import AdditionalModelOutput, Meaning, OfferedOutput, OutputKind, meaning_of
+from inflight.additional_outputs import Meaning, OfferedOutput, OutputKind, WantedOutput, meaning_of
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch, TokenDetails
 from inflight.errors import ConfigError
 from inflight.sampling.argmax import top_indices
@@ -21,7 +21,7 @@ TokenRows = Mapping[int, Sequence[Tensor]]
 
 
 def offer(
-    outputs: Sequence[AdditionalModelOutput],
+    outputs: Sequence[WantedOutput],
     num_layers: int,
     hidden_size: int,
     vocab_size: int,
@@ -102,7 +102,7 @@ class AdditionalOutputs:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self._wanted: dict[int, tuple[AdditionalModelOutput, ...]] = {}
+        self._wanted: dict[int, tuple[WantedOutput, ...]] = {}
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Record the sequences started by the batch that want them, and forget released slots."""
@@ -144,12 +144,12 @@ class AdditionalOutputs:
                 found[slot] = [self.values(output, layers, rows, of_rows) for output in outputs]
         return found
 
-    def needs_logits(self, output: AdditionalModelOutput) -> bool:
+    def needs_logits(self, output: WantedOutput) -> bool:
         """Whether an output is computed from logits."""
         return self._meaning(output).kind in (OutputKind.TOP_LOGITS, OutputKind.TOP_LOGIT_IDS)
 
     def values(
-        self, output: AdditionalModelOutput, layers: LayerOutputs, rows: Tensor, logits: Tensor | None
+        self, output: WantedOutput, layers: LayerOutputs, rows: Tensor, logits: Tensor | None
     ) -> Tensor:
         """Return an output's values [n, width] float32 for the rows [n] int64; `logits` are theirs, if needed."""
         meaning = self._meaning(output)
@@ -161,7 +161,7 @@ class AdditionalOutputs:
         indices = top_indices(logits, meaning.number)
         return logits.gather(1, indices) if meaning.kind is OutputKind.TOP_LOGITS else indices.float()
 
-    def _meaning(self, output: AdditionalModelOutput) -> Meaning:
+    def _meaning(self, output: WantedOutput) -> Meaning:
         """Return the meaning of an output's name. As in transformers, the final norm follows the last layer."""
         meaning = meaning_of(output.name)
         is_last = meaning.kind is OutputKind.HIDDEN_STATES and meaning.number == self._num_layers

@@ -115,9 +115,8 @@ def load_decoder(
         return Decoder(model.decoder, weights, windows, max_sequence_length, *parts)
     if not unchanged_kinds:
         _say_unpacked(config, model, computed, "compiled layers do not multiply them as they are")
-    packer = Packer(
-        library, computed, is_int8, torch.get_num_threads(), has_int8_head=is_int8 or bool(unchanged_kinds)
-    )
+    has_int8_head = is_int8 or bool(unchanged_kinds)
+    packer = Packer(library, computed, is_int8, torch.get_num_threads(), has_int8_head)
     levels = KeptLevels() if unchanged_kinds else None
     weights = load_weights_into(packer, model, computed, device, part, levels)
     if levels is not None:
@@ -163,7 +162,8 @@ def computed_dtype(config: EngineConfig, model: ModelDescription) -> torch.dtype
 def kept_by_compiled_layers(
     config: EngineConfig, model: ModelDescription, device: torch.device
 ) -> frozenset[MatrixKind]:
-    """The kinds of the checkpoint's quantized matrices that compiled layers multiply as they are, in bfloat16.
+    """Return the kinds of quantized matrices in the checkpoint that compiled layers multiply unchanged, in
+    bfloat16.
 
     Empty if a dtype is configured, or if the checkpoint's own is float32: then matrices are unpacked to that.
     """
@@ -185,7 +185,7 @@ def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.de
 
 
 def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.device) -> frozenset[MatrixKind]:
-    """The kinds of quantized matrices that stay as the checkpoint has them, if compiled code can run here."""
+    """Return the kinds of quantized matrices that stay as in the checkpoint, if compiled code can run here."""
     if keeps_levels(config, model, device):
         return frozenset(quantized_kinds(model))
     return kept_by_compiled_layers(config, model, device)

@@ -11,7 +11,7 @@ from inflight.executor.typed import Typed, of_control
 
 
 @dataclass
-class ControlFields(Typed):
+class SamplingControls(Typed):
     """The sampling controls that requests may have.
 
     Attributes:

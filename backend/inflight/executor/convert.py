@@ -15,26 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.adapters.lora_tensors import lora_weights
-from inflight.additional_outputs import AdditionalModelOutput as CoreOutput
-from inflight.additional_outputs import are_distinct
+from inflight.additional_outputs import WantedOutput, are_distinct
 from inflight.arrays import BFLOAT16, to_prompt_table
-from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, Parameters
-from inflight.config import CapacitySchedulerPolicy as Policy
-from inflight.config import ContextChunkingPolicy as ChunkingPolicy
+from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, CapacityPolicy, ChunkingPolicy, Parameters
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.adapter import ITEM_SIZES, LoraRequest, PromptTable
-from inflight.core.request.guide import Guide, GuideType
-from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits
-from inflight.core.request.request import OutputConfig as CoreOutputConfig
+from inflight.core.request.guide import Guide, GuideKind
+from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
 from inflight.engine_folder import is_engine_folder, num_slots
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name, Unsupported
 from inflight.executor.config import DebugConfig, ExecutorConfig, KvCacheConfig, PeftCacheConfig
 from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode
-from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported
+from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported, in_fields
 from inflight.executor.request import (
     ExternalDraftTokensConfig,
     GuidedDecodingParams,
@@ -71,7 +67,7 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
     sampling = to_core_sampling(request)
     if request.streaming and sampling.uses_beams and request.output_config.return_generation_logits:
         raise InvalidArgument(
-            "generation logits cannot be streamed with beam_width > 1, because beams change"
+            "generation logits cannot be streamed with ", Name("beam_width"), " > 1, because beams change"
         )
     table = _prompt_table(request.prompt_tuning_config)
     converted = CoreRequest(
@@ -97,7 +93,10 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
         lora=to_lora_request(request.lora_config),
         prompt_table=table,
     )
-    converted.validate(limits)
+    try:
+        converted.validate(limits)
+    except (InvalidArgument, Unsupported) as error:
+        raise in_fields(error) from None
     return converted
 
 
@@ -116,9 +115,9 @@ def to_core_sampling(request: Request) -> CoreSamplingConfig:
     return CoreSamplingConfig(**given)
 
 
-def to_core_output(config: OutputConfig) -> CoreOutputConfig:
+def to_core_output(config: OutputConfig) -> OutputOptions:
     """Convert an OutputConfig of the Executor API to the core's."""
-    return CoreOutputConfig(
+    return OutputOptions(
         exclude_input_from_output=config.exclude_input_from_output,
         return_log_probs=config.return_log_probs,
         return_context_logits=config.return_context_logits,
@@ -229,7 +228,7 @@ def _allotted_time_ms(time: timedelta | None) -> int:
     if time is None:
         return 0
     if time < timedelta(0):
-        raise InvalidArgument(f"allotted_time_ms must not be negative, got {time}")
+        raise InvalidArgument(Name("allotted_time_ms"), f" must not be negative, got {time}")
     return max(1, time // _MS)
 
 
@@ -252,7 +251,7 @@ def check_post_processor(request: Request, known: tuple[str, ...]) -> None:
 
 
 def _guide(params: GuidedDecodingParams | None) -> Guide | None:
-    return None if params is None else Guide(GuideType[params.guide_type.name], params.guide or "")
+    return None if params is None else Guide(GuideKind[params.guide_type.name], params.guide or "")
 
 
 def _logits_post_processor(request: Request) -> str:
@@ -261,8 +260,8 @@ def _logits_post_processor(request: Request) -> str:
     return request.logits_post_processor_name or ""
 
 
-def _additional_outputs(outputs: list[AdditionalModelOutput] | None) -> tuple[CoreOutput, ...]:
-    return tuple(CoreOutput(each.name, each.gather_context) for each in outputs or ())
+def _additional_outputs(outputs: list[AdditionalModelOutput] | None) -> tuple[WantedOutput, ...]:
+    return tuple(WantedOutput(each.name, each.gather_context) for each in outputs or ())
 
 
 def _model_outputs(config: ExecutorConfig) -> dict[str, Any]:
@@ -301,9 +300,9 @@ def _debug_fields(debug: DebugConfig | None) -> dict[str, Any]:
 
 
 _POLICIES = {
-    CapacitySchedulerPolicy.MAX_UTILIZATION: Policy.MAX_UTILIZATION,
-    CapacitySchedulerPolicy.GUARANTEED_NO_EVICT: Policy.GUARANTEED_NO_EVICT,
-    CapacitySchedulerPolicy.STATIC_BATCH: Policy.STATIC_BATCH,
+    CapacitySchedulerPolicy.MAX_UTILIZATION: CapacityPolicy.MAX_UTILIZATION,
+    CapacitySchedulerPolicy.GUARANTEED_NO_EVICT: CapacityPolicy.GUARANTEED_NO_EVICT,
+    CapacitySchedulerPolicy.STATIC_BATCH: CapacityPolicy.STATIC_BATCH,
 }
 _LAUNCH_MODES = {CommunicationMode.LEADER: "leader", CommunicationMode.ORCHESTRATOR: "orchestrator"}
 
@@ -328,7 +327,9 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
     chunking = config.scheduler_config.context_chunking_policy
     is_static = config.batching_type is BatchingType.STATIC
     policy = (
-        Policy.STATIC_BATCH if is_static else _POLICIES[config.scheduler_config.capacity_scheduler_policy]
+        CapacityPolicy.STATIC_BATCH
+        if is_static
+        else _POLICIES[config.scheduler_config.capacity_scheduler_policy]
     )
     cache, guides = config.kv_cache_config, config.guided_decoding_config
     scheduler = replace(
@@ -356,7 +357,7 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
     )
     return replace(
         base,
-        gpt_model_type="V1" if policy is Policy.STATIC_BATCH else base.gpt_model_type,
+        gpt_model_type="V1" if policy is CapacityPolicy.STATIC_BATCH else base.gpt_model_type,
         iter_stats_max_iterations=config.iter_stats_max_iterations,
         request_stats_max_iterations=config.request_stats_max_iterations,
         scheduler=scheduler,

@@ -18,7 +18,7 @@ from inflight.build import FollowingRank, RunningEngine, start_engine, start_fol
 from inflight.config import Parameters
 from inflight.core.ports import EngineClient
 from inflight.core.report.metrics import MetricsSnapshot
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError, Unavailable
 from inflight.executor.config import ParallelConfig
@@ -245,7 +245,7 @@ class _NoPublisher:
     """Statistics are fetched (`EngineClient.reports`) and not sent."""
 
     def put(
-        self, stats: IterationStats, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
+        self, stats: IterationCounts, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
     ) -> None:
         """Nothing to do."""
 

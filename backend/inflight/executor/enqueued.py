@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 
 from inflight.endpoint.delivery import Delivery
-from inflight.executor.results import Answer, Answers
+from inflight.executor.results import Answers, EngineAnswer
 
 
 class EnqueuedRequests:
     """The requests of one Executor, and what waits to be fetched of them."""
 
     def __init__(self) -> None:
-        self._answers: Delivery[Answer] = Delivery(joins=False)
+        self._answers: Delivery[EngineAnswer] = Delivery(joins=False)
         self._lock = threading.Lock()
         self._open: set[int] = set()  # enqueued, and the final answer has not come
         self._newest_id = 0
@@ -42,7 +42,7 @@ class EnqueuedRequests:
             if not answers.have_ended:
                 self._open.add(request_id)
 
-    def put(self, answer: Answer) -> None:
+    def put(self, answer: EngineAnswer) -> None:
         """Add an answer and wake whoever waits. The engine's thread."""
         with self._lock:
             self._answers.put(answer)
@@ -56,7 +56,7 @@ class EnqueuedRequests:
             has_come = 0 < request_id <= self._newest_id and request_id not in self._open
             return has_come and not self._answers.count(request_id)
 
-    def take(self, timeout_s: float | None, request_id: int | None = None) -> list[Answer]:
+    def take(self, timeout_s: float | None, request_id: int | None = None) -> list[EngineAnswer]:
         """Wait for an answer, of one request or of any, and take all there are; as `Delivery.take`."""
         return self._answers.take(timeout_s, request_id)
 

@@ -26,8 +26,7 @@ from inflight.core.ports import EngineClient
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription
-from inflight.core.request.request import OutputConfig as CoreOutputConfig
+from inflight.core.request.request import EngineDescription, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import StopReason
@@ -39,13 +38,13 @@ from inflight.executor.convert import to_core_request, to_lora_request, to_param
 from inflight.executor.debug_tensors import DebugTensorsPerIteration
 from inflight.executor.enqueued import EnqueuedRequests
 from inflight.executor.enums import BatchingType, ModelType
-from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported
+from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported, in_fields
 from inflight.executor.fields import FieldChecker, check_model_type
 from inflight.executor.generate import Generating, Generation, Prompts, as_list, is_one_prompt
 from inflight.executor.loading import OwnPostProcessors, has_client_id_argument, loader
 from inflight.executor.request import LoraConfig, Request
 from inflight.executor.response import Response
-from inflight.executor.results import Answer, Answers, Asked
+from inflight.executor.results import Answers, EngineAnswer, ResponseOptions
 from inflight.executor.sampling import OutputConfig, SamplingConfig
 from inflight.executor_stats import (
     IterationStats,
@@ -248,7 +247,7 @@ class Executor:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(has_news.set)
 
-        delivery: Delivery[Answer] = Delivery(joins=False, on_news=tell)
+        delivery: Delivery[EngineAnswer] = Delivery(joins=False, on_news=tell)
         self._announce(prepared.answers.num_sequences)
         handle = self._submit(client, prepared, delivery.put)
         is_final = False
@@ -438,7 +437,7 @@ class Executor:
         try:
             converted = to_core_request(request, limits)
         except InvalidArgument as error:
-            nothing = Asked(False, False, 0, 0, request.client_id, CoreOutputConfig())
+            nothing = ResponseOptions(False, False, 0, 0, request.client_id, OutputOptions())
             return _Prepared(None, error, Answers(nothing, 1))
         if self._is_static and converted.streaming:  # as TensorRT-LLM does it
             whole = replace(converted.output, exclude_input_from_output=True)
@@ -447,7 +446,7 @@ class Executor:
         if converted.streaming and converted.sampling.uses_beams and not repeats:
             _log.warning("streamed beams change: every response has all generated tokens")
             repeats = True
-        asked = Asked(
+        asked = ResponseOptions(
             converted.streaming,
             repeats,
             request.max_tokens,
@@ -465,7 +464,7 @@ class Executor:
             raise ExecutorError(f"Maximum queue size of {bound} has been reached, please try again later")
 
     def _submit(
-        self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[Answer], None]
+        self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[EngineAnswer], None]
     ) -> RequestHandle:
         """Give an announced request to the engine, or its refusal to `hand_on`; returns its handle.
 
@@ -488,7 +487,7 @@ class Executor:
                 return client.submit(core, on_response)
         except InflightError as error:
             enqueued.retract(answers.num_sequences)
-            raise ExecutorError(str(error)) from error
+            raise ExecutorError(str(in_fields(error))) from error
         request_id = client.reserve_id()
         on_response(CoreResponse(request_id, error=prepared.error, is_final=True))
         return RequestHandle(request_id, client.stop)

@@ -19,8 +19,8 @@ from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.endpoint.delivery import Delivery
-from inflight.errors import InflightError
-from inflight.executor.errors import ExecutorError, InvalidValue
+from inflight.errors import InflightError, StepFailed
+from inflight.executor.errors import ExecutorError, InvalidValue, in_fields
 from inflight.prompt import Output, Prompt, ReplyOptions
 from inflight.serving.reply import NewText, Reply, new_text
 from inflight.text.tokenizer import Tokenizer
@@ -149,7 +149,7 @@ class Generating:
             try:
                 handle = self._client.submit(self._requests[index], self._delivery.put)
             except InflightError as error:
-                raise ExecutorError(f"prompt {index}: {error}") from error
+                raise ExecutorError(f"prompt {index}: {in_fields(error)}") from error
             self._in_flight[handle.request_id] = index, handle
 
     def _num_sequences(self) -> int:
@@ -160,7 +160,8 @@ class Generating:
         if response.is_final:
             del self._in_flight[response.request_id]
         if response.result is None:
-            raise ExecutorError(f"prompt {index}: {response.error}")
+            error = response.error or StepFailed("the engine gave no result")
+            raise ExecutorError(f"prompt {index}: {in_fields(error)}")
         self._outputs[index] += self._reply.add(index, response.result, is_last=response.is_final)
         if self._reply.has_just_stopped:
             sequence = response.result.sequence_index

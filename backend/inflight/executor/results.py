@@ -1,8 +1,8 @@
 """From the engine's responses to a client's: what each `Response` carries, and what it repeats of those before.
 
 An `Answers` object belongs to one request. The engine's thread adds to it, which costs next to nothing; whoever
-fetches an `Answer` makes the `Response` of it, tensors included, on his own thread. The order in which answers of
-one request are fetched does not matter.
+fetches an `EngineAnswer` makes the `Response` of it, tensors included, on a thread of their own. Answers of one
+request may be fetched in any order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from inflight.additional_outputs import CONTEXT
 from inflight.core.report.stats import hit_rate, ratio
 from inflight.core.request import request as core
 from inflight.core.request import response as core_response
+from inflight.executor.errors import in_fields
 from inflight.executor.response import (
     AdditionalOutput,
     KvCacheMetrics,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseOptions:
     """The parts of a request that its responses depend on.
 
     Attributes:
@@ -50,7 +51,7 @@ class Asked:
     max_tokens: int
     vocab_size: int
     client_id: int | None
-    output: core.OutputConfig
+    output: core.OutputOptions
     tokens_per_block: int = 1
 
     @property
@@ -71,14 +72,16 @@ class Answers:
         have_ended: Whether the final one has come. Under the lock of `EnqueuedRequests`.
     """
 
-    def __init__(self, asked: Asked, num_sequences: int) -> None:
+    def __init__(self, asked: ResponseOptions, num_sequences: int) -> None:
         self.asked = asked
         self.num_sequences = num_sequences
         self.have_ended = False
-        self._history: dict[int, list[core_response.Result]] = {}  # by sequence index, if it is needed
+        self._history: dict[
+            int, list[core_response.SequenceResult]
+        ] = {}  # by sequence index, if it is needed
         self._num_generated: dict[int, int] = {}  # by sequence index
 
-    def add(self, response: core_response.Response) -> Answer:
+    def add(self, response: core_response.Response) -> EngineAnswer:
         """The engine's next response. One thread at a time."""
         result = response.result
         if result is None:
@@ -96,9 +99,12 @@ class Answers:
         return self._answer(response, tuple(history), count)
 
     def _answer(
-        self, response: core_response.Response, so_far: Sequence[core_response.Result], num_generated: int
-    ) -> Answer:
-        return Answer(
+        self,
+        response: core_response.Response,
+        so_far: Sequence[core_response.SequenceResult],
+        num_generated: int,
+    ) -> EngineAnswer:
+        return EngineAnswer(
             response.request_id,
             response.result,
             response.error,
@@ -110,7 +116,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer(core_response.Response):
+class EngineAnswer(core_response.Response):
     """One response as it came from the engine, and what a program's response is made of beside it.
 
     Attributes:
@@ -120,17 +126,18 @@ class Answer(core_response.Response):
     """
 
     answers: Answers
-    so_far: Sequence[core_response.Result]
+    so_far: Sequence[core_response.SequenceResult]
     num_generated: int
 
     def to_response(self) -> Response:
         """The answer as the client gets it."""
         asked, result = self.answers.asked, self.result
         if result is None:
-            return Response(self.request_id, str(self.error) or "unknown error", asked.client_id)
+            said = "" if self.error is None else str(in_fields(self.error))
+            return Response(self.request_id, said or "unknown error", asked.client_id)
         return Response(self.request_id, self._result(asked, result), asked.client_id)
 
-    def _result(self, asked: Asked, result: core_response.Result) -> Result:
+    def _result(self, asked: ResponseOptions, result: core_response.SequenceResult) -> Result:
         so_far = (result,) if result.is_cumulative else self.so_far or (result,)
         repeats = asked.streaming and asked.repeats_tokens
         iterations = result.num_iterations
@@ -157,17 +164,19 @@ def _joined(parts: Sequence[tuple[tuple[int, ...], ...]]) -> list[list[int]]:
     return [list(chain.from_iterable(beam)) for beam in zip(*parts, strict=True)]
 
 
-def _log_probs(results: Iterable[core_response.Result]) -> list[list[float]]:
+def _log_probs(results: Iterable[core_response.SequenceResult]) -> list[list[float]]:
     parts = [each.log_probs for each in results if each.log_probs is not None]
     return [list(chain.from_iterable(beam)) for beam in zip(*parts, strict=True)]
 
 
-def _context_logits(results: Iterable[core_response.Result]) -> torch.Tensor | None:
+def _context_logits(results: Iterable[core_response.SequenceResult]) -> torch.Tensor | None:
     found = next((each.context_logits for each in results if each.context_logits is not None), None)
     return None if found is None else _tensor(found)
 
 
-def _generation_logits(asked: Asked, results: Sequence[core_response.Result]) -> torch.Tensor | None:
+def _generation_logits(
+    asked: ResponseOptions, results: Sequence[core_response.SequenceResult]
+) -> torch.Tensor | None:
     """[tokens, beams, vocab_size] of a stream, else [beams, max_tokens, vocab_size], 0 behind the last token."""
     by_result = [each.generation_logits for each in results]
     if any(tensors is None for tensors in by_result):
@@ -186,7 +195,7 @@ def _generation_logits(asked: Asked, results: Sequence[core_response.Result]) ->
     return whole
 
 
-def _additional_outputs(results: Sequence[core_response.Result]) -> list[AdditionalOutput]:
+def _additional_outputs(results: Sequence[core_response.SequenceResult]) -> list[AdditionalOutput]:
     """`context_<name>` [prompt tokens, width] and `generation_<name>` [1, tokens, width], rows joined by name."""
     if not any(each.additional_outputs for each in results):
         return []
@@ -212,7 +221,7 @@ def _tensor(tensor: core.FloatTensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(tensor.data), dtype=torch.float32).reshape(tensor.shape)
 
 
-def _perf_metrics(result: core_response.Result, tokens_per_block: int) -> RequestPerfMetrics:
+def _perf_metrics(result: core_response.SequenceResult, tokens_per_block: int) -> RequestPerfMetrics:
     found = result.perf_metrics
     assert found is not None, "it is wanted"
     # TensorRT-LLM's count has the prompt's last block, be it full or not.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-from inflight.executor.control_fields import ControlFields
+from inflight.executor.control_fields import SamplingControls
 from inflight.executor.errors import InvalidValue
 from inflight.executor.typed import NOT_NEGATIVE, Typed, also_called, within
 
 
 @also_called(random_seed="seed", min_length="min_tokens")
 @dataclass
-class SamplingConfig(ControlFields):
-    """How the next token is chosen. None stands for the default; `ControlFields` has the controls that work.
+class SamplingConfig(SamplingControls):
+    """How the next token is chosen. None stands for the default; `SamplingControls` has the controls that work.
 
     Attributes:
         prompt_ignore_length: First tokens of the prompt that penalties do not count (0).

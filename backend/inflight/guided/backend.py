@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 
 
 class DeadEnd(InvalidArgument):
@@ -90,7 +90,7 @@ class GuideBackend(Protocol):
 def refusal(reason: str) -> InvalidArgument:
     """Return the error for a guide that cannot be followed, with the beginning of the library's reason."""
     text = " ".join(reason.split())
-    return InvalidArgument(f"guided_decoding_guide cannot be used: {text[:_LONGEST_REASON]}")
+    return InvalidArgument(Name("guided_decoding_guide"), " cannot be used: ", text[:_LONGEST_REASON])
 
 
 def over_budget() -> InvalidArgument:

@@ -28,20 +28,20 @@ _PR_SET_PDEATHSIG = 1
 _LENGTH_BYTES = 8
 
 
-class Job(msgspec.Struct, frozen=True):
+class CompileJob(msgspec.Struct, frozen=True):
     """Engine → child: a guide to compile."""
 
     guide: Guide
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """Child → engine: the result of `GuideBackend.compile`, or the code and message of its error.
+class CompileAnswer(msgspec.Struct, frozen=True):
+    """Child → engine: the result of `GuideBackend.compile`, or the kind and marked message of its error.
 
     The first answer is for the vocabulary and is empty.
     """
 
     compiled: bytes = b""
-    error_code: str = ""
+    error_kind: str = ""
     error: str = ""
 
 
@@ -59,14 +59,14 @@ def main(backend_name: str) -> None:
         return
     vocabulary = msgspec.msgpack.decode(first, type=GuideVocabulary)
     backend = make_backend(backend_name, vocabulary)
-    write_frame(answers, Answer())
+    write_frame(answers, CompileAnswer())
     while (frame := read_frame(jobs)) is not None:
-        guide = msgspec.msgpack.decode(frame, type=Job).guide
+        guide = msgspec.msgpack.decode(frame, type=CompileJob).guide
         try:
-            answer = Answer(backend.compile(guide))
+            answer = CompileAnswer(backend.compile(guide))
             try_out(backend, vocabulary, guide, answer.compiled)
         except InflightError as error:
-            answer = Answer(error_code=error.code, error=str(error))
+            answer = CompileAnswer(error_kind=error.kind, error=error.marked)
         write_frame(answers, answer)
 
 
@@ -80,7 +80,7 @@ def read_frame(file: IO[bytes]) -> bytes | None:
     return body if len(body) == length else None
 
 
-def write_frame(file: IO[bytes], message: GuideVocabulary | Job | Answer) -> None:
+def write_frame(file: IO[bytes], message: GuideVocabulary | CompileJob | CompileAnswer) -> None:
     """Send a message."""
     body = msgspec.msgpack.encode(message)
     file.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import msgspec
 
 from inflight.core.request.guide import Guide, GuideEvent
-from inflight.errors import InflightError, InvalidArgument, StepFailed, error_from_code
-from inflight.guided.child import Answer, Job, read_frame, write_frame
+from inflight.errors import InflightError, InvalidArgument, Name, StepFailed, error_from_kind
+from inflight.guided.child import CompileAnswer, CompileJob, read_frame, write_frame
 from inflight.guided.grammars import Grammars
 from inflight.guided.vocabulary import GuideVocabulary
 
@@ -31,7 +31,7 @@ _START_S = 120.0
 _SHARE_OF_TIME = 0.1
 """Fraction of its time after which a guide is interrupted if others wait for their first try."""
 _MOST_FAILURES = 256
-_ANSWER = msgspec.msgpack.Decoder(Answer)
+_ANSWER = msgspec.msgpack.Decoder(CompileAnswer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +96,12 @@ class ChildCompiler:
             failure = self._failures.get(guide)
             if num_bytes > self._bounds.max_bytes:
                 failure = InvalidArgument(
-                    f"guided_decoding_guide has {num_bytes} bytes, expected at most {self._bounds.max_bytes} "
-                    "(guided_decoding_max_guide_bytes)"
+                    Name("guided_decoding_guide"),
+                    f" has {num_bytes} bytes, expected at most {self._bounds.max_bytes} "
+                    "(guided_decoding_max_guide_bytes)",
                 )
             if failure is not None:
-                self._events.append(GuideEvent(request_id, failure.code, str(failure)))
+                self._events.append(GuideEvent(request_id, failure.kind, failure.marked))
                 return
             self._guides[request_id] = guide
             self._grammars.pin(guide)
@@ -158,7 +159,7 @@ class ChildCompiler:
                 error = failure
             except Exception as failure:  # a library may raise anything; only its guide fails
                 _log.warning("a guide of type %s could not be compiled", guide.type.value, exc_info=True)
-                error = StepFailed(f"guided_decoding_guide could not be compiled: {failure!r}")
+                error = StepFailed(Name("guided_decoding_guide"), f" could not be compiled: {failure!r}")
             self._record_result(guide, error)
         self._end_child()
 
@@ -171,9 +172,9 @@ class ChildCompiler:
             return is_unwanted
 
     def _record_result(self, guide: Guide, error: InflightError | None) -> None:
-        code, message = ("", "") if error is None else (error.code, str(error))
+        kind, message = ("", "") if error is None else (error.kind, error.marked)
         with self._lock:
-            events = [GuideEvent(each, code, message) for each in self._waiting.pop(guide)]
+            events = [GuideEvent(each, kind, message) for each in self._waiting.pop(guide)]
             self._events += events
             if isinstance(error, InvalidArgument) and not isinstance(error, _OutOfBounds):
                 self._failures[guide] = error
@@ -187,15 +188,15 @@ class ChildCompiler:
         child = self._started()
         may_continue = (lambda: True) if is_slow else self._jobs.empty
         try:
-            answer = child.ask(Job(guide), self._bounds.timeout_s, may_continue)
+            answer = child.ask(CompileJob(guide), self._bounds.timeout_s, may_continue)
         except _Interrupted:
             self._end_child()
             raise
         except (TimeoutError, OSError) as error:
             self._end_child()
             raise _out_of_bounds(guide, child, error, self._bounds) from None
-        if answer.error_code:
-            raise error_from_code(answer.error_code, answer.error)
+        if answer.error_kind:
+            raise error_from_kind(answer.error_kind, answer.error)
         return answer.compiled
 
     def _started(self) -> _Child:
@@ -239,17 +240,19 @@ class _OutOfBounds(InvalidArgument):
 
 
 def _out_of_bounds(guide: Guide, child: _Child, error: Exception, bounds: GuideBounds) -> InflightError:
-    what = f"guided_decoding_guide of type {guide.type.value} with {len(guide.text)} characters"
+    what = f" of type {guide.type.value} with {len(guide.text)} characters"
     if isinstance(error, TimeoutError):
         milliseconds = round(bounds.timeout_s * 1000)
         return _OutOfBounds(
+            Name("guided_decoding_guide"),
             f"{what} takes longer to compile than {milliseconds} ms (guided_decoding_compile_timeout_ms): "
-            "send a simpler one"
+            "send a simpler one",
         )
     _log.warning("the process that compiles guides ended with %s", child.status)
     return _OutOfBounds(
+        Name("guided_decoding_guide"),
         f"{what} was not compiled: the process that did so ended with {child.status}. It may have taken more "
-        "memory than there may be: send a simpler one"
+        "memory than there may be: send a simpler one",
     )
 
 
@@ -271,8 +274,8 @@ class _Child:
         return self._process.wait()
 
     def ask(
-        self, message: GuideVocabulary | Job, timeout_s: float, may_continue: Callable[[], bool]
-    ) -> Answer:
+        self, message: GuideVocabulary | CompileJob, timeout_s: float, may_continue: Callable[[], bool]
+    ) -> CompileAnswer:
         """Send a message and wait for the answer.
 
         Args:

@@ -16,7 +16,7 @@ import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import DeadEnd, MaskJob, Matcher, over_budget, refusal
 from inflight.guided.schemas import followed_schema
@@ -123,7 +123,7 @@ class LLGuidanceBackend:
         try:
             self._prove(grammar)
         except InvalidArgument:
-            if guide.type is GuideType.STRUCTURAL_TAG:
+            if guide.type is GuideKind.STRUCTURAL_TAG:
                 self._blame(guide)
             raise
         return grammar.encode()
@@ -132,7 +132,7 @@ class LLGuidanceBackend:
         """Make a matcher of the grammar; the GIL is released meanwhile."""
         # The keyword may also be spelled with an escape.
         is_named = "uniqueItems" in guide.text or "\\u" in guide.text
-        is_watched = guide.type is GuideType.JSON_SCHEMA and is_named
+        is_watched = guide.type is GuideKind.JSON_SCHEMA and is_named
         watch = ItemWatch(Places(guide.text)) if is_watched else None
         return LLMatcher(self._matcher(compiled.decode()), self._vocabulary.tokens, watch)
 
@@ -179,8 +179,7 @@ class LLGuidanceBackend:
             try:
                 self._prove(_unforced(llguidance.LLMatcher.grammar_from_json_schema(schema)))
             except InvalidArgument as error:
-                reason = str(error).partition(": ")[2]
-                raise refusal(f"at {one.path}: {reason}") from None
+                raise refusal(f"at {one.path}: {error.args[-1]}") from None
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
@@ -191,14 +190,14 @@ class LLGuidanceBackend:
 
     def _grammar(self, guide: Guide) -> str:
         try:
-            if guide.type is GuideType.JSON:
+            if guide.type is GuideKind.JSON:
                 return llguidance.LLMatcher.grammar_from_json_schema(followed_schema(_ANY_JSON))
-            if guide.type is GuideType.JSON_SCHEMA:
+            if guide.type is GuideKind.JSON_SCHEMA:
                 schema = followed_schema(guide.text, is_watched=True)
                 return llguidance.LLMatcher.grammar_from_json_schema(schema)
-            if guide.type is GuideType.REGEX:
+            if guide.type is GuideKind.REGEX:
                 return llguidance.LLMatcher.grammar_from_regex(guide.text)
-            if guide.type is GuideType.EBNF_GRAMMAR:
+            if guide.type is GuideKind.EBNF_GRAMMAR:
                 return llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(guide.text))
             return llguidance.LLMatcher.grammar_from_lark(as_lark(guide.text, self._vocabulary))
         except InvalidArgument:

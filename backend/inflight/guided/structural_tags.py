@@ -20,9 +20,10 @@ from typing import Any, cast
 
 import llguidance
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 from inflight.guided.schemas import followed_schema
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.json_values import is_object
 
 _SHAPE = '{"structures": [{"begin": "…", "schema": {…}, "end": "…"}], "triggers": ["…"]}'
 
@@ -101,14 +102,19 @@ def read_tags(text: str) -> Tags:
         triggers = tuple(_text(one) for one in parsed["triggers"]) if sequence is None else ()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InvalidArgument(
-            f"guided_decoding_guide of type structural_tag must be like {_SHAPE}, got {text[:80]!r} ({error!r})"
+            Name("guided_decoding_guide"),
+            f" of type structural_tag must be like {_SHAPE}, got {text[:80]!r} ({error!r})",
         ) from None
     if not structures or not all(triggers):
-        raise InvalidArgument("guided_decoding_guide must have at least one structure, and no empty trigger")
+        raise InvalidArgument(
+            Name("guided_decoding_guide"), " must have at least one structure, and no empty trigger"
+        )
     if sequence is None:
         _check_triggers(structures, triggers)
     elif "triggers" in parsed:
-        raise InvalidArgument("guided_decoding_guide has both triggers and sequence, expected one of them")
+        raise InvalidArgument(
+            Name("guided_decoding_guide"), " has both triggers and sequence, expected one of them"
+        )
     return Tags(structures, triggers, sequence)
 
 
@@ -126,12 +132,13 @@ def _check_triggers(structures: tuple[Structure, ...], triggers: tuple[str, ...]
     for structure in structures:
         if not structure.begin.startswith(triggers or ("\0",)):
             raise InvalidArgument(
-                f"guided_decoding_guide has a structure that begins with none of its triggers: {structure.begin!r}"
+                Name("guided_decoding_guide"),
+                f" has a structure that begins with none of its triggers: {structure.begin!r}",
             )
     for trigger in triggers:
         if not any(structure.begin.startswith(trigger) for structure in structures):
             raise InvalidArgument(
-                f"guided_decoding_guide has a trigger that begins no structure: {trigger!r}"
+                Name("guided_decoding_guide"), f" has a trigger that begins no structure: {trigger!r}"
             )
 
 
@@ -146,7 +153,9 @@ def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
     if any(trigger in special for trigger in triggers) and not all(
         trigger in special for trigger in triggers
     ):
-        raise InvalidArgument("guided_decoding_guide must have triggers that are all special tokens, or none")
+        raise InvalidArgument(
+            Name("guided_decoding_guide"), " must have triggers that are all special tokens, or none"
+        )
     tags = [
         llguidance.StructTag(
             trigger=next(trigger for trigger in triggers if one.begin.startswith(trigger)),
@@ -189,6 +198,6 @@ def _text(value: Any) -> str:
 
 
 def _schema(value: Any) -> Any:
-    if not isinstance(value, dict | bool):
-        raise TypeError(f"{value!r} is no JSON schema")
-    return value
+    if isinstance(value, bool) or is_object(value):
+        return value
+    raise TypeError(f"{value!r} is no JSON schema")

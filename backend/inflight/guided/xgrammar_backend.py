@@ -6,14 +6,14 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 import xgrammar
 from numpy.typing import NDArray
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument
 from inflight.guided.backend import MaskJob, Matcher, refusal
 from inflight.guided.schemas.documents import refused
@@ -22,6 +22,7 @@ from inflight.guided.schemas.overlap import is_same
 from inflight.guided.schemas.spaces import KEYWORD, MOST_SPACES, Spaces, read_spaces
 from inflight.guided.structural_tags import SPACE_BEHIND, Structure, TagSequence, read_tags
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.json_values import is_list, is_object
 
 _ANY_JSON = '{"type": ["object", "array"]}'
 
@@ -75,7 +76,7 @@ class XGrammarBackend:
         matchers = [job.matcher for job in jobs]
         own = [each.matcher for each in matchers if isinstance(each, XGrammarMatcher)]
         assert len(own) == len(jobs), "matchers of another backend"
-        target = torch.from_numpy(masks)
+        target = torch.from_numpy(masks)  # pyright: ignore[reportUnknownMemberType]  torch declares no array types
         if len(own) == 1:
             own[0].fill_next_token_bitmask(target, jobs[0].row)
         else:
@@ -83,11 +84,11 @@ class XGrammarBackend:
         return {}
 
     def _compile(self, guide: Guide) -> xgrammar.CompiledGrammar:
-        if guide.type is GuideType.JSON:
+        if guide.type is GuideKind.JSON:
             return self._compiler.compile_json_schema(
                 _ANY_JSON, strict_mode=False, max_whitespace_cnt=MOST_SPACES
             )
-        if guide.type is GuideType.JSON_SCHEMA:
+        if guide.type is GuideKind.JSON_SCHEMA:
             schema = json.loads(guide.text)
             _refuse_ignored(schema)
             spaces = read_spaces(schema, "#")
@@ -100,30 +101,30 @@ class XGrammarBackend:
                 separators=None if spaces.is_flexible else (",", ":"),
                 max_whitespace_cnt=MOST_SPACES if spaces.is_flexible else None,
             )
-        if guide.type is GuideType.REGEX:
+        if guide.type is GuideKind.REGEX:
             _refuse_ignored_in_regex(guide.text)
             return self._compiler.compile_regex(guide.text)
-        if guide.type is GuideType.EBNF_GRAMMAR:
+        if guide.type is GuideKind.EBNF_GRAMMAR:
             return self._compiler.compile_grammar(guide.text)
         return self._compiler.compile_structural_tag(_structural_tag(guide.text))
 
 
 def _refuse_ignored(schema: Any) -> None:
     """Raise InvalidArgument for parts of a JSON schema that xgrammar accepts but does not enforce."""
-    if isinstance(schema, list):
-        for each in cast(list[Any], schema):
+    if is_list(schema):
+        for each in schema:
             _refuse_ignored(each)
         return
-    if not isinstance(schema, dict):
+    if not is_object(schema):
         return
-    keywords = cast(dict[str, Any], schema)
+    keywords = schema
     if ignored := _ignored(keywords):
         raise refusal(f"xgrammar does not enforce the keyword {ignored} of JSON schemas here")
     for keyword, value in keywords.items():
         if keyword == "pattern":
             _refuse_ignored_in_regex(str(value))
         if keyword in _NAMED:
-            _refuse_ignored(list(value.values()) if isinstance(value, dict) else value)
+            _refuse_ignored(list(value.values()) if is_object(value) else value)
         elif keyword not in _VALUES:
             _refuse_ignored(value)
 
@@ -149,9 +150,7 @@ def _ignored(schema: dict[str, Any]) -> str:
     if "properties" in schema:
         found += sorted(asserted & {"minProperties", "maxProperties"})
         required = schema.get("required", [])
-        if not isinstance(required, list) or set(map(str, cast(list[Any], required))) - set(
-            schema["properties"]
-        ):
+        if not is_list(required) or set(map(str, required)) - set(schema["properties"]):
             found.append("required")
     reference = schema.get("$ref", "#")
     if reference != "#" and not str(reference).startswith("#/"):

@@ -20,7 +20,7 @@ from inflight.models.sharding import Part, Range
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StoredRows:
     """A tensor of the checkpoint that has so many `rows`, and the `ranges` of them that are wanted."""
 
     name: str
@@ -40,7 +40,7 @@ class TensorSource:
         dtype: What it is kept as, whatever the model is; None: as the model.
     """
 
-    parts: tuple[Rows, ...]
+    parts: tuple[StoredRows, ...]
     columns: int | None = None
     kept: Range = (0, 0)
     transposed: bool = False
@@ -48,7 +48,7 @@ class TensorSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor, with the wanted rows and columns alone."""
+        """Shape of the result."""
         rows = sum(end - begin for part in self.parts for begin, end in part.ranges)
         return (rows,) if self.columns is None else (rows, self.kept[1] - self.kept[0])
 
@@ -207,7 +207,7 @@ class _Finder:
 
     def _table(self, name: str, rows: int, own: Range) -> TensorSource:
         hidden = self._decoder.hidden_size
-        return TensorSource((Rows(f"{name}.weight", rows, (own,)),), hidden, (0, hidden))
+        return TensorSource((StoredRows(f"{name}.weight", rows, (own,)),), hidden, (0, hidden))
 
     def _layer(self, index: int) -> LayerSources:
         decoder, names, shard = self._decoder, self._names, self._part.shard
@@ -263,7 +263,7 @@ class _Finder:
 
         def of_heads(name: str, width: int, columns: int) -> LinearSource:
             count, own = rows_of_heads(width)
-            weight = Rows(f"{prefix}{name}.weight", count, (own,))
+            weight = StoredRows(f"{prefix}{name}.weight", count, (own,))
             return LinearSource(TensorSource((weight,), columns, (0, columns), self._names.transposed), None)
 
         queries = rows_of_heads(config.query_head_dim) if rank is None else (rank, (0, rank))
@@ -293,7 +293,7 @@ class _Finder:
         """The learned scores of this shard's query heads."""
         count = self._decoder.num_heads
         name = prefix + self._names.attention.sinks
-        return TensorSource((Rows(name, count, (self._part.shard.split(count),)),))
+        return TensorSource((StoredRows(name, count, (self._part.shard.split(count),)),))
 
     def _experts(self, prefix: str, names: ExpertNames, config: ExpertsConfig) -> ExpertSources:
         """A layer's router, and of the experts that this shard has its slices."""
@@ -301,16 +301,16 @@ class _Finder:
         own = self._part.shard.slice_of_experts(inner)
         held = range(*self._part.shard.experts(config.count))
         modules = [prefix + names.prefix.format(index) for index in held]
-        up = [tuple(Rows(each + name, inner, (own,)) for name in names.each.up) for each in modules]
-        down = [(Rows(each + names.each.down, hidden, ((0, hidden),)),) for each in modules]
+        up = [tuple(StoredRows(each + name, inner, (own,)) for name in names.each.up) for each in modules]
+        down = [(StoredRows(each + names.each.down, hidden, ((0, hidden),)),) for each in modules]
 
         def replicated(name: str, rows: int, bias: bool = False) -> LinearSource:
-            whole = (Rows(prefix + name, rows, ((0, rows),)),)
+            whole = (StoredRows(prefix + name, rows, ((0, rows),)),)
             weight = TensorSource(_named(whole, "weight"), hidden, (0, hidden), self._names.transposed)
             return LinearSource(weight, TensorSource(_named(whole, "bias")) if bias else None)
 
         def stack(
-            modules: list[tuple[Rows, ...]], columns: int, kept: Range, has_bias: bool, is_gated: bool
+            modules: list[tuple[StoredRows, ...]], columns: int, kept: Range, has_bias: bool, is_gated: bool
         ) -> StackSource:
             matrices = tuple(TensorSource(_named(each, "weight"), columns, kept) for each in modules)
             vectors = tuple(chain.from_iterable(_named(each, "bias") for each in modules))
@@ -319,7 +319,7 @@ class _Finder:
         # What the ranks give is added up, and a bias is in it once.
         has_down_bias = config.has_bias and own[0] == 0
         # Kept in float32: what it decides between may be closer together than bfloat16's steps.
-        choice_bias = Rows(prefix + names.choice_bias, config.count, ((0, config.count),))
+        choice_bias = StoredRows(prefix + names.choice_bias, config.count, ((0, config.count),))
         return ExpertSources(
             router=replicated(names.router, config.count, config.has_router_bias),
             up=stack(up, hidden, (0, hidden), config.has_bias, is_gated=True),
@@ -350,15 +350,15 @@ class _Finder:
             parts = (self._rows_by_head(prefix + fused),)
         elif others:
             pairs = zip(modules, rows, strict=True)
-            parts = tuple(Rows(prefix + module, count, (own,)) for module, (count, own) in pairs)
+            parts = tuple(StoredRows(prefix + module, count, (own,)) for module, (count, own) in pairs)
         else:
             starts = accumulate((count for count, _ in rows), initial=0)
             own = tuple((start + begin, start + end) for start, (_, (begin, end)) in zip(starts, rows))
-            parts = (Rows(prefix + fused, sum(count for count, _ in rows), own),)
+            parts = (StoredRows(prefix + fused, sum(count for count, _ in rows), own),)
         hidden = self._decoder.hidden_size
         return self._linear(parts, hidden, (0, hidden), bias, is_gated)
 
-    def _rows_by_head(self, name: str) -> Rows:
+    def _rows_by_head(self, name: str) -> StoredRows:
         """This shard's rows of a matrix with a head's query, key and value after each other, in our order."""
         size, (first, last) = self._decoder.head_dim, self._part.shard.split(self._decoder.num_heads)
         ranges = (
@@ -366,24 +366,24 @@ class _Finder:
             for kind in range(3)
             for head in range(first, last)
         )
-        return Rows(name, 3 * self._decoder.query_size, tuple(ranges))
+        return StoredRows(name, 3 * self._decoder.query_size, tuple(ranges))
 
     def _row_parallel(self, module: str, columns: int, own: Range, bias: bool) -> LinearSource:
         hidden = self._decoder.hidden_size
-        return self._linear((Rows(module, hidden, ((0, hidden),)),), columns, own, bias)
+        return self._linear((StoredRows(module, hidden, ((0, hidden),)),), columns, own, bias)
 
     def _linear(
-        self, modules: tuple[Rows, ...], columns: int, kept: Range, bias: bool, is_gated: bool = False
+        self, modules: tuple[StoredRows, ...], columns: int, kept: Range, bias: bool, is_gated: bool = False
     ) -> LinearSource:
         weight = TensorSource(_named(modules, "weight"), columns, kept, self._names.transposed)
         return LinearSource(weight, TensorSource(_named(modules, "bias")) if bias else None, is_gated)
 
     def _norm(self, module: str, size: int, own: Range | None = None) -> NormSource:
-        rows = (Rows(module, size, (own or (0, size),)),)
+        rows = (StoredRows(module, size, (own or (0, size),)),)
         bias = TensorSource(_named(rows, "bias")) if self._decoder.norm == "layer" else None
         return NormSource(TensorSource(_named(rows, "weight")), bias, self._decoder.norm_offset)
 
 
-def _named(modules: tuple[Rows, ...], kind: str) -> tuple[Rows, ...]:
+def _named(modules: tuple[StoredRows, ...], kind: str) -> tuple[StoredRows, ...]:
     """Weights or biases of modules."""
     return tuple(replace(each, name=f"{each.name}.{kind}") for each in modules)

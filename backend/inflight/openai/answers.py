@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from inflight.core.request.response import Result, TopLogProbs
+from inflight.core.request.response import SequenceResult, TopLogProbs
 from inflight.core.request.stop import FinishReason
 from inflight.errors import Cancelled, InvalidArgument, Unsupported
 from inflight.openai.errors import in_fields
 from inflight.openai.log_probs import ranks_in_prompt, top_of_prompt
 from inflight.openai.protocol import SamplingBody
-from inflight.openai.sampling import Asked
+from inflight.openai.sampling import BodySettings
 from inflight.prompt import Output, Prompt
 from inflight.serving.completion_text import new_tokens
 from inflight.serving.engine_session import OutputStream
@@ -122,7 +122,7 @@ class Usage:
     def cached_tokens(self) -> int:
         return sum(self._cached)
 
-    def add(self, batch_index: int, result: Result) -> None:
+    def add(self, batch_index: int, result: SequenceResult) -> None:
         """Count what the engine says of a prompt's first sequence, which computes the prompt for its siblings."""
         metrics = result.perf_metrics
         if metrics is not None and result.sequence_index == 0:
@@ -158,7 +158,7 @@ class Pieces:
         usage: Counts what comes.
     """
 
-    def __init__(self, asked: Asked, usage: Usage) -> None:
+    def __init__(self, asked: BodySettings, usage: Usage) -> None:
         self._asked = asked
         self._usage = usage
         self._begun: set[int] = set()

@@ -15,9 +15,9 @@ from inflight.openai.chat_prompts import ChatPrompt, read_chat
 from inflight.openai.context import Envelope, answer_stream, answer_whole, context_of
 from inflight.openai.errors import invalid
 from inflight.openai.log_probs import chat_log_probs, prompt_log_probs_json
-from inflight.openai.planning import Plan, check_number_of_sequences, make_plan
+from inflight.openai.planning import AnswerPlan, check_number_of_sequences, make_plan
 from inflight.openai.protocol import ChatBody
-from inflight.openai.sampling import Asked, choose_seed
+from inflight.openai.sampling import BodySettings, choose_seed
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer, event, made
 from inflight.serving.chat.reasoning import ReasoningTokens, reasoning_stream
@@ -34,14 +34,14 @@ async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], r
     adapter = await context.adapter_of(body.model)
     plan, prompt = await context.session.compute(partial(_prepare, context.model, body, adapter))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    writer = _Writer(body, plan, prompt, Envelope.of("chatcmpl", kind, plan, request))
+    writer = _ChatWriter(body, plan, prompt, Envelope.of("chatcmpl", kind, plan, request))
     if body.stream:
         return await answer_stream(context, request, plan, writer.events)
     pieces = await answer_whole(context, request, plan)
     return await context.session.compute(lambda: JsonAnswer(writer.whole(pieces)))
 
 
-def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[Plan, ChatPrompt]:
+def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[AnswerPlan, ChatPrompt]:
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs is only for logprobs: true")
     if (
@@ -53,7 +53,7 @@ def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[Plan, C
         )
     check_number_of_sequences(model, 1, body.n)
     chat = read_chat(model, body)
-    asked = Asked(
+    asked = BodySettings(
         body,
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         model.options.default_max_tokens,
@@ -99,10 +99,10 @@ class _Message:
         return reasoning, delta
 
 
-class _Writer:
+class _ChatWriter:
     """Writes the choices of one answer, of a stream a part at a time."""
 
-    def __init__(self, body: ChatBody, plan: Plan, prompt: ChatPrompt, envelope: Envelope) -> None:
+    def __init__(self, body: ChatBody, plan: AnswerPlan, prompt: ChatPrompt, envelope: Envelope) -> None:
         self._body = body
         self._plan = plan
         self._prompt = prompt

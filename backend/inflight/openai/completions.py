@@ -15,9 +15,9 @@ from inflight.openai.context import Envelope, answer_stream, answer_whole, conte
 from inflight.openai.errors import invalid
 from inflight.openai.guides import read_guide
 from inflight.openai.log_probs import CompletionLogProbs, TokenNames, prompt_log_probs_json
-from inflight.openai.planning import Plan, check_number_of_sequences, make_plan
+from inflight.openai.planning import AnswerPlan, check_number_of_sequences, make_plan
 from inflight.openai.protocol import CompletionBody
-from inflight.openai.sampling import Asked, choose_seed
+from inflight.openai.sampling import BodySettings, choose_seed
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer, event, made
 
@@ -36,17 +36,17 @@ async def create_completion(
     adapter = await context.adapter_of(body.model)
     plan = await context.session.compute(partial(_prepare, context.model, body, adapter))
     envelope = Envelope.of("cmpl", "text_completion", plan, request)
-    writer = _Writer(body, plan, envelope)
+    writer = _CompletionWriter(body, plan, envelope)
     if body.stream:
         return await answer_stream(context, request, plan, writer.events)
     pieces = await answer_whole(context, request, plan)
     return await context.session.compute(lambda: JsonAnswer(writer.whole(pieces)))
 
 
-def _prepare(model: ServingModel, body: CompletionBody, adapter: str) -> Plan:
+def _prepare(model: ServingModel, body: CompletionBody, adapter: str) -> AnswerPlan:
     default = model.options.default_max_tokens
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None and default is None else body.max_tokens
-    asked = Asked(
+    asked = BodySettings(
         body,
         max_tokens,
         default,
@@ -88,10 +88,10 @@ def _read_prompts(
     return [None] * len(rows), rows
 
 
-class _Writer:
+class _CompletionWriter:
     """Writes the choices of one answer, of a stream a part at a time."""
 
-    def __init__(self, body: CompletionBody, plan: Plan, envelope: Envelope) -> None:
+    def __init__(self, body: CompletionBody, plan: AnswerPlan, envelope: Envelope) -> None:
         self._body = body
         self._plan = plan
         self._envelope = envelope

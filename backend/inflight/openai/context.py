@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from inflight.openai.answers import Piece, Pieces
-from inflight.openai.planning import Plan
+from inflight.openai.planning import AnswerPlan
 from inflight.openai.request_ids import request_id_of
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import EventStream, Watcher, peeked
@@ -49,7 +49,7 @@ class Envelope:
     system_fingerprint: str
 
     @classmethod
-    def of(cls, prefix: str, kind: str, plan: Plan, request: Request) -> Envelope:
+    def of(cls, prefix: str, kind: str, plan: AnswerPlan, request: Request) -> Envelope:
         """A new one.
 
         Args:
@@ -74,7 +74,7 @@ class Envelope:
         }
 
 
-async def answer_whole(context: Context, request: Request, plan: Plan) -> list[Piece]:
+async def answer_whole(context: Context, request: Request, plan: AnswerPlan) -> list[Piece]:
     """All of every choice, as one piece each, in order."""
     stream = context.session.open(plan.prompts)
     watcher = Watcher(request, stream)  # from before the start: many prompts take long to submit
@@ -92,7 +92,7 @@ async def answer_whole(context: Context, request: Request, plan: Plan) -> list[P
 async def answer_stream(
     context: Context,
     request: Request,
-    plan: Plan,
+    plan: AnswerPlan,
     events_of: Callable[[AsyncIterator[list[Piece]]], AsyncIterator[bytes]],
 ) -> Response:
     """A response that sends `events_of` the pieces as they come."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import BaseModel, Field
 
 
-class ControlFields(BaseModel):
+class BodyControls(BaseModel):
     """The numbers among the sampling controls."""
 
     temperature: float = Field(1.0, ge=0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import islice
@@ -21,7 +20,17 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from inflight.core.request.sampling_config import CONTROLS
-from inflight.errors import InflightError, InvalidArgument, Unavailable, Unreachable, Unsupported, unexpected
+from inflight.errors import (
+    BadAdapter,
+    InflightError,
+    InvalidArgument,
+    QueueFull,
+    TooLong,
+    Unavailable,
+    Unreachable,
+    Unsupported,
+    unexpected,
+)
 
 _log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
@@ -29,7 +38,6 @@ _SHOWN = 100
 """Most letters, or items, of what came that a message repeats."""
 _MAX_MESSAGE = 1500
 """Most letters of a message."""
-_QUEUE_IS_FULL = "Exceeds maximum queue size"
 _STATUS = {
     "ALREADY_EXISTS": 409,
     "NOT_FOUND": 404,
@@ -45,11 +53,9 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
-# Messages of the engine name its tensors; clients of this endpoint know these fields.
+# Errors of the engine name its tensors; clients of this endpoint know these fields.
 _FIELD_OF_TENSOR = {
-    **{each.tensor: each.body.name if each.body else each.tensor for each in CONTROLS.values()},
-    "logits_post_processor_name": "logits_post_processor_name",
-    "prompt_lookup_num_tokens": "prompt_lookup_num_tokens",
+    **{each.tensor: each.body.name for each in CONTROLS.values() if each.body},
     "request_output_len": "max_tokens",
     "input_ids": "prompt",
     "num_top_log_probs": "logprobs",
@@ -61,22 +67,9 @@ _FIELD_OF_TENSOR = {
     "lora_task_id": "model",
     "lora_name": "model",
 }
-# What a message of `serving` begins with, where it is about one of these.
-_FIELD = re.compile(
-    "(messages|tools|tool_choice|chat_template_kwargs|continue_final_message|add_generation_prompt|prompt|stop|"
-    r"bad_words|reasoning_effort)\b"
-)
-_TENSORS = re.compile(rf"\b({'|'.join(_FIELD_OF_TENSOR)})\b")
-
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """OpenAI's code for a prompt that is too long, by which clients know that they have to shorten it."""
-
-# What the messages say that are about this; some come from an engine elsewhere, and are nothing but text.
-_TOO_LONG = re.compile(
-    "this server takes prompts of at most|fit in the model's sequence length|tokens of KV cache; it holds|"
-    r"make a prompt of more than \d+ characters"
-)
 
 
 class ApiError(InflightError):
@@ -105,24 +98,21 @@ def unsupported(param: str, message: str) -> ApiError:
 
 
 def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = {}) -> ApiError:
-    """An error of the engine's checks, which names tensors, in the words of a body.
+    """An error of the engine's checks, which names tensors, as an error that names fields of a body.
+
+    `param` is the first of these.
 
     Args:
         error: Of the engine.
-        fields: What this body calls a tensor, where that depends on the body.
+        fields: The field of this body for a tensor, where that depends on the body.
     """
-    text = str(error)[: _MAX_MESSAGE + 1]
-    first = _TENSORS.search(text)
     fields = {**_FIELD_OF_TENSOR, **fields}
-    message = _TENSORS.sub(lambda found: fields[found[0]], text)
-    begins_with = _FIELD.match(message)
-    param = begins_with[0] if begins_with else fields[first[0]] if first else None
+    named = error.with_names(lambda name: fields.get(name, name))
     code = "unsupported_parameter" if isinstance(error, Unsupported) else "invalid_value"
-    if param is None and message.startswith("LoRA adapter "):
-        param = "model"
-    if _TOO_LONG.search(message):
+    if isinstance(error, TooLong):
         code = CONTEXT_LENGTH_EXCEEDED
-    return ApiError(message, 400, param, code)
+    param = "model" if isinstance(error, BadAdapter) else next((name.root for name in named.names), None)
+    return ApiError(str(named), 400, param, code)
 
 
 def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -137,9 +127,7 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
         _tell_operator(str(error))
         error = Unavailable("the engine cannot be reached now; a later try may work")
     if isinstance(error, InflightError):
-        status = _STATUS.get(error.code, 500)
-        if status == 503 and _QUEUE_IS_FULL in str(error):
-            status = 429
+        status = 429 if isinstance(error, QueueFull) else _STATUS.get(error.code, 500)
         return status, error_body(status, str(error), None, error.code.lower())
     return 500, error_body(500, str(unexpected("the server failed", error)), None, "internal_error")
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.openai.errors import ApiError, invalid
 from inflight.openai.protocol import SamplingBody, StructuredOutputs
 
@@ -31,9 +31,9 @@ def read_guide(body: SamplingBody) -> Guide | None:
     """The one guide that `body` asks for; None if it asks for none, an error if for several."""
     found: dict[str, Guide] = {}
     given = {
-        "guided_json": (GuideType.JSON_SCHEMA, body.guided_json),
-        "guided_regex": (GuideType.REGEX, body.guided_regex),
-        "guided_grammar": (GuideType.EBNF_GRAMMAR, body.guided_grammar),
+        "guided_json": (GuideKind.JSON_SCHEMA, body.guided_json),
+        "guided_regex": (GuideKind.REGEX, body.guided_regex),
+        "guided_grammar": (GuideKind.EBNF_GRAMMAR, body.guided_grammar),
     }
     for name, (kind, value) in given.items():
         if value is not None:
@@ -65,17 +65,17 @@ def _structured(asked: StructuredOutputs) -> Guide:
     name = "structured_outputs"
     found: list[Guide] = []
     if asked.json_ is not None:
-        found.append(Guide(GuideType.JSON_SCHEMA, _text(asked.json_)))
+        found.append(Guide(GuideKind.JSON_SCHEMA, _text(asked.json_)))
     if asked.json_object:
-        found.append(Guide(GuideType.JSON_SCHEMA, _ANY_OBJECT))
+        found.append(Guide(GuideKind.JSON_SCHEMA, _ANY_OBJECT))
     if asked.regex is not None:
-        found.append(Guide(GuideType.REGEX, asked.regex))
+        found.append(Guide(GuideKind.REGEX, asked.regex))
     if asked.choice is not None:
         found.append(_choice(name, asked.choice))
     if asked.grammar is not None:
-        found.append(Guide(GuideType.EBNF_GRAMMAR, asked.grammar))
+        found.append(Guide(GuideKind.EBNF_GRAMMAR, asked.grammar))
     if asked.structural_tag is not None:
-        found.append(Guide(GuideType.STRUCTURAL_TAG, _text(asked.structural_tag)))
+        found.append(Guide(GuideKind.STRUCTURAL_TAG, _text(asked.structural_tag)))
     if len(found) != 1:
         kinds = "json, json_object, regex, choice, grammar and structural_tag"
         raise invalid(name, f"{name} must have exactly one of {kinds}, got {len(found)}")
@@ -84,9 +84,9 @@ def _structured(asked: StructuredOutputs) -> Guide:
     if asked.whitespace_pattern is not None:
         spaces["whitespace_pattern"] = asked.whitespace_pattern
     # An expression, a choice or a grammar says itself what white space there is: no other has to be kept out.
-    if asked.disable_any_whitespace and guide.type not in (GuideType.REGEX, GuideType.EBNF_GRAMMAR):
+    if asked.disable_any_whitespace and guide.type not in (GuideKind.REGEX, GuideKind.EBNF_GRAMMAR):
         spaces["whitespace_flexible"] = False
-    if spaces and guide.type is not GuideType.JSON_SCHEMA:
+    if spaces and guide.type is not GuideKind.JSON_SCHEMA:
         field = "disable_any_whitespace" if asked.whitespace_pattern is None else "whitespace_pattern"
         raise invalid(name, f"{name}.{field} is for json and json_object, got {_given(asked)}")
     return _spaced(guide, name, spaces) if spaces else guide
@@ -113,7 +113,7 @@ def _spaced(guide: Guide, name: str, spaces: dict[str, Any]) -> Guide:
             name,
             f"{name} says what white space there may be, and so does the x-guidance of its schema: send one",
         )
-    return Guide(GuideType.JSON_SCHEMA, _text({**schema, "x-guidance": spaces}))
+    return Guide(GuideKind.JSON_SCHEMA, _text({**schema, "x-guidance": spaces}))
 
 
 def _response_format(asked: dict[str, Any]) -> Guide | None:
@@ -128,7 +128,7 @@ def _response_format(asked: dict[str, Any]) -> Guide | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Guide(GuideType.JSON_SCHEMA, _ANY_OBJECT)
+        return Guide(GuideKind.JSON_SCHEMA, _ANY_OBJECT)
     if kind == "json_schema":
         outer = asked.get("json_schema")
         schema = outer.get("schema") if isinstance(outer, dict) else None
@@ -143,14 +143,14 @@ def _response_format(asked: dict[str, Any]) -> Guide | None:
                 f"json_schema has {_shown(unread[0])}, which nobody would read: it may have "
                 f"{', '.join(sorted(_SCHEMA_FIELDS))}",
             )
-        return Guide(GuideType.JSON_SCHEMA, _text(schema))
+        return Guide(GuideKind.JSON_SCHEMA, _text(schema))
     if kind == "regex":
-        return Guide(GuideType.REGEX, _required(asked, "regex", "pattern"))
+        return Guide(GuideKind.REGEX, _required(asked, "regex", "pattern"))
     if kind == "grammar":
-        return Guide(GuideType.EBNF_GRAMMAR, _required(asked, "grammar"))
+        return Guide(GuideKind.EBNF_GRAMMAR, _required(asked, "grammar"))
     if kind == "structural_tag":
         tags = {name: value for name, value in asked.items() if name != "type"}
-        return Guide(GuideType.STRUCTURAL_TAG, _text(tags))
+        return Guide(GuideKind.STRUCTURAL_TAG, _text(tags))
     raise invalid("response_format", f"response_format.type must be {_FORMATS}, got {_shown(kind)}")
 
 
@@ -180,7 +180,7 @@ def _choice(name: str, choices: Sequence[str]) -> Guide:
         ]
         alternatives = [f"part{len(rules) + number}" for number in range(len(parts))]
         rules += [f"{part} ::= {' | '.join(texts)}" for part, texts in zip(alternatives, parts)]
-    return Guide(GuideType.EBNF_GRAMMAR, "\n".join([f"root ::= {' | '.join(alternatives)}", *rules]))
+    return Guide(GuideKind.EBNF_GRAMMAR, "\n".join([f"root ::= {' | '.join(alternatives)}", *rules]))
 
 
 def _quoted(text: str) -> str:

@@ -37,19 +37,19 @@ from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import EngineDescription, Request
-from inflight.core.request.response import Response, Result
+from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, StopReason
 from inflight.errors import (
-    ERROR_CODES,
+    ERROR_KINDS,
     InflightError,
     StepFailed,
     Unavailable,
     Unsupported,
-    error_from_code,
+    error_from_kind,
     without_places,
 )
 from inflight.openai.kserve_description import describe
-from inflight.openai.kserve_streams import Asked, Streams
+from inflight.openai.kserve_streams import InferArguments, KServeStreams
 from inflight.openai.kserve_tensors import (
     ended_result,
     input_tensors,
@@ -57,7 +57,7 @@ from inflight.openai.kserve_tensors import (
     read_result,
     request_parameters,
 )
-from inflight.tensors.request_parameters import ERROR_CODES_WANTED
+from inflight.tensors.request_parameters import STRUCTURED_ERRORS
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -71,7 +71,7 @@ _CHANNEL = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),  # gRPC's own waits up to two minutes after an outage
 ]
-_CODED = re.compile(rf"({'|'.join(ERROR_CODES)}): (.*)", re.DOTALL)
+_STRUCTURED = re.compile(rf"({'|'.join(ERROR_KINDS)}): (.*)", re.DOTALL)
 _MODEL_AWAY = re.compile(r"unknown model|not ready|no available versions|unload", re.IGNORECASE)
 
 
@@ -100,7 +100,7 @@ class KServeEngineClient:
         self._config: object = None  # that it was made of; None: it has to be made again
         self._seen_s = 0.0
         self._connection: triton.InferenceServerClient | None = None
-        self._streams: Streams | None = None
+        self._streams: KServeStreams | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kserve-client", daemon=True)
         self._thread.start()
@@ -209,7 +209,7 @@ class KServeEngineClient:
     def _connected(self) -> triton.InferenceServerClient:
         if self._connection is None:
             self._connection = triton.InferenceServerClient(self._url, channel_args=_CHANNEL)
-            self._streams = Streams(self._connection)
+            self._streams = KServeStreams(self._connection)
         return self._connection
 
     async def _ask_config(self) -> object:
@@ -225,7 +225,7 @@ class KServeEngineClient:
     async def _ask_text(self, name: str, array: np.ndarray, output: str) -> str:
         """The text in the one answer to a request of one tensor."""
         text = ""
-        responses = self._responses({name: array}, [output], {ERROR_CODES_WANTED: True})
+        responses = self._responses({name: array}, [output], {STRUCTURED_ERRORS: True})
         async for result, _ in responses:
             if (told := result.as_numpy(output)) is not None:
                 text = told.ravel()[0].decode()
@@ -261,7 +261,7 @@ class KServeEngineClient:
 
         An iteration that is left before the last one cancels the request.
         """
-        asked: Asked = {
+        asked: InferArguments = {
             "model_name": self._model,
             "inputs": [_input(name, array) for name, array in inputs.items()],
             "outputs": [InferRequestedOutput(name) for name in outputs],
@@ -283,14 +283,15 @@ class KServeEngineClient:
             running.stop(reason, sequence_index)
 
     def _error(self, error: Exception) -> InflightError:
-        """The error that tritonclient or gRPC reports, with the code that the server put in front of its text."""
+        """The error that tritonclient or gRPC reports, of the kind that the server put in front of its text."""
         if isinstance(error, InferenceServerException):
             message, status = error.message() or "", (error.status() or "").removeprefix("StatusCode.")
         else:
             assert isinstance(error, grpc.RpcError)
             message, status = error.details() or "", error.code().name
-        if coded := _CODED.search(message):
-            return error_from_code(coded[1], coded[2])
+        if structured := _STRUCTURED.search(message):
+            with contextlib.suppress(ValueError):  # not this package's
+                return error_from_kind(structured[1], structured[2])
         if "protocol is restricted" in message:
             return Unavailable(
                 f"the tritonserver at {self._url} does not tell its models' configurations: start it with "
@@ -327,7 +328,7 @@ class _Running:
         self.task: asyncio.Task[None] | None = None
         self._on_response = on_response
         self._unfinished = set(range(request.sampling.num_sequences))
-        self._last: dict[int, Result] = {}
+        self._last: dict[int, SequenceResult] = {}
 
     @property
     def is_done(self) -> bool:
@@ -361,7 +362,7 @@ class _Running:
             self._deliver(Response(self.request.request_id, error=error, is_final=True))
         self._end_if_done()
 
-    def _pass_on(self, result: Result) -> None:
+    def _pass_on(self, result: SequenceResult) -> None:
         self._last[result.sequence_index] = result
         if result.is_sequence_final:
             self._unfinished.discard(result.sequence_index)

@@ -17,18 +17,18 @@ import tritonclient.grpc.aio as triton
 from tritonclient.grpc import InferResult
 from tritonclient.utils import InferenceServerException
 
-Asked = dict[str, Any]
+InferArguments = dict[str, Any]
 """A request by the names of tritonclient's `async_stream_infer`."""
 
 
-class Streams:
+class KServeStreams:
     """The streams of one connection: as many as there have been requests in flight at a time."""
 
     def __init__(self, connection: triton.InferenceServerClient) -> None:
         self._connection = connection
-        self._idle: list[_Stream] = []
+        self._idle: list[_KServeStream] = []
 
-    async def ask(self, asked: Asked) -> AsyncGenerator[tuple[InferResult, bool], None]:
+    async def ask(self, asked: InferArguments) -> AsyncGenerator[tuple[InferResult, bool], None]:
         """Each response to a request, and whether it is the last; ends without a last one if the stream does.
 
         A request whose iterator is closed before that is cancelled, and its stream ended.
@@ -36,14 +36,14 @@ class Streams:
         Raises:
             InferenceServerException, grpc.RpcError: The server refuses the request, or cannot be reached.
         """
-        stream = self._idle.pop() if self._idle else _Stream(self._connection)
+        stream = self._idle.pop() if self._idle else _KServeStream(self._connection)
         try:
             try:
                 async for response in stream.ask(asked):
                     yield response
             except _EndedIdle:
                 stream.cancel()
-                stream = _Stream(self._connection)
+                stream = _KServeStream(self._connection)
                 async for response in stream.ask(asked):
                     yield response
         finally:
@@ -57,7 +57,7 @@ class _EndedIdle(Exception):
     """A stream that was kept for another request had ended meanwhile: it has to be sent again on a new one."""
 
 
-class _Stream:
+class _KServeStream:
     """One stream.
 
     Attributes:
@@ -67,11 +67,11 @@ class _Stream:
     def __init__(self, connection: triton.InferenceServerClient) -> None:
         self.is_idle = True
         self._is_used = False
-        self._requests: asyncio.Queue[Asked | None] = asyncio.Queue()
+        self._requests: asyncio.Queue[InferArguments | None] = asyncio.Queue()
         # tritonclient does not annotate what it returns: an asynchronous iterator that can be cancelled.
         self._responses: Any = connection.stream_infer(self._sent())
 
-    async def ask(self, asked: Asked) -> AsyncIterator[tuple[InferResult, bool]]:
+    async def ask(self, asked: InferArguments) -> AsyncIterator[tuple[InferResult, bool]]:
         may_have_ended, self._is_used, self.is_idle = self._is_used, True, False
         self._requests.put_nowait(asked)
         while not self.is_idle:
@@ -95,6 +95,6 @@ class _Stream:
         self._responses.cancel()
         self._requests.put_nowait(None)
 
-    async def _sent(self) -> AsyncIterator[Asked]:
+    async def _sent(self) -> AsyncIterator[InferArguments]:
         while (asked := await self._requests.get()) is not None:
             yield asked

@@ -14,13 +14,13 @@ import numpy as np
 
 from inflight.core.kv.retention import RetentionConfig
 from inflight.core.request.request import Request
-from inflight.core.request.response import PerfMetrics, Result, TopLogProbs
+from inflight.core.request.response import PerfMetrics, SequenceResult, TopLogProbs
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.errors import Unsupported
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.reader import NUMPY_TYPES
-from inflight.tensors.request_parameters import END_IDS, ERROR_CODES_WANTED
+from inflight.tensors.request_parameters import END_IDS, STRUCTURED_ERRORS
 from inflight.tensors.sampling import as_float_tensor
 from inflight.tensors.word_lists import pack_words
 
@@ -78,7 +78,7 @@ def input_tensors(request: Request) -> dict[str, np.ndarray]:
 def request_parameters(request: Request) -> dict[str, str | bool]:
     """The parameters that a request has beside its tensors."""
     several = {END_IDS: ",".join(map(str, request.end_ids))} if len(request.end_ids) > 1 else {}
-    return {ERROR_CODES_WANTED: True, **several}
+    return {STRUCTURED_ERRORS: True, **several}
 
 
 def output_names(request: Request) -> list[str]:
@@ -97,7 +97,7 @@ def output_names(request: Request) -> list[str]:
 
 def read_result(
     request: Request, outputs: Mapping[str, np.ndarray], is_final: bool, is_first: bool
-) -> Result:
+) -> SequenceResult:
     """One response.
 
     Args:
@@ -117,7 +117,7 @@ def read_result(
     # Of a sequence's prompt they are in each of its responses.
     prompt_log_probs = rows.get("prompt_log_probs") if is_first else None
     context_logits = rows.get("context_logits") if is_first else None
-    return Result(
+    return SequenceResult(
         output_token_ids=tuple(
             tuple(ids[:length].tolist()) for ids, length in zip(rows["output_ids"], lengths, strict=True)
         ),
@@ -136,7 +136,9 @@ def read_result(
     )
 
 
-def ended_result(request: Request, last: Result | None, sequence_index: int, reason: FinishReason) -> Result:
+def ended_result(
+    request: Request, last: SequenceResult | None, sequence_index: int, reason: FinishReason
+) -> SequenceResult:
     """The last result of a sequence that is ended from here: no more tokens, or of beams those so far.
 
     Args:
@@ -157,7 +159,7 @@ def ended_result(request: Request, last: Result | None, sequence_index: int, rea
     has_prompt = not (request.streaming or request.output.exclude_input_from_output)
     none = ((),) * num_rows
     cum_log_probs = None if last is None else last.cum_log_probs
-    return Result(
+    return SequenceResult(
         output_token_ids=(request.input_token_ids if has_prompt else (),) * num_rows,
         num_input_tokens=request.prompt_length,
         num_output_tokens=(0,) * num_rows,

@@ -20,7 +20,7 @@ _SERVED = "tensorrt_llm"
 Labels: TypeAlias = tuple[tuple[str, str], ...]
 
 
-class _Engine:
+class _EngineMetrics:
     """The metrics of one engine: its series by name and by the labels that are not those of the model."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _Engine:
         return {labels[0][1]: float(value) for labels, value in self.series[name].items()}
 
 
-Read = Callable[[_Engine], Mapping[Labels, float]]
+Read = Callable[[_EngineMetrics], Mapping[Labels, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ def _counter(name: str, help: str, *families: str) -> _Alias:
     )
 
 
-def _finished(engine: _Engine) -> Mapping[Labels, float]:
+def _finished(engine: _EngineMetrics) -> Mapping[Labels, float]:
     counts = {"stop": 0.0, "length": 0.0, "abort": 0.0}
     for reason, count in engine.by_label("inflight_finished_sequences_total").items():
         counts[_FINISHED_REASONS[reason]] += count
     return {(("finished_reason", reason),): count for reason, count in counts.items()}
 
 
-def _lora_requests(engine: _Engine) -> Mapping[Labels, float]:
+def _lora_requests(engine: _EngineMetrics) -> Mapping[Labels, float]:
     """Nothing where the engine takes no adapters. The value is when this was, in seconds since the epoch."""
     num_pages = engine.number("inflight_adapter_pages", use="all")
     if not num_pages:
@@ -91,7 +91,7 @@ def _lora_requests(engine: _Engine) -> Mapping[Labels, float]:
     return {labels: engine.number("nv_trt_llm_general_metrics", general_type="timestamp") / 1e6}
 
 
-def _cache_config(engine: _Engine) -> Mapping[Labels, float]:
+def _cache_config(engine: _EngineMetrics) -> Mapping[Labels, float]:
     blocks = engine.by_label("nv_trt_llm_kv_cache_block_metrics")
     labels = (("block_size", f"{blocks['tokens_per']:.0f}"), ("num_gpu_blocks", f"{blocks['max']:.0f}"))
     return {labels: 1.0}
@@ -173,13 +173,13 @@ def vllm_aliases(page: str, model_name: str | None = None) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _read(page: str) -> dict[Labels, _Engine]:
+def _read(page: str) -> dict[Labels, _EngineMetrics]:
     """The series of this server on the page, by the labels that name the model; the served one first."""
-    engines: dict[Labels, _Engine] = {}
+    engines: dict[Labels, _EngineMetrics] = {}
     for name, text, value in _SERIES.findall(page):
         labels = dict(_LABEL.findall(text))
         model = tuple((key, labels.pop(key, "")) for key in _OF_THE_MODEL)
-        series = engines.setdefault(model, _Engine()).series
+        series = engines.setdefault(model, _EngineMetrics()).series
         series.setdefault(name, {})[tuple(sorted(labels.items()))] = value
     return dict(sorted(engines.items(), key=lambda item: (dict(item[0])["model"] != _SERVED, item[0])))
 
@@ -195,7 +195,7 @@ def _escaped(label: str) -> str:
 
 
 def _of_engines(
-    engines: Mapping[Labels, _Engine], read: Read, model_name: str | None
+    engines: Mapping[Labels, _EngineMetrics], read: Read, model_name: str | None
 ) -> Iterator[tuple[str, Labels, float]]:
     for number, (model, engine) in enumerate(engines.items()):
         try:
@@ -207,7 +207,7 @@ def _of_engines(
 
 
 def _histogram(
-    engines: Mapping[Labels, _Engine], name: str, ours: str, help: str, model_name: str | None
+    engines: Mapping[Labels, _EngineMetrics], name: str, ours: str, help: str, model_name: str | None
 ) -> list[str]:
     series: list[tuple[str, Labels, float]] = []
     for number, (model, engine) in enumerate(engines.items()):

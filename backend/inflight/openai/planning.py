@@ -9,14 +9,14 @@ from inflight.errors import InvalidArgument
 from inflight.openai.answers import Usage
 from inflight.openai.errors import ApiError
 from inflight.openai.log_probs import TokenNames
-from inflight.openai.sampling import Asked, longest_prompt, make_prompt
+from inflight.openai.sampling import BodySettings, longest_prompt, make_prompt
 from inflight.openai.serving_model import ServingModel
 from inflight.prompt import Prompt
 from inflight.serving.reply import NewText, new_text
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AnswerPlan:
     """The prompts to run, and the facts that their answer needs.
 
     Attributes:
@@ -29,7 +29,7 @@ class Plan:
         hidden_ids: Tokens that are no part of a text.
     """
 
-    asked: Asked
+    asked: BodySettings
     prompts: Sequence[tuple[Prompt, NewText]]
     usage: Usage
     model_name: str
@@ -45,7 +45,7 @@ class Plan:
 def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> None:
     """Raise ApiError if a body asks for too many sequences: `n` for each of its prompts.
 
-    Asked before anything is tokenized, which takes long for many prompts.
+    BodySettings before anything is tokenized, which takes long for many prompts.
     """
     field = "n" if n > 1 else "prompt"
     try:
@@ -55,8 +55,8 @@ def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> 
 
 
 def make_plan(
-    model: ServingModel, asked: Asked, texts: Sequence[str | None], ids: Sequence[Sequence[int]]
-) -> Plan:
+    model: ServingModel, asked: BodySettings, texts: Sequence[str | None], ids: Sequence[Sequence[int]]
+) -> AnswerPlan:
     """Check everything that the model can be asked for.
 
     Args:
@@ -75,7 +75,7 @@ def make_plan(
         prompt = make_prompt(asked, kept, text, description, model.encoder)
         prompts.append((prompt, new_text(prompt, tokenizer, asked.skip_special_tokens)))
     tells_tokens = asked.num_top is not None or asked.num_prompt_top is not None
-    return Plan(
+    return AnswerPlan(
         asked,
         prompts,
         Usage([prompt for prompt, _ in prompts], description.limits.tokens_per_block),
@@ -86,7 +86,7 @@ def make_plan(
     )
 
 
-def _truncated(asked: Asked, ids: Sequence[int], model: ServingModel) -> Sequence[int]:
+def _truncated(asked: BodySettings, ids: Sequence[int], model: ServingModel) -> Sequence[int]:
     """The last tokens of a prompt, as many as truncate_prompt_tokens says; -1: as many as fit."""
     most = asked.body.truncate_prompt_tokens
     if most is None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from inflight.openai.control_fields import ControlFields
+from inflight.openai.control_fields import BodyControls
 from inflight.openai.errors import ApiError, refused, unsupported
 
 MAX_INT32 = (1 << 31) - 1
@@ -121,7 +121,7 @@ _COMMON_NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class SamplingBody(Body, ControlFields):
+class SamplingBody(Body, BodyControls):
     """The fields of both routes: sampling, stop conditions and outputs."""
 
     model: str | None = None

@@ -14,7 +14,7 @@ from typing import Any
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.guide import Guide
-from inflight.core.request.request import EngineDescription, ModelLimits, OutputConfig, Request
+from inflight.core.request.request import EngineDescription, ModelLimits, OutputOptions, Request
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid, unsupported
@@ -27,7 +27,7 @@ MAX_CONTEXT_LOGITS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BodySettings:
     """The settings of a body that hold for each of its prompts.
 
     Attributes:
@@ -82,7 +82,11 @@ def choose_seed(body: SamplingBody) -> int:
 
 
 def make_prompt(
-    asked: Asked, ids: Sequence[int], text: str | None, description: EngineDescription, encoder: TextEncoder
+    asked: BodySettings,
+    ids: Sequence[int],
+    text: str | None,
+    description: EngineDescription,
+    encoder: TextEncoder,
 ) -> Prompt:
     """One prompt for the engine, valid for it; raises what is wrong, by the body's names."""
     body, limits = asked.body, description.limits
@@ -160,7 +164,7 @@ def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
     )
 
 
-def longest_prompt(asked: Asked, prompt_length: int, limits: ModelLimits) -> int:
+def longest_prompt(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> int:
     """How many of a prompt's tokens leave room for what is asked for; 1 if none does, which is then refused."""
     wanted, width = max(asked.max_tokens or 1, 1), _num_beams(asked.body)
     longest = min(prompt_length, limits.max_input_length, limits.max_context_tokens, limits.room(0) - wanted)
@@ -172,7 +176,7 @@ def _num_beams(body: SamplingBody) -> int:
     return body.n if body.use_beam_search else 1
 
 
-def _max_new_tokens(asked: Asked, prompt_length: int, limits: ModelLimits) -> int:
+def _max_new_tokens(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> int:
     body = asked.body
     if not prompt_length:
         raise invalid("prompt", "prompt is empty: a request needs at least one token")
@@ -204,7 +208,7 @@ def _end_ids(body: SamplingBody, description: EngineDescription) -> tuple[int, .
     return tuple(dict.fromkeys((*own, *body.stop_token_ids)))
 
 
-def _output(asked: Asked, prompt_length: int, limits: ModelLimits) -> OutputConfig:
+def _output(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> OutputOptions:
     top, prompt_top = asked.num_top, asked.num_prompt_top
     num_bytes = 4 * prompt_length * limits.vocab_size
     fits = num_bytes <= MAX_CONTEXT_LOGITS_BYTES
@@ -215,7 +219,7 @@ def _output(asked: Asked, prompt_length: int, limits: ModelLimits) -> OutputConf
             f"{name} is {prompt_top}: the likeliest tokens beside {prompt_length} prompt tokens take "
             f"{num_bytes >> 20} MiB of logits, more than {MAX_CONTEXT_LOGITS_BYTES >> 20}; 0 needs none",
         )
-    return OutputConfig(
+    return OutputOptions(
         exclude_input_from_output=True,
         return_log_probs=top is not None,
         num_top_log_probs=top or 0,

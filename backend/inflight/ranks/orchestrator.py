@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from inflight.core.report.metrics import MetricsSnapshot
-from inflight.core.report.stats import IterationStats, MemoryUsage
+from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.endpoint.client import SocketEngineClient, retire_predecessor
 from inflight.endpoint.frames import EngineProcesses, Statistics
 from inflight.endpoint.supervision import EngineWatch, awaits_successor, is_served
@@ -81,7 +81,7 @@ class Publisher(Protocol):
     """Publishes metrics of rank 0's observations."""
 
     def put(
-        self, stats: IterationStats, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
+        self, stats: IterationCounts, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
     ) -> None:
         """Publish the latest values; `wall_clock_s` is their time."""
         ...

@@ -9,7 +9,7 @@ and the others with it.
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -151,7 +151,7 @@ class Agreement:
         self._known: ConfigError | None = None  # known to every rank
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> Generator[None, None, None]:
         """Run a step on all ranks: if it fails on any of them, ConfigError is raised on all."""
         try:
             yield

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -33,7 +33,7 @@ from inflight.errors import (
     InflightError,
     StepFailed,
     Unavailable,
-    error_from_code,
+    error_from_kind,
     error_from_plain,
     error_to_plain,
     without_places,
@@ -75,20 +75,21 @@ class StageLink(Protocol):
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The outcome of an iteration: the output, or an error's code and message."""
+    """The outcome of an iteration: the output, or an error's kind and marked message."""
 
     iteration: int
     output: ModelOutput | None = None
-    error_code: str = ""
+    error_kind: str = ""
     error_message: str = ""
 
     @classmethod
     def from_error(cls, iteration: int, error: Exception) -> Outcome:
         """Return the outcome of a failed batch; the message has the type of an error from another library."""
         if isinstance(error, InflightError):
-            return cls(iteration, None, error.code, str(error))
+            return cls(iteration, None, error.kind, error.marked)
         what = f"the iteration that carried this request failed: {type(error).__name__}: {error}"
-        return cls(iteration, None, StepFailed.code, without_places(what))
+        failed = StepFailed(without_places(what))
+        return cls(iteration, None, failed.kind, failed.marked)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=error_to_plain)
@@ -180,7 +181,7 @@ class RankEngine:
                     self._engine.remember(batch, outcome.output)
                 return outcome.output
             self._engine.forget(batch, [later.batch for later in self._in_flight])
-        raise error_from_code(outcome.error_code, outcome.error_message)
+        raise error_from_kind(outcome.error_kind, outcome.error_message)
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
@@ -234,7 +235,7 @@ class RankEngine:
         return outcome
 
     @contextmanager
-    def _in_step(self, batch: ScheduledBatch) -> Iterator[None]:
+    def _in_step(self, batch: ScheduledBatch) -> Generator[None, None, None]:
         """Retire this rank if a step fails on it alone, as the ranks are then out of step."""
         if self._cause_of_death:
             raise Unavailable(self._cause_of_death)

@@ -109,7 +109,7 @@ def _accept_ranks(world: MpiWorld, hosts: Sequence[Host], timeout_s: float) -> l
         addresses = () if is_local else (*own_addresses(), hosts[0].name)
         world.broadcast(msgspec.msgpack.encode(_Invitation(addresses, listening.getsockname()[1], secret)))
         missing = set(range(1, world.size))
-        peers = []
+        peers: list[Peer] = []
         for candidate in _authenticated(listening, secret, missing, timeout_s):
             missing.discard(candidate.rank)
             peers.append(
@@ -210,7 +210,7 @@ def _reject(selector: selectors.BaseSelector, candidate: _Candidate | None) -> N
 def _connect_to_leader(rank: int, hosts: Sequence[Host], invitation: _Invitation) -> Peer:
     is_near = hosts[rank].shares_network_with(hosts[0])
     addresses = (_LOOPBACK,) if is_near else invitation.addresses
-    reasons = {}
+    reasons: dict[str, str] = {}
     for try_s in _TRY_S:
         for address in addresses:
             try:

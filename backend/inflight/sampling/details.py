@@ -17,7 +17,7 @@ from torch import Tensor
 
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.guide import GUIDE_END
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.response import TopLogProbs
 from inflight.core.schedule.batch import BeamGroup, TokenDetails
 from inflight.sampling.argmax import top_indices
@@ -26,7 +26,7 @@ from inflight.sampling.top_k_top_p import distribution
 from inflight.sampling.transfer import as_array, to_list, upload
 
 
-def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputConfig]) -> list[TokenDetails]:
+def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputOptions]) -> list[TokenDetails]:
     """Return the details that each row's request asks for about its token.
 
     Args:

@@ -20,7 +20,7 @@ from torch import Tensor
 from inflight.core.request.guide import Guide
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ScheduledBatch, SlotStart
-from inflight.errors import InflightError, StepFailed
+from inflight.errors import InflightError, Name, StepFailed
 from inflight.guided.budget import BudgetedMatcher
 from inflight.guided.grammars import Grammars, MaskRows
 from inflight.sampling.drafts import drafts_of
@@ -132,7 +132,9 @@ class Guides:
         """Return the guide of a starting sequence, in its state after the tokens generated before a pause."""
         request = start.request
         if self._grammars is None:
-            error = StepFailed("guided_decoding_guide: the rank that chooses tokens follows no guides")
+            error = StepFailed(
+                Name("guided_decoding_guide"), ": the rank that chooses tokens follows no guides"
+            )
             return _Guided(None, request.end_ids, error=error)
         try:
             guided = _Guided(self._grammars.matcher(guide), request.end_ids)

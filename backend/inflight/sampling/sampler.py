@@ -38,7 +38,7 @@ _WORTH_SHARING = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _LogitsRows:
     """The rows of logits of each sampled slot.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Layout:
     drafted: list[tuple[int, ContextChunk]]
 
     @classmethod
-    def from_batch(cls, batch: ScheduledBatch, sampled_slots: Sequence[int]) -> _Layout:
+    def from_batch(cls, batch: ScheduledBatch, sampled_slots: Sequence[int]) -> _LogitsRows:
         slots = np.array(sampled_slots, dtype=np.int64)
         chunks = [chunk for chunk in batch.context if chunk.is_last]
         counts = np.ones(len(slots), dtype=np.int64)
@@ -78,7 +78,7 @@ class _Choosing:
         guesses: Tokens that may have to be sampled again.
     """
 
-    layout: _Layout
+    layout: _LogitsRows
     rows: Rows
     raw: RawLogits
     failed: Failures
@@ -187,7 +187,7 @@ class Sampler:
         if self._is_plain(batch, slots):
             return _plain_output(batch, slots, positions, to_host(peaks.tokens, peaks.highest))
         with threads_for(logits):
-            layout = _Layout.from_batch(batch, slots)
+            layout = _LogitsRows.from_batch(batch, slots)
             tokens, choosing = self._start_choosing(batch, layout, logits, positions, peaks.tokens)
             return self._answer(batch, choosing, to_host(tokens, peaks.highest, *choosing.beside()))
 
@@ -206,7 +206,7 @@ class Sampler:
         highest, likeliest = self._kernels.find_peaks(logits)
         if self._is_plain(batch, slots):
             return Choice(likeliest, Arriving.send(likeliest, highest))
-        layout = _Layout.from_batch(batch, slots)
+        layout = _LogitsRows.from_batch(batch, slots)
         needs_host = self._slots.numbers["needs"][layout.slots] & int(Needs.HOST) != 0
         logits = logits.clone() if needs_host.any() else logits
         tokens, choosing = self._start_choosing(batch, layout, logits, positions, likeliest)
@@ -240,7 +240,7 @@ class Sampler:
         """
         slots = batch.sampled_slots()
         if not self._slots.demanding.isdisjoint(slots):
-            rows = self._rows(_Layout.from_batch(batch, slots), logits.contiguous(), positions)
+            rows = self._rows(_LogitsRows.from_batch(batch, slots), logits.contiguous(), positions)
             rows.numbers["steps"] &= 1  # the first step calls the post-processors
             process(rows, self._slots)
 
@@ -272,7 +272,7 @@ class Sampler:
     def _start_choosing(
         self,
         batch: ScheduledBatch,
-        layout: _Layout,
+        layout: _LogitsRows,
         logits: Tensor,
         positions: NDArray[np.int64],
         likeliest: Tensor,
@@ -447,7 +447,7 @@ class Sampler:
         indices = indices[emitted[indices] & (chosen[indices] == rows.numbers["top_p_reset_id"][indices])]
         self._slots.numbers["top_p_since"][rows.slots[indices]] = rows.positions[indices] + 1
 
-    def _rows(self, layout: _Layout, logits: Tensor, positions: NDArray[np.int64]) -> Rows:
+    def _rows(self, layout: _LogitsRows, logits: Tensor, positions: NDArray[np.int64]) -> Rows:
         slots = np.repeat(layout.slots, layout.counts) if layout.drafted else layout.slots
         rows = Rows(logits, slots, positions, self._slots.numbers[slots])
         for first, chunk in layout.drafted:
@@ -486,7 +486,9 @@ def _plain_output(
     return ModelOutput(batch.iteration, found)
 
 
-def _tokens(layout: _Layout, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]) -> list[tuple[int, ...]]:
+def _tokens(
+    layout: _LogitsRows, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]
+) -> list[tuple[int, ...]]:
     """Return the new tokens of every sampled slot."""
     if emitted.all() and not layout.drafted:
         return list(zip(chosen.tolist()))

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TextIO, cast, get_args
 
@@ -298,7 +298,7 @@ def _serve(options: ServerOptions) -> int:
 
 
 @contextlib.contextmanager
-def _echo() -> Iterator[TextIO]:
+def _echo() -> Generator[TextIO, None, None]:
     """The stream of the server's log: stderr; on a terminal, lines about progress become a bar there."""
     if not sys.stderr.isatty():
         yield sys.stderr

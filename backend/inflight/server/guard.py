@@ -127,7 +127,7 @@ def guard_of_front_end(model: str) -> Guard | None:
     return guard
 
 
-class _Word(Enum):
+class _NextAction(Enum):
     """The guard's next action after a message from the model's process, or after its end."""
 
     END = "the server is to be ended, or has ended"
@@ -171,14 +171,14 @@ def main(server: ProcessId, region: str, model: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # they are for the server
     leftovers = _Leftovers(region, model)
     with server.opened() as server_end:
-        word = _Word.END if server_end is None else _listen(server_end, leftovers)
-    if word is _Word.END:
+        action = _NextAction.END if server_end is None else _listen(server_end, leftovers)
+    if action is _NextAction.END:
         _end_all(server, leftovers)
-    elif word is _Word.REST:
+    elif action is _NextAction.REST:
         server.wait()
 
 
-def _listen(server_end: int, leftovers: _Leftovers) -> _Word:
+def _listen(server_end: int, leftovers: _Leftovers) -> _NextAction:
     pipe, unread = sys.stdin.fileno(), b""
     while pipe in (ready := _wait(pipe, server_end, leftovers.timeout_s)):
         part = os.read(pipe, 4096)
@@ -188,14 +188,14 @@ def _listen(server_end: int, leftovers: _Leftovers) -> _Word:
         for line in lines:
             word, _, about = line.partition(b" ")
             if word == _END:
-                return _Word.END
+                return _NextAction.END
             if word in (_DISMISS, _REST):
-                return _Word.DISMISS if word == _DISMISS else _Word.REST
+                return _NextAction.DISMISS if word == _DISMISS else _NextAction.REST
             leftovers.note(word, os.fsdecode(about))
     if server_end not in ready:
         what = "has ended" if ready else f"has been silent for {leftovers.timeout_s:g} s"
         _say(f"the process of the model {leftovers.model} {what}")
-    return _Word.END
+    return _NextAction.END
 
 
 def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -215,13 +215,17 @@ class TritonServer:
 
     def _make_startup(self, say: Callable[[str], None] | None) -> Startup:
         assert self._log is not None, "who waits has started the server"
-        tell = None if say is None else lambda line: say(f"{line}; {_where_log_is(self._echo)}")
+
+        def tell(line: str) -> None:
+            if say is not None:
+                say(f"{line}; {_where_log_is(self._echo)}")
+
         return Startup(
             self.repository.models,
             self._log,
             lambda: num_bytes(runtime_directory.find_processes(self._folder)),
             self._options.ready_timeout_s,
-            tell,
+            None if say is None else tell,
             initialized=lambda: runtime_directory.initialized_models(self._folder),
         )
 
@@ -410,7 +414,7 @@ def serve(
     settings: Mapping[str, str] | None = None,
     ready_timeout: float = 120.0,
     options: ServerOptions | None = None,
-) -> Iterator[TritonServer]:
+) -> Generator[TritonServer, None, None]:
     """A ready server on free ports for the length of a `with`; `options` sets the rest, and is overridden.
 
     Without options clients may read the models' configurations, as perf_analyzer has to.

@@ -57,7 +57,7 @@ class Wanted:
 
     model: Path | None = None
     dtype: str | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
     adapters: tuple[tuple[str, Path], ...] = ()
     engine: str | None = None
     engine_dir: Path | None = None
@@ -78,7 +78,7 @@ class RuntimeRepository:
     models: tuple[str, ...]
     checkpoint: str | None
     launches: tuple[ranks.Launch, ...] = ()
-    endpoints: Mapping[str, str] = field(default_factory=dict)
+    endpoints: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def default_repository() -> Path:
@@ -212,7 +212,7 @@ def _engine_of(model: str, parameters: Mapping[str, str], engines: list[str]) ->
 
 
 def _launches(filled: Mapping[str, Mapping[str, str]]) -> tuple[ranks.Launch, ...]:
-    launches = []
+    launches: list[ranks.Launch] = []
     for model, known in filled.items():
         if not _is_engine(known):
             continue

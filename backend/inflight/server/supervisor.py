@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 from typing import TextIO
 
 from inflight.server import orphans
@@ -23,6 +24,10 @@ _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
 
 _PROVEN_S = 60.0
 """A server that was ready for so many seconds ends a row of lost ones."""
+
+
+def _wake(_: int, __: FrameType | None) -> None:
+    """Do nothing: that there is a handler is enough for the byte in the pipe."""
 
 
 class Signals:
@@ -39,12 +44,15 @@ class Signals:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, _: self.received.append(number))
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+            signal.signal(number, self._note)
+        signal.signal(signal.SIGCHLD, _wake)
         return self
 
     def __exit__(self, *_: object) -> None:
         """The process is about to end: the handlers stay, so that no late signal changes its exit status."""
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.received.append(number)
 
     def any(self) -> bool:
         """Whether this process is to end."""

@@ -152,7 +152,7 @@ def _says_ranks(parameters: Mapping[str, str]) -> bool:
 
 def _engines(given: argparse.Namespace) -> dict[str, dict[str, str]]:
     """The parameters of the models that are said to hold engines."""
-    engines = {}
+    engines: dict[str, dict[str, str]] = {}
     for name in given.tensorrt_llm_model_name.split(","):
         config = given.model_repo / name / _CONFIG
         if not config.is_file():
@@ -162,7 +162,7 @@ def _engines(given: argparse.Namespace) -> dict[str, dict[str, str]]:
 
 
 def _notes(given: argparse.Namespace) -> tuple[str, ...]:
-    notes = []
+    notes: list[str] = []
     if given.disable_spawn_processes:
         notes.append("--disable-spawn-processes means nothing here: each engine starts its own ranks")
     if given.trtllm_llmapi_launch:
@@ -186,7 +186,7 @@ def _check_alone(force: bool) -> None:
 
 def running_servers() -> list[int]:
     """Process ids of every tritonserver on this machine."""
-    found = []
+    found: list[int] = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             # Its name in brackets, then its state.

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from inflight.additional_outputs import GENERATION
 from inflight.core.request.request import FloatTensor
-from inflight.core.request.response import AdditionalOutput, Result
+from inflight.core.request.response import ReturnedOutput, SequenceResult
 from inflight.core.request.stop import FinishReason
 from inflight.errors import Unsupported, without_places
 from inflight.text.detokenizer import IncrementalDetokenizer
@@ -130,7 +130,7 @@ class CompletionText:
         # Made with the first result: on the sender thread, and not for a request that never has one.
         self._row: _RowText | None = None
 
-    def add(self, result: Result) -> tuple[TextDelta, ...]:
+    def add(self, result: SequenceResult) -> tuple[TextDelta, ...]:
         """Add a result; returns what it adds to the text of each of its beams (one, if there are none).
 
         Bytes of an unfinished character wait for the next one, and so does what may begin a stop string; both
@@ -144,7 +144,7 @@ class CompletionText:
             lead = self._prompt()
         return (self._row.add(new_tokens(result)[0], result.is_sequence_final, lead),)
 
-    def _whole(self, ids: tuple[int, ...], result: Result) -> TextDelta:
+    def _whole(self, ids: tuple[int, ...], result: SequenceResult) -> TextDelta:
         return self._start_row().add(ids, result.is_sequence_final, self._prompt())
 
     def _start_row(self) -> _RowText:
@@ -214,14 +214,14 @@ class _RowText:
         return finder.add(rest, may_stop=may_stop) + finder.add(hidden, is_shown=False, may_stop=may_stop)
 
 
-def new_tokens(result: Result) -> tuple[tuple[int, ...], ...]:
+def new_tokens(result: SequenceResult) -> tuple[tuple[int, ...], ...]:
     """The result's generated tokens, by beam."""
     return tuple(
         ids[len(ids) - count :] for ids, count in zip(result.output_token_ids, result.num_output_tokens)
     )
 
 
-def cut_at_stop(result: Result, deltas: Sequence[TextDelta]) -> Result:
+def cut_at_stop(result: SequenceResult, deltas: Sequence[TextDelta]) -> SequenceResult:
     """Cut `result` where a stop string has ended it: to the tokens that count, with what belongs to them.
 
     Rows that have stopped end with STOP_WORDS, and when all have, the sequence has ended.
@@ -246,10 +246,10 @@ def cut_at_stop(result: Result, deltas: Sequence[TextDelta]) -> Result:
     )
 
 
-def _cut_output(output: AdditionalOutput, kept: list[int]) -> AdditionalOutput:
+def _cut_output(output: ReturnedOutput, kept: list[int]) -> ReturnedOutput:
     if not output.name.startswith(GENERATION):
         return output
-    return AdditionalOutput(output.name, _first_rows(output.tensors, kept) or ())
+    return ReturnedOutput(output.name, _first_rows(output.tensors, kept) or ())
 
 
 def _first_of_each(
@@ -258,7 +258,7 @@ def _first_of_each(
     return None if rows is None else tuple(row[:count] for row, count in zip(rows, kept))
 
 
-def _cum_log_probs(result: Result, kept: list[int]) -> tuple[float, ...] | None:
+def _cum_log_probs(result: SequenceResult, kept: list[int]) -> tuple[float, ...] | None:
     of_model = result.model_log_probs or result.log_probs
     if result.cum_log_probs is None or of_model is None:
         return result.cum_log_probs

@@ -7,7 +7,7 @@ protocols or how answers are sent. Any thread; one lock, never held while sendin
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -35,6 +35,10 @@ class ClientStream(Protocol):
 
     def finish(self, response: Any = None) -> None:
         """Send the last response, or none, and end the request. Only the first call does anything."""
+        ...
+
+    def fail(self, error: InflightError) -> None:
+        """Send an error as the last response, and end the request, as `finish` does."""
         ...
 
     def is_cancelled(self) -> bool:
@@ -68,6 +72,7 @@ class InFlightRequest:
         client_request_id: The id that the client gave it, "" if it gave none.
         stream: The way back to the client.
         reply: Makes its outputs. Touched by the sender thread only, once the engine knows of the request.
+        shown_name: The client's own name for an input, for errors of the engine.
         ticket: Of `ResponseBudget`, to release when it is answered; 0 until the engine knows of the request.
         handles: Of its prompts, in the order of the batch. Written once, by InFlight.
         num_unfinished: Prompts whose final response has not come. Written by InFlight.
@@ -79,6 +84,7 @@ class InFlightRequest:
     client_request_id: str
     stream: ClientStream
     reply: Reply
+    shown_name: Callable[[str], str] = str
     ticket: int = 0
     handles: tuple[RequestHandle, ...] = ()
     num_unfinished: int = 0

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from inflight.additional_outputs import GENERATION
 from inflight.core.request.request import FloatTensor
-from inflight.core.request.response import AdditionalOutput, Response, Result, merge_responses
+from inflight.core.request.response import Response, ReturnedOutput, SequenceResult, merge_responses
 from inflight.core.request.stop import FinishReason
 from inflight.prompt import Output, Prompt
 from inflight.serving.completion_text import CompletionText, cut_at_stop
@@ -26,7 +26,7 @@ NewText = Callable[[], CompletionText]
 """Begins the text of one more sequence."""
 
 _T = TypeVar("_T")
-_ResultAndTexts = tuple[Result, tuple[str, ...] | None]
+_ResultAndTexts = tuple[SequenceResult, tuple[str, ...] | None]
 _NO_ROWS = FloatTensor((0, 0), b"")
 _FLOAT_BYTES = 4
 
@@ -91,7 +91,7 @@ class Reply:
         self._sequences: dict[tuple[int, int], _Sequence] = {}  # by batch index and sequence index
         self._held: list[Output] = []
 
-    def add(self, batch_index: int, result: Result, is_last: bool) -> tuple[Output, ...]:
+    def add(self, batch_index: int, result: SequenceResult, is_last: bool) -> tuple[Output, ...]:
         """Add a result; returns what is to be sent now, as one response, empty if nothing is.
 
         Args:
@@ -131,13 +131,13 @@ class _Sequence:
         # The engine streams where text has to be looked at before anyone knows whether it goes on.
         self._gathers = prompt.request.streaming and not prompt.options.streaming
         self._gathered: list[_ResultAndTexts] = []
-        self._stopped_at: Result | None = None
+        self._stopped_at: SequenceResult | None = None
 
     @property
     def stopped(self) -> bool:
         return self._stopped_at is not None
 
-    def add(self, result: Result) -> _ResultAndTexts | None:
+    def add(self, result: SequenceResult) -> _ResultAndTexts | None:
         is_last = result.is_sequence_final
         if self._stopped_at is not None:
             if not is_last:
@@ -155,7 +155,7 @@ class _Sequence:
         self._gathered.append((result, texts))
         return self._whole() if is_last else None
 
-    def _with_text(self, result: Result) -> _ResultAndTexts:
+    def _with_text(self, result: SequenceResult) -> _ResultAndTexts:
         if self._text is None:
             return result, None
         deltas = self._text.add(result)
@@ -187,7 +187,7 @@ class _Repeated:
         self._context_logits: FloatTensor | None = None
         self._prompt_log_probs: tuple[float, ...] | None = None
 
-    def add(self, result: Result) -> Result:
+    def add(self, result: SequenceResult) -> SequenceResult:
         """`result`, with what is repeated of those before it."""
         logits, prompt = result.context_logits, result.prompt_log_probs
         if logits is not None and len(logits.data) <= self._rules.max_bytes:
@@ -206,7 +206,7 @@ class _Repeated:
         )
 
 
-def _after_stop(stopped_at: Result, last: Result) -> Result:
+def _after_stop(stopped_at: SequenceResult, last: SequenceResult) -> SequenceResult:
     """The last result of a sequence that a stop string had ended before: no more tokens, but its metrics."""
     return replace(
         stopped_at,
@@ -220,7 +220,7 @@ def _after_stop(stopped_at: Result, last: Result) -> Result:
         context_logits=None,
         generation_logits=None if stopped_at.generation_logits is None else (_NO_ROWS,),
         additional_outputs=tuple(
-            AdditionalOutput(output.name, (_NO_ROWS,)) for output in _of_tokens(stopped_at)
+            ReturnedOutput(output.name, (_NO_ROWS,)) for output in _of_tokens(stopped_at)
         ),
         perf_metrics=last.perf_metrics,
     )
@@ -253,16 +253,16 @@ def _as_rows(sequences: list[Output]) -> Output:
     return replace(first, result=result, texts=texts)
 
 
-def _of_tokens(result: Result) -> Iterator[AdditionalOutput]:
+def _of_tokens(result: SequenceResult) -> Iterator[ReturnedOutput]:
     """The additional outputs that come with tokens."""
     return (output for output in result.additional_outputs if output.name.startswith(GENERATION))
 
 
-def _additional_rows(results: list[Result]) -> tuple[AdditionalOutput, ...]:
+def _additional_rows(results: list[SequenceResult]) -> tuple[ReturnedOutput, ...]:
     """Combine additional outputs: the prompt's once, as all share it, and a tensor of each sequence's tokens."""
     of_sequences = [{output.name: output.tensors[0] for output in _of_tokens(result)} for result in results]
     return tuple(
-        AdditionalOutput(output.name, tuple(each.get(output.name, _NO_ROWS) for each in of_sequences))
+        ReturnedOutput(output.name, tuple(each.get(output.name, _NO_ROWS) for each in of_sequences))
         if output.name.startswith(GENERATION)
         else output
         for output in results[0].additional_outputs

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from inflight.core.request.response import Response
+from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.delivery import Delivery
 from inflight.errors import InflightError, StepFailed, unexpected
@@ -31,10 +31,6 @@ class ResponseMaker(Protocol):
 
     def outputs(self, outputs: Sequence[Output]) -> Any:
         """One response with all these outputs."""
-        ...
-
-    def error(self, error: InflightError) -> Any:
-        """A response that carries an error."""
         ...
 
     def tensor_sizes(self, response: Any) -> Iterable[tuple[str, int]]:
@@ -109,7 +105,15 @@ class Sender:
             self._budget.release(arrival.entry.ticket)
 
     def _send(self, arrival: Arrival, response: Response) -> None:
-        message, stream = self._message(arrival, response), arrival.entry.stream
+        entry, stream = arrival.entry, arrival.entry.stream
+        if response.result is None:
+            error = response.error or StepFailed("the engine gave no result")
+            stream.fail(error.with_names(entry.shown_name))
+            return
+        if entry.ending is not Ending.NONE:
+            stream.fail(entry.send_failure or error_of_ending(entry.ending))
+            return
+        message = self._message(arrival, response.result)
         if message is None:
             if arrival.is_last:
                 stream.finish()
@@ -120,13 +124,9 @@ class Sender:
             else:
                 stream.send(message)
 
-    def _message(self, arrival: Arrival, response: Response) -> Any:
+    def _message(self, arrival: Arrival, result: SequenceResult) -> Any:
         """Make a response of the clients' protocol; None if there is nothing to send yet."""
-        entry, result = arrival.entry, response.result
-        if result is None:
-            return self._responses.error(response.error or StepFailed("the engine gave no result"))
-        if entry.ending is not Ending.NONE:
-            return self._responses.error(entry.send_failure or error_of_ending(entry.ending))
+        entry = arrival.entry
         outputs = entry.reply.add(arrival.batch_index, result, arrival.is_last)
         if not result.is_sequence_final and entry.reply.has_just_stopped:
             entry.handles[arrival.batch_index].stop(StopReason.STOP_WORDS, result.sequence_index)
@@ -142,6 +142,6 @@ class Sender:
             self._in_flight.cancel(entry, Ending.SEND_FAILED)
             return
         try:
-            entry.stream.finish(self._responses.error(failed))
+            entry.stream.fail(failed)
         except Exception as last:  # whatever it is, nothing is left to tell this client
             _log.debug("request %s could not be ended: %r", entry, last)

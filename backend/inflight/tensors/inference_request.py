@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, Name, Unsupported
 from inflight.prompt import Prompt
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_table import OUTPUTS
@@ -64,7 +64,11 @@ class InferenceRequest:
                 f"the tensors have {1 + len(others)} rows: make an InferenceRequest for each"
             )
         if prompt.options.stop_strings:
-            raise Unsupported("stop_words is text, and there is no tokenizer here: send stop_words_list")
+            raise Unsupported(
+                Name("stop_words"),
+                " is text, and there is no tokenizer here: send ",
+                Name("stop_words_list"),
+            )
         return replace(prompt, request=replace(prompt.request, request_id=self.request_id))
 
     def _check_name(self, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import DEFAULT_PRIORITY, Retention, RetentionConfig, TokenRangeRetention
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 from inflight.tensors.reader import TensorReader
 
 _STARTS = "retention_token_range_starts"
@@ -32,7 +32,7 @@ def _retention_ranges(reader: TensorReader) -> tuple[TokenRangeRetention, ...]:
     if starts is None:
         for name in (_ENDS, _PRIORITIES, _DURATIONS):
             if reader.integers(name) is not None:
-                raise InvalidArgument(f"{_STARTS} must be provided: {name} came without it")
+                raise InvalidArgument(Name(_STARTS), " must be provided: ", Name(name), " came without it")
         return ()
     ends = _beside(reader, _ENDS, len(starts))
     priorities = _beside(reader, _PRIORITIES, len(starts))
@@ -56,10 +56,14 @@ def _beside(reader: TensorReader, name: str, length: int) -> list[int]:
     """Returns the tensor `name`, which must have a number for each of `length` ranges."""
     values = reader.integers(name)
     if values is None:
-        raise InvalidArgument(f"{name} must be provided: {_STARTS} has {length} ranges")
+        raise InvalidArgument(Name(name), " must be provided: ", Name(_STARTS), f" has {length} ranges")
     if len(values) != length:
         raise InvalidArgument(
-            f"Invalid {name} length. Expected length {length}, as {_STARTS} has, got length {len(values)}"
+            "Invalid ",
+            Name(name),
+            f" length. Expected length {length}, as ",
+            Name(_STARTS),
+            f" has, got length {len(values)}",
         )
     return values
 

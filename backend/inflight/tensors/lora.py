@@ -13,7 +13,7 @@ from typing import Any
 from inflight.adapters.lora_tensors import lora_weights
 from inflight.core.request.adapter import LoraRequest, LoraWeights
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, Name, Unsupported
 from inflight.tensors.reader import TensorReader
 
 _PEFT = "hf"
@@ -36,22 +36,31 @@ def read_lora(reader: TensorReader) -> LoraRequest | None:
     source = reader.text("lora_ckpt_source")
     if source and source != _PEFT:
         raise Unsupported(
-            f"lora_ckpt_source is {source!r}, expected {_PEFT!r}: adapters are PEFT folders here"
+            Name("lora_ckpt_source"), f" is {source!r}, expected {_PEFT!r}: adapters are PEFT folders here"
         )
     task_id, weights = reader.integer("lora_task_id"), _read_weights(reader)
     name, path = reader.text("lora_name") or "", reader.text("lora_path") or ""
     if weights is not None and path:
-        raise InvalidArgument(f"lora_path is {path!r} and lora_weights came too: send one of them")
+        raise InvalidArgument(
+            Name("lora_path"), f" is {path!r} and ", Name("lora_weights"), " came too: send one of them"
+        )
     if weights is not None and task_id is None:
         raise InvalidArgument(
-            "lora_task_id must be set for LoRA inference: lora_weights and lora_config are stored under it"
+            Name("lora_task_id"),
+            " must be set for LoRA inference: ",
+            Name("lora_weights"),
+            " and ",
+            Name("lora_config"),
+            " are stored under it",
         )
     if path:  # then name and id are what its client calls it, as in TensorRT-LLM's LoRARequest
         return LoraRequest(path=path)
     if name and task_id is not None:
         raise InvalidArgument(
-            f"lora_name is {name!r} and {reader.shown_name('lora_task_id')} is {task_id}: they name different "
-            "adapters, send one of them"
+            Name("lora_name"),
+            f" is {name!r} and ",
+            Name(reader.shown_name("lora_task_id")),
+            f" is {task_id}: they name different adapters, send one of them",
         )
     if name or task_id is not None:
         return LoraRequest(task_id, name, weights=weights)
@@ -65,8 +74,12 @@ def _read_weights(reader: TensorReader) -> LoraWeights | None:
     if weights is None or config is None:
         present, absent = ("lora_config", "lora_weights")[:: 1 if weights is None else -1]
         raise InvalidArgument(
-            "Request for LoRA inference must have both lora_weights and lora_keys: "
-            f"{present} came without {absent}"
+            "Request for LoRA inference must have both ",
+            Name("lora_weights"),
+            " and lora_keys: ",
+            Name(present),
+            " came without ",
+            Name(absent),
         )
     return lora_weights(weights, config)
 
@@ -75,7 +88,7 @@ def read_adapter_command(rows: Sequence[TensorReader]) -> AdapterCommand:
     """The command in a request with `lora_command`; InvalidArgument says what is wrong with it."""
     first, *others = rows
     if others:
-        raise InvalidArgument(f"lora_command takes one command, got a batch of {1 + len(others)}")
+        raise InvalidArgument(Name("lora_command"), f" takes one command, got a batch of {1 + len(others)}")
     text = first.text("lora_command") or ""
     try:
         given = json.loads(text)
@@ -113,6 +126,7 @@ def _checked(command: AdapterCommand, text: str) -> AdapterCommand:
 def _bad(text: str, problem: str) -> InvalidArgument:
     shown = text if len(text) <= 200 else f"{text[:200]}…"
     return InvalidArgument(
-        f'lora_command {problem}, expected {{"command": "list"}}, {{"command": "load", "name": …, "path": …}} or '
-        f'{{"command": "unload", "name" or "task_id": …}}, got {shown}'
+        Name("lora_command"),
+        f' {problem}, expected {{"command": "list"}}, {{"command": "load", "name": …, "path": …}} or '
+        f'{{"command": "unload", "name" or "task_id": …}}, got {shown}',
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inflight.arrays import to_prompt_table
 from inflight.core.request.adapter import PromptTable
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 from inflight.tensors.reader import TensorReader
 
 
@@ -17,7 +17,9 @@ def read_prompt_table(reader: TensorReader) -> PromptTable | None:
     found = 0 if array is None else len(array)
     if num_rows is not None and num_rows != found:
         came = "is missing" if array is None else f"has {found} rows"
-        raise InvalidArgument(f"prompt_vocab_size is {num_rows}, but prompt_embedding_table {came}")
+        raise InvalidArgument(
+            Name("prompt_vocab_size"), f" is {num_rows}, but ", Name("prompt_embedding_table"), f" {came}"
+        )
     return None if array is None else to_prompt_table(array, reader.shown_name("prompt_embedding_table"))
 
 

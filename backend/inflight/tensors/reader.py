@@ -6,7 +6,6 @@ know what a request does with the values. Any thread.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from inflight.errors import InvalidArgument, RequestError, Unsupported
+from inflight.errors import InvalidArgument, Name, RequestError, Unsupported
 from inflight.tensors.spec import Neutral, NeutralRule, TensorSpec, TensorTable, Vocabulary
 
 _Read = TypeVar("_Read")
@@ -80,7 +79,10 @@ class TensorReader:
             if size != most:
                 larger = next(name for name in sizes if sizes[name] == most)
                 raise InvalidArgument(
-                    f"{wire_name} has {size} rows and {larger} has {most}: a batch has one row for each prompt"
+                    Name(wire_name),
+                    f" has {size} rows and ",
+                    Name(larger),
+                    f" has {most}: a batch has one row for each prompt",
                 )
         return [self] if most == 1 else [self._with(partial(_row, index)) for index in range(most)]
 
@@ -95,22 +97,18 @@ class TensorReader:
         return reader
 
     def shown_name(self, name: str) -> str:
-        """The name under which this request's client knows the tensor."""
-        sent = [one.wire_name for one in self._sent.get(name, ())]
-        return (*sent, *self._table[name].names(self._vocabulary), name)[0]
+        """This request's client's name for a tensor; a name that no tensor has stays as it is."""
+        return self.client_names()(name)
+
+    def client_names(self) -> Callable[[str], str]:
+        """`shown_name`, as a function that does not keep this reader's arrays."""
+        sent = {name: found[0].wire_name for name, found in self._sent.items()}
+        return partial(_shown_name, self._table, self._vocabulary, sent)
 
     @property
     def has_text_vocabulary(self) -> bool:
         """Whether the client uses the tensor names of `ensemble`."""
         return self._vocabulary is Vocabulary.TEXT
-
-    def in_client_names(self, message: str) -> str:
-        """The message with main names replaced by those that this request's client knows."""
-        for spec in self._table.specs:
-            shown = self.shown_name(spec.name)
-            if shown != spec.name:
-                message = re.sub(rf"\b{spec.name}\b", shown, message)
-        return message
 
     def integer(self, name: str) -> int | None:
         """A scalar INT32 or UINT64, None when absent; of a BOOL, true is 1."""
@@ -174,7 +172,8 @@ class TensorReader:
         """Raise Unsupported for a tensor that asks for what this version does not do, or that it does not know."""
         if self._unknown:
             raise Unsupported(
-                f"{self._unknown[0]} is declared in config.pbtxt, but this model does not know it: leave it out"
+                Name(self._unknown[0]),
+                " is declared in config.pbtxt, but this model does not know it: leave it out",
             )
         for name in self._sent:
             spec = self._table[name]
@@ -183,8 +182,9 @@ class TensorReader:
             found = self._find(spec)
             if found is not None and not self._asks_for_nothing(found.array, spec.neutral):
                 raise Unsupported(
-                    f"{found.wire_name} is not available in this version: got {_shown(found.array)}, "
-                    f"expected it {spec.asks_for_nothing}"
+                    Name(found.wire_name),
+                    f" is not available in this version: got {_shown(found.array)}, "
+                    f"expected it {spec.asks_for_nothing}",
                 )
 
     def _asks_for_nothing(self, array: np.ndarray, neutral: Neutral) -> bool:
@@ -207,15 +207,23 @@ class TensorReader:
             dtypes = (spec.dtype, *spec.other_dtypes)
             if sent.array.dtype not in [NUMPY_TYPES[dtype] for dtype in dtypes]:
                 raise InvalidArgument(
-                    f"{sent.wire_name} must be {' or '.join(dtypes)}, got {sent.array.dtype}"
+                    Name(sent.wire_name), f" must be {' or '.join(dtypes)}, got {sent.array.dtype}"
                 )
         for other in found[1:]:
             if not np.array_equal(other.array.ravel(), found[0].array.ravel()):
                 raise InvalidArgument(
-                    f"{found[0].wire_name} is {_shown(found[0].array)} but {other.wire_name} is "
-                    f"{_shown(other.array)}: they are two names of one tensor, send one of them"
+                    Name(found[0].wire_name),
+                    f" is {_shown(found[0].array)} but ",
+                    Name(other.wire_name),
+                    f" is {_shown(other.array)}: they are two names of one tensor, send one of them",
                 )
         return found[0] if found else None
+
+
+def _shown_name(table: TensorTable, vocabulary: Vocabulary, sent: Mapping[str, str], name: str) -> str:
+    if name in sent or name not in table:
+        return sent.get(name, name)
+    return (*table[name].names(vocabulary), name)[0]
 
 
 def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
@@ -227,7 +235,7 @@ def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
         except RequestError as error:
             if len(readings) == 1:
                 raise
-            raise type(error)(f"row {index} of the batch: {error}") from None
+            raise type(error)(f"row {index} of the batch: ", *error.args) from None
     return results
 
 
@@ -252,7 +260,8 @@ def decode_utf8(raw: bytes | str, name: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidArgument(
-            f"{name} must be UTF-8 text; byte {raw[error.start]:#04x} at position {error.start} is not"
+            Name(name),
+            f" must be UTF-8 text; byte {raw[error.start]:#04x} at position {error.start} is not",
         ) from None
 
 
@@ -276,14 +285,17 @@ def _without_batch(sent: _Sent, spec: TensorSpec) -> np.ndarray:
             raise _batch_refused(sent)
         array = array[0]
     if array.ndim != rank or any(want not in (-1, got) for want, got in zip(spec.dims, array.shape)):
-        raise InvalidArgument(f"{sent.wire_name} must have shape {spec.wire_shape}, got {list(array.shape)}")
+        raise InvalidArgument(
+            Name(sent.wire_name), f" must have shape {spec.wire_shape}, got {list(array.shape)}"
+        )
     return array
 
 
 def _batch_refused(sent: _Sent) -> Unsupported:
     return Unsupported(
-        f"{sent.wire_name} has shape {list(sent.array.shape)}: this takes one at a time. "
-        f"Send {sent.array.shape[0]} separate requests; they run in one batch all the same"
+        Name(sent.wire_name),
+        f" has shape {list(sent.array.shape)}: this takes one at a time. "
+        f"Send {sent.array.shape[0]} separate requests; they run in one batch all the same",
     )
 
 

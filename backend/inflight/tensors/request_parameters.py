@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InflightError, InvalidArgument, Unsupported
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.spec import TensorTable, Vocabulary
 
 PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT = "request_priority", "client_id", "allotted_time_ms", "timeout"
-END_IDS, ERROR_CODES_WANTED = "end_ids", "error_codes"
-_READ = frozenset({PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT, END_IDS, ERROR_CODES_WANTED})
+END_IDS, CODED_ERRORS, STRUCTURED_ERRORS = "end_ids", "error_codes", "structured_errors"
+_READ = frozenset({PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT, END_IDS, CODED_ERRORS, STRUCTURED_ERRORS})
 
 HARMLESS: Mapping[str, str] = {
     "Streaming": "tensorrtllm_backend's client sends it beside `stop`, and its backend ignores it too",
@@ -91,6 +91,7 @@ def read_request_parameters(
     if not given and not timeout_us:  # nearly every request
         return NO_PARAMETERS
     _refuse_one_phase(given)
+    _check_booleans(given)
     _refuse_misnamed(given, vocabulary, ignored)
     refuse_unread(given, INPUTS, vocabulary, (*_READ, *ignored))
     return RequestParameters(
@@ -101,15 +102,22 @@ def read_request_parameters(
     )
 
 
-def wants_error_codes(parameters: str) -> bool:
-    """Whether the message of an error is to begin with its code: Triton keeps codes from those who stream.
+def error_writer(parameters: str) -> Callable[[InflightError], str]:
+    """The function that writes the message of an error for a request's client, as the request's parameters say.
 
-    The parameter `error_codes`, a boolean. Anything else asks for nothing here, and is refused where it is read.
+    With `error_codes` true the message begins with the error's code, since Triton keeps codes from those who
+    stream: "INVALID_ARG: end_id must be …". With `structured_errors` true it begins with the error's kind, and
+    marks the names of inputs: "INVALID_ARG: {end_id} must be …" (`InflightError.marked`). Other values ask for
+    nothing here, and are refused where they are read.
     """
-    if ERROR_CODES_WANTED not in parameters:  # nearly every request
-        return False
+    if CODED_ERRORS not in parameters and STRUCTURED_ERRORS not in parameters:  # nearly every request
+        return str
     given = json.loads(parameters)
-    return isinstance(given, dict) and given.get(ERROR_CODES_WANTED) is True
+    if isinstance(given, dict) and given.get(STRUCTURED_ERRORS) is True:
+        return lambda error: f"{error.kind}: {error.marked}"
+    if isinstance(given, dict) and given.get(CODED_ERRORS) is True:
+        return lambda error: f"{error.code}: {error}"
+    return str
 
 
 def refuse_unread(
@@ -146,6 +154,13 @@ def _refuse_one_phase(given: Mapping[str, Any]) -> None:
         )
 
 
+def _check_booleans(given: Mapping[str, Any]) -> None:
+    for name in (CODED_ERRORS, STRUCTURED_ERRORS):
+        value = given.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise InvalidArgument(f"request parameter {name} must be true or false, got {value!r}")
+
+
 def _refuse_misnamed(given: Mapping[str, Any], vocabulary: Vocabulary, ignored: Collection[str]) -> None:
     """Refuse tensors of the other vocabulary, which HTTP generate makes parameters of: nobody would read them."""
     own = {name for name, _ in INPUTS.declared(vocabulary)}
@@ -159,9 +174,7 @@ def _refuse_misnamed(given: Mapping[str, Any], vocabulary: Vocabulary, ignored: 
 
 
 def _end_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
-    codes, value = given.get(ERROR_CODES_WANTED), given.get(END_IDS)
-    if codes is not None and not isinstance(codes, bool):
-        raise InvalidArgument(f"request parameter {ERROR_CODES_WANTED} must be true or false, got {codes!r}")
+    value = given.get(END_IDS)
     if value is None:
         return None
     try:

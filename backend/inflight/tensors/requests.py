@@ -7,7 +7,6 @@ raised before the engine knows of the request. Any thread.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.adapter import PromptTable
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.request import EngineDescription, ModelLimits, Request
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.tensors.kv_cache import read_identity, read_retention
 from inflight.tensors.lora import read_lora
@@ -100,7 +99,7 @@ def convert(readers: Sequence[TensorReader], context: ServingContext) -> tuple[P
     what was expected, and the row where there are several. The requests are valid for the engine that `context`
     describes.
     """
-    rows = [_Row(row, context, is_in_batch=len(readers) > 1) for row in readers]
+    rows = [_PromptReader(row, context, is_in_batch=len(readers) > 1) for row in readers]
     texts = each_row([row.prompt_text for row in rows])
     to_encode = [text for text in texts if text is not None]
     encoded = iter(context.encoder.prompts(to_encode) if to_encode else ())
@@ -112,7 +111,7 @@ def convert(readers: Sequence[TensorReader], context: ServingContext) -> tuple[P
     return prompts
 
 
-class _Row:
+class _PromptReader:
     """One prompt's tensors, and what their meaning depends on."""
 
     def __init__(self, reader: TensorReader, context: ServingContext, is_in_batch: bool) -> None:
@@ -128,11 +127,22 @@ class _Row:
         if text is None:
             return None
         if reader.array("input_ids") is not None:
-            raise InvalidArgument("got both input_ids and text_input: send the prompt in one of them")
+            raise InvalidArgument(
+                "got both ",
+                Name("input_ids"),
+                " and ",
+                Name("text_input"),
+                ": send the prompt in one of them",
+            )
         length = reader.integer("input_lengths")
         if length is not None:
             raise InvalidArgument(
-                f"input_lengths is {length}, but it counts input_ids and text_input came instead"
+                Name("input_lengths"),
+                f" is {length}, but it counts ",
+                Name("input_ids"),
+                " and ",
+                Name("text_input"),
+                " came instead",
             )
         return text
 
@@ -209,14 +219,17 @@ class _Row:
         ids = reader.array("input_ids")
         length = reader.integer("input_lengths")
         if ids is None:
-            name = reader.shown_name("text_input" if reader.has_text_vocabulary else "input_ids")
-            either = "" if reader.has_text_vocabulary else ", or text_input"
-            raise InvalidArgument(f"a value is required for {name}{either}: it is missing or empty")
+            text = Name(reader.shown_name("text_input"))
+            names = (text,) if reader.has_text_vocabulary else (Name("input_ids"), ", or ", text)
+            raise InvalidArgument("a value is required for ", *names, ": it is missing or empty")
         if length is None:
             length = ids.size
         if not 1 <= length <= ids.size:
             raise InvalidArgument(
-                f"input_lengths must be from 1 to {ids.size}, the length of input_ids, got {length}"
+                Name("input_lengths"),
+                f" must be from 1 to {ids.size}, the length of ",
+                Name("input_ids"),
+                f", got {length}",
             )
         extra_ids = reader.integers("prompt_table_extra_ids") or ()
         # Behind a shorter prompt of a batch both are filled up.
@@ -226,17 +239,18 @@ class _Row:
     def _max_new_tokens(self) -> int:
         value = self._reader.integer("request_output_len")
         if value is None:
-            name = self._reader.shown_name("request_output_len")
-            raise InvalidArgument(f"a value is required for {name}: it is missing")
+            name = Name(self._reader.shown_name("request_output_len"))
+            raise InvalidArgument("a value is required for ", name, ": it is missing")
         return value
 
     def _streaming(self) -> bool:
         streaming = bool(self._reader.boolean("streaming"))
         if streaming and not self._context.decoupled:
             raise InvalidArgument(
-                f"{self._reader.shown_name('streaming')} is true, but this model gives one response to a request: "
-                "leave it out, or send it to a model in decoupled mode, as tensorrt_llm and ensemble are unless "
-                "they are served with decoupled_mode false"
+                Name(self._reader.shown_name("streaming")),
+                " is true, but this model gives one response to a request: leave it out, or send it to a model in "
+                "decoupled mode, as tensorrt_llm and ensemble are unless they are served with decoupled_mode "
+                "false",
             )
         return streaming
 
@@ -253,7 +267,7 @@ class _Row:
     def _pad_id(self) -> int | None:
         pad_id = self._reader.integer("pad_id")
         if pad_id is not None and pad_id < NO_ID:
-            raise InvalidArgument(f"pad_id must be >= -1 (-1: none), got {pad_id}")
+            raise InvalidArgument(Name("pad_id"), f" must be >= -1 (-1: none), got {pad_id}")
         return None if pad_id == NO_ID else pad_id
 
     def _stop_words(self, texts: tuple[str, ...]) -> Words:
@@ -275,13 +289,15 @@ class _Row:
             request.validate(self._context.description.limits)
             if streaming and request.sampling.uses_beams and request.output.return_generation_logits:
                 raise InvalidArgument(
-                    "generation_logits cannot be streamed with beam_width > 1, because beams change: "
-                    "leave streaming or generation_logits out"
+                    "generation_logits cannot be streamed with ",
+                    Name("beam_width"),
+                    " > 1, because beams change: leave ",
+                    Name("streaming"),
+                    " or generation_logits out",
                 )
         except InvalidArgument as error:
-            message = self._reader.in_client_names(str(error))
-            shown = re.sub(r"\binput_ids\b", "text_input", message) if is_text else message
-            raise InvalidArgument(shown) from None
+            shown = {"input_ids": "text_input"} if is_text else {}
+            raise error.with_names(lambda name: shown.get(name) or self._reader.shown_name(name)) from None
 
 
 def _first(tensor: _Number | None, parameter: _Number | None, default: _Number) -> _Number:

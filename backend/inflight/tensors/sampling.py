@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from inflight.core.request.guide import Guide, GuideType
+from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.request import ExternalDraft, FloatTensor
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, Name, Unsupported
 from inflight.tensors.reader import TensorReader
 from inflight.text.text_encoder import TextEncoder
 
-_GUIDE_TYPES = f"one of {', '.join(each.value for each in GuideType)}"
+_GUIDE_TYPES = f"one of {', '.join(each.value for each in GuideKind)}"
 _WORD_BIAS = ("embedding_bias_words", "embedding_bias_weights")
 
 
@@ -38,13 +38,18 @@ def read_guide(reader: TensorReader) -> Guide | None:
     if not name:
         if text:
             raise InvalidArgument(
-                f"guided_decoding_guide came without guided_decoding_guide_type, expected {_GUIDE_TYPES}"
+                Name("guided_decoding_guide"),
+                " came without ",
+                Name("guided_decoding_guide_type"),
+                f", expected {_GUIDE_TYPES}",
             )
         return None
     try:
-        return Guide(GuideType(name), text or "")
+        return Guide(GuideKind(name), text or "")
     except ValueError:
-        raise InvalidArgument(f"guided_decoding_guide_type is {name!r}, expected {_GUIDE_TYPES}") from None
+        raise InvalidArgument(
+            Name("guided_decoding_guide_type"), f" is {name!r}, expected {_GUIDE_TYPES}"
+        ) from None
 
 
 def read_draft(reader: TensorReader) -> ExternalDraft | None:
@@ -52,12 +57,14 @@ def read_draft(reader: TensorReader) -> ExternalDraft | None:
     ids, logits = reader.array("draft_input_ids"), reader.array("draft_logits")
     if ids is None:
         if logits is not None:
-            raise InvalidArgument("draft_logits came without draft_input_ids, whose logits they are")
+            raise InvalidArgument(
+                Name("draft_logits"), " came without ", Name("draft_input_ids"), ", whose logits they are"
+            )
         return None
     # The largest of a row is NaN if one of them is.
     if logits is not None and not np.isfinite(logits.max(axis=-1)).all():
         raise InvalidArgument(
-            "draft_logits must hold finite numbers in every row; -inf for what is never drawn"
+            Name("draft_logits"), " must hold finite numbers in every row; -inf for what is never drawn"
         )
     threshold = reader.real("draft_acceptance_threshold")
     return ExternalDraft(tuple(ids.tolist()), None if logits is None else as_float_tensor(logits), threshold)
@@ -71,12 +78,15 @@ def read_drafting(reader: TensorReader, has_draft_model: bool) -> dict[str, Any]
     count, with_logits = reader.integer("num_draft_tokens") or 0, bool(reader.boolean("use_draft_logits"))
     if not count:
         if with_logits:
-            raise InvalidArgument("use_draft_logits is true, but num_draft_tokens is missing or 0")
+            raise InvalidArgument(
+                Name("use_draft_logits"), " is true, but ", Name("num_draft_tokens"), " is missing or 0"
+            )
         return {}
     if not has_draft_model:
         raise Unsupported(
-            f"num_draft_tokens is {count}, but this model has no draft model: send it to tensorrt_llm_bls, served "
-            "with the parameter tensorrt_llm_draft_model_name"
+            Name("num_draft_tokens"),
+            f" is {count}, but this model has no draft model: send it to tensorrt_llm_bls, served "
+            "with the parameter tensorrt_llm_draft_model_name",
         )
     return {"num_draft_tokens": count, "use_draft_logits": with_logits}
 
@@ -87,7 +97,9 @@ def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> Fl
     if bias is None and not has_word_bias(reader, *_WORD_BIAS):  # nearly every request
         return None
     if bias is not None and bias.shape != (vocab_size,):
-        raise InvalidArgument(f"embedding_bias must have shape [1, {vocab_size}], got {[1, *bias.shape]}")
+        raise InvalidArgument(
+            Name("embedding_bias"), f" must have shape [1, {vocab_size}], got {[1, *bias.shape]}"
+        )
     total = np.zeros(vocab_size, np.float32) if bias is None else bias.copy()
     check_bias(total, "embedding_bias")
     add_word_bias(total, reader, *_WORD_BIAS, encoder.tokens)
@@ -120,8 +132,10 @@ def add_word_bias(
     values = [] if array is None else array.tolist()
     if len(texts) != len(values) and (any(texts) or any(values)):
         raise InvalidArgument(
-            f"{reader.shown_name(words)} has {len(texts)} texts and {reader.shown_name(weights)} {len(values)} "
-            "weights: send one weight for each text"
+            Name(reader.shown_name(words)),
+            f" has {len(texts)} texts and ",
+            Name(reader.shown_name(weights)),
+            f" {len(values)} weights: send one weight for each text",
         )
     for text, weight in zip(texts, values):
         if text and weight:
@@ -134,7 +148,7 @@ def add_word_bias(
 def check_bias(bias: np.ndarray, name: str) -> None:
     """Raise InvalidArgument about the tensor `name` for NaN and +inf."""
     if np.isnan(bias).any() or np.isposinf(bias).any():
-        raise InvalidArgument(f"{name} must hold finite numbers, or -inf to ban a token")
+        raise InvalidArgument(Name(name), " must hold finite numbers, or -inf to ban a token")
 
 
 def as_float_tensor(array: np.ndarray) -> FloatTensor:

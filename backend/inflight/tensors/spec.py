@@ -142,6 +142,10 @@ class TensorTable:
         """The row of that (main) name; KeyError if there is none."""
         return self._by_name[name]
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a row of that (main) name."""
+        return name in self._by_name
+
     def sent_as(self, wire_name: str, vocabulary: Vocabulary) -> TensorSpec | None:
         """The row that a client of this vocabulary means, aliases included; None if there is none."""
         return self._by_wire_name[vocabulary].get(wire_name)

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from inflight.additional_outputs import outputs_of_tensors
-from inflight.core.request.request import OutputConfig
-from inflight.errors import InvalidArgument
+from inflight.core.request.request import OutputOptions
+from inflight.errors import InvalidArgument, Name
 from inflight.tensors.output_table import OUTPUTS, is_additional
 from inflight.tensors.reader import TensorReader
 from inflight.tensors.spec import TensorSpec, Vocabulary
@@ -88,15 +88,16 @@ def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
         if name not in naming.requested or not is_additional(name):
             known = ", ".join(sorted(filter(is_additional, naming.requested))) or "none"
             raise InvalidArgument(
-                f"additional_outputs has {name[:100]!r}, expected names of this model's additional outputs: "
-                f"{known} (parameter additional_model_outputs)"
+                Name("additional_outputs"),
+                f" has {name[:100]!r}, expected names of this model's additional outputs: "
+                f"{known} (parameter additional_model_outputs)",
             )
         yield name
 
 
-def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputConfig:
+def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputOptions:
     """The values that the engine has to keep and send for these outputs."""
-    return OutputConfig(
+    return OutputOptions(
         # Nobody looks at the prompt's ids without these outputs: they need not come back.
         exclude_input_from_output=exclude_input or not wanted & _ID_OUTPUTS,
         return_log_probs=bool(wanted & _LOG_PROB_OUTPUTS),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 from inflight.tensors.reader import TensorReader
 
 MAX_WORD_IDS = 1 << 16
@@ -28,7 +28,7 @@ def read_words(reader: TensorReader, name: str) -> Words:
     try:
         array = reader.array(name)
     except InvalidArgument as error:
-        raise InvalidArgument(f"{error}. {_WORD_LAYOUT}") from None
+        raise InvalidArgument(*error.args, f". {_WORD_LAYOUT}") from None
     return () if array is None else read_word_list(array, reader.shown_name(name))
 
 
@@ -50,7 +50,8 @@ def read_word_list(array: np.ndarray, name: str) -> Words:
         raise _broken(name, f"must have two rows, shape [1, 2, n], got shape {list(array.shape)}")
     if array.shape[1] > MAX_WORD_IDS:
         raise InvalidArgument(
-            f"{name} has {array.shape[1]} ids; this server takes at most {MAX_WORD_IDS} in a list of words"
+            Name(name),
+            f" has {array.shape[1]} ids; this server takes at most {MAX_WORD_IDS} in a list of words",
         )
     ids, ends = array.tolist()
     count = ends.index(_END) if _END in ends else len(ends)
@@ -66,7 +67,7 @@ def read_word_list(array: np.ndarray, name: str) -> Words:
 
 
 def _broken(name: str, problem: str) -> InvalidArgument:
-    return InvalidArgument(f"{name} {problem}. {_WORD_LAYOUT}")
+    return InvalidArgument(Name(name), f" {problem}. {_WORD_LAYOUT}")
 
 
 def _shown(values: list[int]) -> str:

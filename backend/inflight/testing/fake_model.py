@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.beam_search import BeamCandidates, BeamSearch, Hypothesis
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.response import TopLogProbs
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, TokenDetails
@@ -147,7 +147,7 @@ def rank_candidates(
 
 
 def describe_tokens(
-    logits: Sequence[Sequence[float]], token_ids: Sequence[int], output: OutputConfig
+    logits: Sequence[Sequence[float]], token_ids: Sequence[int], output: OutputOptions
 ) -> TokenDetails:
     """The details that are wanted of tokens; `logits` has the row that each was chosen from."""
     log_probs = [log_softmax(values) for values in logits]

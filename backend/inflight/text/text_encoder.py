@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from inflight.config import SpecialTokens
 from inflight.core.request.request import ModelLimits
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, Name, TooLong, Unsupported
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.words import biased_ids, word_ids
 
@@ -67,8 +67,7 @@ class TextEncoder:
             limits: The model's limits.
 
         Raises:
-            InvalidArgument: It has more bytes than the longest prompt's tokens can stand for. Unsupported: It is
-                long, and there is no tokenizer.
+            TooLong: It has more bytes than the longest prompt's tokens can stand for.
             Unsupported: It is long, and there is no tokenizer.
         """
         max_tokens = limits.max_input_length
@@ -81,10 +80,11 @@ class TextEncoder:
             f"; one iteration has to hold all of a prompt (max_num_tokens is {limits.max_context_tokens}), "
             "with the parameter enable_chunked_context it would be split over several"
         )
-        raise InvalidArgument(
-            f"{name} has {num_bytes} bytes; this server takes prompts of at most {max_tokens} tokens, which hold "
+        raise TooLong(
+            Name(name),
+            f" has {num_bytes} bytes; this server takes prompts of at most {max_tokens} tokens, which hold "
             f"at most {max_tokens * max_bytes_per_token} bytes of text"
-            f"{remedy if limits.max_context_tokens < limits.max_sequence_length else ''}"
+            f"{remedy if limits.max_context_tokens < limits.max_sequence_length else ''}",
         )
 
 
@@ -104,10 +104,10 @@ def check_words(sizes: Sequence[int], name: str) -> None:
         name: The client's name for the list.
     """
     if len(sizes) > MAX_WORDS:
-        raise InvalidArgument(f"{name} has {len(sizes)} words; this server takes at most {MAX_WORDS}")
+        raise InvalidArgument(Name(name), f" has {len(sizes)} words; this server takes at most {MAX_WORDS}")
     if sum(sizes) > MAX_WORDS_BYTES:
         raise InvalidArgument(
-            f"{name} has {sum(sizes)} bytes of text; this server takes at most {MAX_WORDS_BYTES}"
+            Name(name), f" has {sum(sizes)} bytes of text; this server takes at most {MAX_WORDS_BYTES}"
         )
 
 

@@ -107,7 +107,7 @@ class Tokenizer:
 
     def tokens(self, ids: Iterable[int], skip_special_tokens: bool = True) -> list[str]:
         """Return the strings of those `ids` that contribute to the text."""
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+        skipped = self._special_ids if skip_special_tokens else frozenset[int]()
         strings = (self._backend.id_to_token(i) for i in ids if i >= 0 and i not in skipped)
         return [string for string in strings if string is not None]
 

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, processors
 
 from inflight.checkpoint_config import CheckpointFacts
 from inflight.errors import ConfigError
+from inflight.json_values import is_list, is_object
 from inflight.text.tokenizer_class import (
     TokenizerClass,
     can_be_rebuilt,
@@ -85,9 +86,10 @@ def _with_added_tokens(
         names = set(special.named.values())
         for token in tokens:
             token.special = token.special or token.content in names
-        backend.add_tokens(tokens)
+        backend.add_tokens(tokens)  # pyright: ignore[reportUnknownMemberType]  its list has no type
         if tokenizer_class is not None and tokenizer_class.readds_special_tokens:
-            backend.add_tokens([AddedToken(content, special=True) for content in special.all()])
+            added = [AddedToken(content, special=True) for content in special.all()]
+            backend.add_tokens(added)  # pyright: ignore[reportUnknownMemberType]
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(f"the special and added tokens of {folder} cannot be read: {error!r}") from error
     backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
@@ -143,7 +145,7 @@ class _SpecialTokens:
         by_id: Mapping[int, AddedToken],
         tokenizer_class: TokenizerClass | None,
     ) -> None:
-        defaults = tokenizer_class.special_tokens if tokenizer_class else {}
+        defaults = tokenizer_class.special_tokens if tokenizer_class else dict[str, str]()
         self._known = {token.content: token for token in by_id.values()}
         self._named = {name: self._token(token) for name, token in _named(settings, defaults)}
         self._extra = [self._token(token) for token in _as_list(settings.get("extra_special_tokens"))]
@@ -174,11 +176,11 @@ def _named(
         token = settings[name] if name in settings else defaults.get(name)
         if token:
             yield name, token
-    own = {name: token for name, token in defaults.items() if name not in _NAMES}
+    own: dict[str, Any] = {name: token for name, token in defaults.items() if name not in _NAMES}
     own |= {name: token for name, token in settings.items() if name.endswith("_token") and name not in _NAMES}
     own |= _as_dict(settings.get(_MODELS_OWN))
     for name, token in own.items():
-        if isinstance(token, str) or (isinstance(token, dict) and "__type" in token):
+        if isinstance(token, str) or (is_object(token) and "__type" in token):
             yield name, token
 
 
@@ -206,20 +208,20 @@ def _contents(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list) else []
+    return list(value) if is_list(value) else []
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return value if is_object(value) else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise ConfigError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content

@@ -41,18 +41,22 @@ class AdapterRequests:
 
     def _answer(self, stream: TritonStream, command: AdapterCommand) -> None:
         try:
-            stream.finish(self._carry_out(command))
+            answer = self._carry_out(command)
+            if isinstance(answer, InflightError):
+                stream.fail(answer)
+            else:
+                stream.finish(self._responses.text("adapters", answer))
         except Exception as error:  # whatever Triton raises: nothing is left to tell this client
             _log.debug("the answer to a command could not be sent: %r", error)
 
-    def _carry_out(self, command: AdapterCommand) -> object:
+    def _carry_out(self, command: AdapterCommand) -> str | InflightError:
         try:
-            return self._responses.text("adapters", as_json(self._client.adapters(command, _TIMEOUT_S)))
+            return as_json(self._client.adapters(command, _TIMEOUT_S))
         except InflightError as error:
-            return self._responses.error(error)
+            return error
         except Exception as error:  # a bug, and whoever asked waits for an answer
             _log.exception("a command could not be carried out")
-            return self._responses.error(unexpected("the command could not be carried out", error))
+            return unexpected("the command could not be carried out", error)
 
 
 def as_json(adapters: Iterable[AdapterState]) -> str:

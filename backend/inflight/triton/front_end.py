@@ -18,7 +18,7 @@ from typing import Any
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.request import EngineDescription
-from inflight.errors import InflightError, Unsupported, unexpected
+from inflight.errors import InflightError, Name, Unsupported, unexpected
 from inflight.prompt import Prompt
 from inflight.serving.client_lanes import ClientLanes
 from inflight.serving.completion_text import TokenizerFinder
@@ -30,7 +30,7 @@ from inflight.tensors.input_table import INPUTS
 from inflight.tensors.lora import read_adapter_command
 from inflight.tensors.reader import TensorReader
 from inflight.tensors.request_kind import RequestKind, request_kind
-from inflight.tensors.request_parameters import RequestParameters, read_request_parameters, wants_error_codes
+from inflight.tensors.request_parameters import RequestParameters, error_writer, read_request_parameters
 from inflight.tensors.requests import ServingContext, check_texts, client_id, convert, tokenizing_cost
 from inflight.tensors.spec import Vocabulary
 from inflight.tensors.wanted_outputs import Naming
@@ -104,7 +104,7 @@ class FrontEnd:
             stream = TritonStream(
                 request.get_response_sender(),
                 self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-                self._responses.with_code if wants_error_codes(request.parameters()) else None,
+                partial(self._responses.error, write=error_writer(request.parameters())),
             )
             try:
                 self._admit(request, stream)
@@ -158,6 +158,7 @@ class FrontEnd:
         context = self._context(description, triton_request, parameters)
         check_texts(rows, context.encoder, description.limits)
         entry = InFlightRequest(triton_request.request_id(), stream, Reply((), not self._model.decoupled))
+        entry.shown_name = rows[0].client_names()
         if not self._must_wait(rows, parameters):
             self._start(entry, rows, context)
             return
@@ -221,8 +222,8 @@ class FrontEnd:
     ) -> None:
         if not description.adapter_commands_enabled:
             raise Unsupported(
-                "lora_command is not available: parameter enable_adapter_commands of the model that holds the "
-                "engine is false"
+                Name("lora_command"),
+                " is not available: parameter enable_adapter_commands of the model that holds the engine is false",
             )
         self._adapters.ask(stream, read_adapter_command(rows))
 
@@ -257,7 +258,7 @@ class FrontEnd:
 
     def _refuse(self, stream: ClientStream, error: InflightError) -> None:
         try:
-            stream.finish(self._responses.error(error))
+            stream.fail(error)
         except Exception as failure:  # whatever Triton raises: nothing is left to tell this client
             _log.debug("a refusal could not be sent: %r", failure)
 
@@ -289,10 +290,10 @@ class _StateRequests:
         for stream in streams:
             try:
                 # One response for each: Triton owns it once it is sent.
-                is_error = isinstance(answer, InflightError)
-                stream.finish(
-                    self._responses.error(answer) if is_error else self._responses.text("state", answer)
-                )
+                if isinstance(answer, InflightError):
+                    stream.fail(answer)
+                else:
+                    stream.finish(self._responses.text("state", answer))
             except Exception as error:  # whatever Triton raises: the others are still answered
                 _log.debug("the state could not be sent: %r", error)
 

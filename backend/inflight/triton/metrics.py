@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.core.report.metrics import HistogramSnapshot, MetricsSnapshot, ServiceMetrics
-from inflight.core.report.stats import IterationStats, MemoryUsage, microseconds
+from inflight.core.report.stats import IterationCounts, MemoryUsage, microseconds
 from inflight.serving.memory import measure_memory
 from inflight.serving.metric_table import (
     FAMILIES,
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Publication:
-    stats: IterationStats
+    stats: IterationCounts
     metrics: MetricsSnapshot
     wall_clock_s: float
     memory: MemoryUsage | None
@@ -91,7 +91,7 @@ class MetricsPublisher:
 
     def put(
         self,
-        stats: IterationStats,
+        stats: IterationCounts,
         metrics: MetricsSnapshot,
         wall_clock_s: float,
         memory: MemoryUsage | None = None,

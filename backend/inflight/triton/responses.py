@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight.errors import ERROR_CODES, InflightError
+from inflight.errors import InflightError
 from inflight.prompt import Output
 from inflight.tensors.output_arrays import make_array, without_elements
 from inflight.tensors.output_table import OUTPUTS, is_additional
@@ -76,23 +76,15 @@ class ResponseBuilder:
         array = np.array([[text.encode("utf-8")]] if self._is_batched else [text.encode("utf-8")], np.object_)
         return self._pb_utils.InferenceResponse(output_tensors=[self._pb_utils.Tensor(name, array)])
 
-    def error(self, error: InflightError) -> Any:
-        """A response that carries an error and its Triton code."""
-        return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))
-
-    def with_code(self, response: Any) -> Any:
-        """The same response; if it carries an error, the message begins with the code: "INVALID_ARG: …"."""
-        if not response.has_error():
-            return response
-        error, codes = response.error(), self._pb_utils.TritonError
-        name = next((name for name in ERROR_CODES if getattr(codes, name) == error.code()), "INTERNAL")
-        coded = codes(f"{name}: {error.message()}", error.code())
-        return self._pb_utils.InferenceResponse(output_tensors=[], error=coded)
+    def error(self, error: InflightError, write: Callable[[InflightError], str] = str) -> Any:
+        """A response that carries an error and its Triton code; `write` makes its message."""
+        made = triton_error(self._pb_utils, error, write)
+        return self._pb_utils.InferenceResponse(output_tensors=[], error=made)
 
 
-def triton_error(pb_utils: Any, error: InflightError) -> Any:
+def triton_error(pb_utils: Any, error: InflightError, write: Callable[[InflightError], str] = str) -> Any:
     """The TritonError of an error of this package."""
-    return pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, error.code))
+    return pb_utils.TritonError(write(error), getattr(pb_utils.TritonError, error.code))
 
 
 class TritonStream:
@@ -104,13 +96,13 @@ class TritonStream:
     Args:
         sender: `InferenceRequest.get_response_sender()`.
         final_flag: `TRITONSERVER_RESPONSE_COMPLETE_FINAL` of the module.
-        with_code: Puts an error's code in front of its message, for a client that wants it there; None: leave it.
+        error_response: Makes the response that tells this client of an error.
     """
 
-    def __init__(self, sender: Any, final_flag: int, with_code: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, sender: Any, final_flag: int, error_response: Callable[[InflightError], Any]) -> None:
         self._sender = sender
         self._final_flag = final_flag
-        self._with_code = with_code
+        self._error_response = error_response
         self._lock = threading.Lock()
         self._finished = False
 
@@ -125,13 +117,15 @@ class TritonStream:
                 return
             self._finished = True
             try:
-                if response is not None and self._with_code is not None:
-                    response = self._with_code(response)
                 self._send_final(response)
             except Exception:  # Triton may raise anything, and the client must not wait for ever all the same
                 with contextlib.suppress(Exception):  # the first error is the one to be told
                     self._send_final(None)
                 raise
+
+    def fail(self, error: InflightError) -> None:
+        """Send an error as the last response, as `finish` does."""
+        self.finish(self._error_response(error))
 
     def is_cancelled(self) -> bool:
         """Whether the client cancelled or went away; false once the request is finished."""

@@ -16,7 +16,7 @@ def emulated_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What compiled layers are compiled for; tests are parametrized by those of targets.py."""
+    """The target that compiled layers are compiled for, one of targets.py."""
     name = request.param
     if name != OWN:  # a library of each dtype has all that there is: few are built
         command = library._compiler_command

@@ -52,7 +52,7 @@ def emulate(name: str, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Memory:
-    """Where the memory of tensors begins and ends: those whose address has been asked for, which live on."""
+    """The places and sizes of tensors whose address has been asked for; these live as long as this object."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._tensors: dict[int, torch.Tensor] = {}
@@ -165,7 +165,7 @@ class Request:
         return address
 
     def _follow(self, value: Structure, region: int) -> None:
-        for name, kind in value._fields_:
+        for name, kind, *_ in value._fields_:
             field = getattr(value, name)
             if isinstance(field, Structure):
                 self._follow(field, region)
@@ -190,7 +190,7 @@ class Request:
                 self.add_struct(AdapterStruct.from_address(address))
 
     def encode(self, name: str) -> bytes:
-        """As emulated.cpp reads it."""
+        """Return the bytes that emulated.cpp reads."""
         parts = [struct.pack("<Q", len(name)), name.encode(), struct.pack("<Q", len(self.regions))]
         for begin, size in self.regions.items():
             parts += [struct.pack("<QQ", begin, size), ctypes.string_at(begin, size)]
@@ -201,7 +201,7 @@ class Request:
         return b"".join(parts)
 
     def copy_back(self, content: bytes) -> None:
-        """What the function has written; it writes no addresses."""
+        """Copy back what the function has written, which is no addresses."""
         at = 0
         for begin, size in self.regions.items():
             if begin not in self._with_addresses:

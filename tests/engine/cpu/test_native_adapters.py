@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from inflight.adapters.lora_modules import Module
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.request import OutputOptions
 from inflight.core.schedule.batch import AdapterLoad, ScheduledBatch
 from inflight.engine.cpu.adapters import PackedAdapters
 from inflight.engine.cpu.decoder import NativeDecoder
@@ -30,7 +30,7 @@ from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import with_all
 
 NUM_TOKENS = 12
-LOGITS = OutputConfig(return_generation_logits=True)
+LOGITS = OutputOptions(return_generation_logits=True)
 CASES = ["llama-gqa", "qwen2", "qwen3", "gpt2", "gpt2-inner", "llama-odd-sizes", "llama-odd-heads"]
 
 pytestmark = [needs_native, on_every_target, pytest.mark.usefixtures("target")]

@@ -16,7 +16,6 @@ from inflight.engine.cpu.packing import PackedLinear, Packer
 from inflight.engine.cpu.row_kernels import NativeRowKernels
 from inflight.engine.cpu.structs import Handle, LayerStruct, ShapeStruct
 from inflight.engine.quantize import quantize_int8
-from inflight.models import Linear
 from inflight.sampling.row_kernels import RowKernels
 from tests.engine.cpu.targets import in_fewer_bits_on_others, in_float32_on_others
 from tests.engine.cpu.test_native_adapters import assert_as
@@ -96,13 +95,13 @@ def pack(kind: str, outputs: int, inputs: int) -> tuple[PackedLinear, Packer, Te
     if kind in ("int4", "float4"):
         packer = make_packer()
         matrix = draw(outputs, inputs, 32) if kind == "int4" else draw_floats(outputs, inputs)
-        return packer.levels(matrix, None), packer, matrix.dequantized().double()
+        return packer.linear(matrix), packer, matrix.dequantized().double()
     packer = make_packer(torch.float32 if kind == "float32" else torch.bfloat16, int8=kind == "int8")
     weight = normal(outputs, inputs, seed=7).to(packer.dtype)
     if kind == "int8":
         levels, scales = quantize_int8(weight)
-        return packer.linear(Linear(weight)), packer, levels.double() * scales.double()[:, None]
-    return packer.linear(Linear(weight)), packer, weight.double()
+        return packer.linear(weight), packer, levels.double() * scales.double()[:, None]
+    return packer.linear(weight), packer, weight.double()
 
 
 SIZES = pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (70, 96), (5, 8192)])
@@ -139,13 +138,13 @@ def test_the_largest_levels_do_not_overflow(kind: str) -> None:
     packer, matrix = make_packer(int8=kind == "int8"), draw(32, 512, 128)
     if kind == "int8":
         weight = torch.full((32, 512), -1.0).bfloat16()
-        packed, weight = packer.linear(Linear(weight)), weight.double()
+        packed, weight = packer.linear(weight), weight.double()
     else:
         matrix = draw_floats(32, 512) if kind == "float4" else matrix
         matrix.values.fill_(7 if kind == "float4" else 15)
         if matrix.zeros is not None:
             matrix.zeros.fill_(0)
-        packed, weight = packer.levels(matrix, None), matrix.dequantized().double()
+        packed, weight = packer.linear(matrix), matrix.dequantized().double()
     x = torch.full((2, 512), -3.0).bfloat16()
     x[1] = 3.0
     torch.testing.assert_close(multiply(packer, packed, x).double(), x.double() @ weight.T, rtol=1e-6, atol=0)

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.attention.check import CannotAttend, check_attention, pack_rows
 from inflight.engine.attention.find import torch_paged_attention, triton_attention
@@ -535,7 +535,7 @@ def test_requests_that_go_on_without_the_host(zoo: Zoo, way: str) -> None:
     assert_same(served, expected)
 
 
-EVERYTHING = OutputConfig(
+EVERYTHING = OutputOptions(
     return_log_probs=True,
     num_top_log_probs=3,
     return_prompt_log_probs=True,

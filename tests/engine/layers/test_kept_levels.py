@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.cpu import library
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.engine import ModelEngine
@@ -162,7 +162,7 @@ def test_ranks_cut_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[i
     from tests.engine.test_ranks import _some_of_everything
 
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
-    described = Request(90, model.prompt(30), 1, output=OutputConfig(return_generation_logits=True))
+    described = Request(90, model.prompt(30), 1, output=OutputOptions(return_generation_logits=True))
     requests = [described, *_some_of_everything(model)]
     with ranks(tmp_path, topology, 64, 8, dtype=None) as engine:
         many = serve(engine, config_of("chunked"), requests)
@@ -195,7 +195,7 @@ def test_a_row_depends_on_no_other_and_neither_on_chunks_nor_reuse(zoo: Zoo, tmp
     model = write(zoo["llama-gqa"], tmp_path, FORMATS["awq"], dtype="bfloat16")
     requests = [
         Request(
-            n, model.prompt(20)[:12] + model.prompt(9 + n, n), 8, output=OutputConfig(return_log_probs=True)
+            n, model.prompt(20)[:12] + model.prompt(9 + n, n), 8, output=OutputOptions(return_log_probs=True)
         )
         for n in range(5)
     ]
@@ -310,7 +310,7 @@ def test_modules_in_float32_give_exact_logits(zoo: Zoo, tmp_path: Path, case: st
 @pytest.mark.parametrize("name", with_all(["gptq", "gptq-act-order", "fbgemm"], ["gptq-act-order"]))
 def test_ranks_on_torchs_operators(zoo: Zoo, tmp_path: Path, name: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
-    request = Request(90, model.prompt(30), 1, output=OutputConfig(return_generation_logits=True))
+    request = Request(90, model.prompt(30), 1, output=OutputOptions(return_generation_logits=True))
     with ranks(tmp_path, (2, 1), 64, 8, dtype=None, kernels="torch") as engine:
         found = serve(engine, config_of("chunked"), [request])
     exact = model.logits(request.input_token_ids)[-1]

@@ -316,7 +316,7 @@ def _mask(batch: list[Rows], ranks: dict[int, int]) -> Tensor:
     return (slots[:, None] == owners).float()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", with_all([1, 2], [2]))
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 def test_adapters_give_what_their_merged_weights_do(
     zoo: Zoo, tmp_path: Path, case: str, num_ranks: int

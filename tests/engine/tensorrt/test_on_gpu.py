@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
-from inflight.core.request.request import OutputConfig, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.engine import ModelEngine
 from inflight.engine.load import load_engine
 from inflight.engine.tensorrt.build import BuildOptions, build_engine
@@ -50,7 +50,7 @@ def load(model: ZooModel, folder: Path, changes: dict[str, Any] | None = None, *
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "qwen3", "gpt2", "gemma3", "mixtral"])
 def test_greedy_tokens_in_float32(zoo: Zoo, tmp_path: Path, case: str) -> None:
     model = zoo[case]
-    output = OutputConfig(return_generation_logits=True)
+    output = OutputOptions(return_generation_logits=True)
     requests = [
         Request(number, model.prompt(9 + 14 * number, number), 30, output=output) for number in range(4)
     ]
@@ -112,7 +112,7 @@ def test_adapters(zoo: Zoo, tmp_path: Path) -> None:
 def test_half_precision_is_as_close_as_torch_is(zoo: Zoo, tmp_path: Path, dtype: str) -> None:
     """Logits of a prompt: the error is that of the dtype, not of a wrong operation."""
     model = zoo["llama-gqa"]
-    (request,) = [Request(0, model.prompt(60), 2, output=OutputConfig(return_context_logits=True))]
+    (request,) = [Request(0, model.prompt(60), 2, output=OutputOptions(return_context_logits=True))]
     served = serve(load(model, tmp_path, dtype=dtype), config_of("no-evict"), [request])
     found, wanted = to_torch(served.result(request).context_logits), model.logits(request.input_token_ids)
     error = (found.view(wanted.shape) - wanted).square().mean().sqrt() / wanted.std()

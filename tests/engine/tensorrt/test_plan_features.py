@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inflight.core.request.request import ExternalDraft, OutputConfig, Request
+from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.engine.cuda.iteration_graphs import Capture, IterationGraphs
 from inflight.errors import InflightError
 from tests.engine import test_additional_outputs as additional
@@ -166,7 +166,9 @@ class Replays:
         return replay
 
 
-@pytest.mark.parametrize(("case", "max_chunks"), [("llama-gqa", 8), ("mistral-window", 1)])
+@pytest.mark.parametrize(
+    ("case", "max_chunks"), with_all([("llama-gqa", 8), ("mistral-window", 1)], ["llama-gqa"])
+)
 def test_recorded_batches_give_the_same_tokens(zoo: Zoo, plans: Plans, case: str, max_chunks: int) -> None:
     """Rows that pad a batch are written behind its sequences, and no sequence sees them."""
     model, replays = zoo[case], Replays()
@@ -295,7 +297,7 @@ def test_two_ranks_give_the_same(zoo: Zoo, plans: Plans, case: str) -> None:
     model = zoo[case]
     folder = plans(model, tensor_parallel_size=2, additional_outputs=("hidden_states_1",))
     requests = [
-        replace(each, output=OutputConfig(return_context_logits=True)) if each.request_id == 0 else each
+        replace(each, output=OutputOptions(return_context_logits=True)) if each.request_id == 0 else each
         for each in some_of_everything(model)
     ]
     with standing_in(), ranks(folder, (2, 1), 40, implementation="tensorrt") as engine:

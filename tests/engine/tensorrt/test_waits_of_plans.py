@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.core.request.request import OutputConfig
+from inflight.core.request.request import OutputOptions
 from inflight.core.schedule.batch import EngineLimits
 from inflight.engine.engine import ModelEngine
 from inflight.engine.load import make_engine
@@ -112,7 +112,7 @@ def test_batches_wait_once(zoo: Zoo, plans: Plans) -> None:
 def test_overlapped_iterations_give_the_same(zoo: Zoo, plans: Plans, monkeypatch) -> None:
     """A batch is queued before the one ahead is looked at, as on a GPU."""
     model = zoo["llama-gqa"]
-    requests = [replace(each, output=OutputConfig()) for each in undemanding(model)]
+    requests = [replace(each, output=OutputOptions()) for each in undemanding(model)]
     expected = serve(engines.load(plans(model), 40, max_num_sequences=6), config_of("chunked"), requests)
     with FakeDevice() as device:
         monkeypatch.setattr("inflight.sampling.transfer.mark", device.mark)

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import zip_longest
 
 from inflight.core.kv.retention import Retention, RetentionConfig
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 
 ROOT_SCOPE = b"\x00" * 16
 
@@ -124,8 +124,8 @@ class PrefixIdentity:
             return
         if len(self.extra_ids) != prompt_length:
             raise InvalidArgument(
-                f"prompt_table_extra_ids must have one id for each of the {prompt_length} prompt tokens, "
-                f"got {len(self.extra_ids)}"
+                Name("prompt_table_extra_ids"),
+                f" must have one id for each of the {prompt_length} prompt tokens, got {len(self.extra_ids)}",
             )
         _check_uint64("prompt_table_extra_ids", min(self.extra_ids))
         _check_uint64("prompt_table_extra_ids", max(self.extra_ids))
@@ -133,4 +133,4 @@ class PrefixIdentity:
 
 def _check_uint64(name: str, value: int) -> None:
     if not 0 <= value < 1 << 64:
-        raise InvalidArgument(f"{name} must be in [0, 2**64), got {value}")
+        raise InvalidArgument(Name(name), f" must be in [0, 2**64), got {value}")

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 
 DEFAULT_PRIORITY = 35
 """The priority of a block for which no request set one; TensorRT-LLM's default."""
@@ -72,11 +72,14 @@ class RetentionConfig:
         for part in self.ranges:
             _check_retention(part.retention, "retention_token_range", "priorities", "durations_ms")
             if part.token_start < 0:
-                raise InvalidArgument(f"retention_token_range_starts must be >= 0, got {part.token_start}")
+                raise InvalidArgument(
+                    Name("retention_token_range_starts"), f" must be >= 0, got {part.token_start}"
+                )
             if part.token_end is not None and part.token_end <= part.token_start:
                 raise InvalidArgument(
-                    f"retention_token_range_ends must be greater than their starts (-1: the prompt's end), "
-                    f"got [{part.token_start}, {part.token_end})"
+                    Name("retention_token_range_ends"),
+                    " must be greater than their starts (-1: the prompt's end), "
+                    f"got [{part.token_start}, {part.token_end})",
                 )
         for before, after in pairwise(self.ranges):
             if before.token_end is None or before.token_end > after.token_start:
@@ -95,6 +98,10 @@ def _start_of(part: TokenRangeRetention) -> int:
 
 def _check_retention(retention: Retention, name: str, priority: str, duration: str) -> None:
     if not 0 <= retention.priority <= MAX_PRIORITY:
-        raise InvalidArgument(f"{name}_{priority} must be in [0, {MAX_PRIORITY}], got {retention.priority}")
+        raise InvalidArgument(
+            Name(f"{name}_{priority}"), f" must be in [0, {MAX_PRIORITY}], got {retention.priority}"
+        )
     if retention.duration_ms is not None and retention.duration_ms < 1:
-        raise InvalidArgument(f"{name}_{duration} must be >= 1 (-1: for ever), got {retention.duration_ms}")
+        raise InvalidArgument(
+            Name(f"{name}_{duration}"), f" must be >= 1 (-1: for ever), got {retention.duration_ms}"
+        )

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
-from inflight.config import CapacitySchedulerPolicy, SchedulerConfig
+from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.kv.kv_cache_manager import KvCacheManager
-from inflight.core.report.stats import AdapterStats, IterationStats, StaticBatchStats
+from inflight.core.report.stats import AdapterStats, IterationCounts, StaticBatchStats
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.adapter_pages import AdapterPages
@@ -183,12 +183,12 @@ class Observations:
         metrics: Counters and histograms since the start.
     """
 
-    def __init__(self, config: SchedulerConfig, limits: EngineLimits) -> None:
+    def __init__(self, config: SchedulingConfig, limits: EngineLimits) -> None:
         self.metrics = ServiceMetrics()
         self._max_num_requests = limits.max_num_sequences
         self._max_num_tokens = config.max_num_tokens
         self._num_micro_batches = limits.num_micro_batches
-        is_static = config.policy is CapacitySchedulerPolicy.STATIC_BATCH
+        is_static = config.policy is CapacityPolicy.STATIC_BATCH
         self._static_batch = StaticBatchStats() if is_static else None
         # Maps the time of the last token to the number of sequences with that time that get a token in this
         # update. A dict, because it is updated for every token and a Counter is slower.
@@ -322,13 +322,13 @@ class Observations:
         num_waiting: int,
         kv_cache: KvCacheManager,
         adapters: AdapterStats,
-    ) -> IterationStats:
+    ) -> IterationCounts:
         """Return the counters after the iteration that ran `batch`."""
         context = [chunk for chunk in batch.context if not chunk.is_generation] if batch else []
         num_scheduled = (
             batch.num_rows - sum(len(group.slots) - 1 for group in batch.beam_groups) if batch else 0
         )
-        return IterationStats(
+        return IterationCounts(
             iteration=iteration,
             duration_ns=duration_ns,
             num_active_requests=num_active,

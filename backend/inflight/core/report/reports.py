@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from inflight.core.kv.kv_events import KvEvent
-from inflight.core.report.stats import KeptIteration, MemoryUsage, RequestStatsPerIteration
+from inflight.core.report.stats import KeptIteration, MemoryUsage, RequestCountsOfIteration
 
 
 class ReportKind(Enum):
@@ -29,6 +29,6 @@ class Reports:
     """
 
     iterations: tuple[KeptIteration, ...] = ()
-    requests: tuple[RequestStatsPerIteration, ...] = ()
+    requests: tuple[RequestCountsOfIteration, ...] = ()
     kv_events: tuple[KvEvent, ...] = ()
     memory: MemoryUsage = field(default_factory=MemoryUsage)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacityPolicy
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.recover.recovery import Isolation
 from inflight.core.report.metrics import adapter_stats
-from inflight.core.report.stats import AdapterStats, RequestStage, RequestStats
+from inflight.core.report.stats import AdapterStats, RequestCounts, RequestStage
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.batch import ScheduledBatch
@@ -146,7 +146,7 @@ class Introspection:
     start.
     """
 
-    policy: CapacitySchedulerPolicy
+    policy: CapacityPolicy
     iteration: int
     now_ns: int
     groups: Iterable[RequestGroup]
@@ -252,7 +252,7 @@ class Introspection:
         deadline_ns = llm_request.group.deadline_ns
         return -self._since_ms(deadline_ns) if deadline_ns else None
 
-    def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestStats, ...]:
+    def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestCounts, ...]:
         """Return statistics of every unfinished sequence after the iteration that ran `batch`."""
         slots = (*(c.slot for c in batch.context), *batch.generation_slots) if batch else ()
         owners = self.running.slots.owners
@@ -264,9 +264,9 @@ class Introspection:
             if llm_request.slots or llm_request.state is not RequestState.FINISHED
         )
 
-    def _request_stats(self, llm_request: LlmRequest, is_scheduled: bool) -> RequestStats:
+    def _request_stats(self, llm_request: LlmRequest, is_scheduled: bool) -> RequestCounts:
         blocks = self.running.block_counts(llm_request)
-        return RequestStats(
+        return RequestCounts(
             request_id=llm_request.request_id,
             sequence_index=llm_request.sequence_index,
             stage=_stage(llm_request),

@@ -71,7 +71,7 @@ class AdapterStats:
 
 
 @dataclass(frozen=True, slots=True)
-class IterationStats:
+class IterationCounts:
     """Counters after an iteration.
 
     Attributes:
@@ -224,7 +224,7 @@ class IterationStats:
 class KeptIteration:
     """The statistics of one iteration and when they were taken, in seconds since the epoch."""
 
-    stats: IterationStats
+    stats: IterationCounts
     wall_clock_s: float
 
 
@@ -248,7 +248,7 @@ class RequestStage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestStats:
+class RequestCounts:
     """One sequence after an iteration, as in the Executor's `RequestStats`.
 
     Attributes:
@@ -276,11 +276,11 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestStatsPerIteration:
-    """The statistics of every sequence after an iteration: the Executor's type of the same name."""
+class RequestCountsOfIteration:
+    """The counters of every sequence after an iteration: the Executor's `RequestStatsPerIteration`."""
 
     iteration: int
-    request_stats: tuple[RequestStats, ...]
+    request_stats: tuple[RequestCounts, ...]
 
 
 def microseconds(wall_clock_s: float) -> int:

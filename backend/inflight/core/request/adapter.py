@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
 
-from inflight.errors import InvalidArgument, Unsupported
+from inflight.errors import InvalidArgument, Name, Unsupported, joined
 
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per element, by data type of weights and tables."""
@@ -103,8 +103,9 @@ class LoraRequest:
         """
         if not max_rank:
             raise Unsupported(
-                "lora_task_id: this engine takes no LoRA adapters: lora_cache_gpu_memory_fraction is 0, or leaves "
-                "no room for one, as the log says"
+                Name("lora_task_id"),
+                ": this engine takes no LoRA adapters: lora_cache_gpu_memory_fraction is 0, or leaves no room for "
+                "one, as the log says",
             )
         self.check_names()
 
@@ -114,14 +115,21 @@ class LoraRequest:
         given = {"lora_task_id": self.task_id, "lora_name": self.name, "lora_path": self.path}
         names = [name for name, value in given.items() if value not in (None, "")]
         if not names or (self.weights is not None and self.task_id is None):
-            raise InvalidArgument("lora_task_id must be set for LoRA inference")
+            raise InvalidArgument(Name("lora_task_id"), " must be set for LoRA inference")
         if len(names) > 1:
             raise InvalidArgument(
-                f"expected one of lora_task_id, lora_name and lora_path, got {' and '.join(names)} at once: send "
-                "one of them"
+                "expected one of ",
+                Name("lora_task_id"),
+                ", ",
+                Name("lora_name"),
+                " and ",
+                Name("lora_path"),
+                ", got ",
+                *joined(names, " and "),
+                " at once: send one of them",
             )
         if self.task_id is not None and not 0 <= self.task_id < 1 << 64:
-            raise InvalidArgument(f"lora_task_id must be in [0, 2**64), got {self.task_id}")
+            raise InvalidArgument(Name("lora_task_id"), f" must be in [0, 2**64), got {self.task_id}")
 
     @property
     def num_bytes(self) -> int:
@@ -160,13 +168,13 @@ class AdapterEvent:
     Attributes:
         request_id: The request that waits for it.
         handle: The adapter's handle, or -1 with an error. The adapter stays stored until this request has ended.
-        error_code: Why it failed, as the code of an error of `inflight.errors`; "": it is ready.
-        error: The message of that error.
+        error_kind: Why it failed, as the kind of an error of `inflight.errors`; "": it is ready.
+        error: The message of that error, its names marked.
     """
 
     request_id: int
     handle: int = -1
-    error_code: str = ""
+    error_kind: str = ""
     error: str = ""
 
 
@@ -214,9 +222,11 @@ class PromptTable:
     def validate(self, hidden_size: int) -> None:
         """Raise InvalidArgument unless the rows have the model's width, Unsupported if `hidden_size` is 0."""
         if not hidden_size:
-            raise Unsupported("prompt_embedding_table is not available: this engine takes no prompt tables")
+            raise Unsupported(
+                Name("prompt_embedding_table"), " is not available: this engine takes no prompt tables"
+            )
         if self.rows.shape[1] != hidden_size or not self.num_rows:
             raise InvalidArgument(
-                f"prompt_embedding_table must have shape [1, rows, {hidden_size}] with at least one row, got "
-                f"{[1, *self.rows.shape]}"
+                Name("prompt_embedding_table"),
+                f" must have shape [1, rows, {hidden_size}] with at least one row, got {[1, *self.rows.shape]}",
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from inflight.core.request.request import ModelLimits, Request
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,17 @@ class DraftedRequest(Request):
         Request.validate(self, limits)
         if not 0 < self.num_draft_tokens <= limits.max_draft_length:
             raise InvalidArgument(
-                f"num_draft_tokens must be in [0, {limits.max_draft_length}] (0: none), "
-                f"got {self.num_draft_tokens}"
+                Name("num_draft_tokens"),
+                f" must be in [0, {limits.max_draft_length}] (0: none), got {self.num_draft_tokens}",
             )
         for tensor, is_used in self._unsupported().items():
             if is_used:
-                raise InvalidArgument(f"num_draft_tokens is {self.num_draft_tokens}: leave {tensor} out then")
+                raise InvalidArgument(
+                    Name("num_draft_tokens"),
+                    f" is {self.num_draft_tokens}: leave ",
+                    Name(tensor),
+                    " out then",
+                )
 
     def _unsupported(self) -> dict[str, bool]:
         """By tensor, whether the request uses a feature that drafting does not support, as each round is a new

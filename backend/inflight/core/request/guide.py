@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 
 GUIDE_END = -2
 """The token of a row whose guide allows nothing but the end, if its request has no end id. The sequence then
 ends."""
 
 
-class GuideType(Enum):
+class GuideKind(Enum):
     """TensorRT-LLM's `GuidedDecodingParams.GuideType`; the values are as in `guided_decoding_guide_type`."""
 
     JSON = "json"
@@ -32,20 +32,24 @@ class Guide:
             `guided_decoding_guide`.
     """
 
-    type: GuideType
+    type: GuideKind
     text: str = ""
 
     def validate(self) -> None:
         """Raise InvalidArgument if a JSON guide has a text or another guide has none."""
-        if self.type is GuideType.JSON and self.text:
+        if self.type is GuideKind.JSON and self.text:
             raise InvalidArgument(
-                "guided_decoding_guide must be left out where guided_decoding_guide_type is json, got "
-                f"{len(self.text)} characters; a schema is of type json_schema"
+                Name("guided_decoding_guide"),
+                " must be left out where ",
+                Name("guided_decoding_guide_type"),
+                f" is json, got {len(self.text)} characters; a schema is of type json_schema",
             )
-        if self.type is not GuideType.JSON and not self.text:
+        if self.type is not GuideKind.JSON and not self.text:
             raise InvalidArgument(
-                f"guided_decoding_guide is required where guided_decoding_guide_type is {self.type.value}: it is "
-                "missing or empty"
+                Name("guided_decoding_guide"),
+                " is required where ",
+                Name("guided_decoding_guide_type"),
+                f" is {self.type.value}: it is missing or empty",
             )
 
 
@@ -55,10 +59,10 @@ class GuideEvent:
 
     Attributes:
         request_id: The request that waits for it.
-        error_code: Why it failed, as the code of an error of `inflight.errors`; "": it is ready.
-        error: The message of that error.
+        error_kind: Why it failed, as the kind of an error of `inflight.errors`; "": it is ready.
+        error: The message of that error, its names marked.
     """
 
     request_id: int
-    error_code: str = ""
+    error_kind: str = ""
     error: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from inflight.additional_outputs import AdditionalModelOutput, OfferedOutput
+from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import RetentionConfig
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest, PromptTable
@@ -17,7 +17,7 @@ from inflight.core.request.sampling_config import (
     check_token_ids,
 )
 from inflight.core.request.stop import StopSignal
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name, TooLong
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ BATCHED_POST_PROCESSOR_NAME = "batched"
 
 
 @dataclass(frozen=True, slots=True)
-class OutputConfig:
+class OutputOptions:
     """TensorRT-LLM's `OutputConfig`, with fields of this project's own.
 
     All log probabilities are log_softmax, in float32, of the model's unchanged logits: before bias, penalties and
@@ -74,7 +74,7 @@ class OutputConfig:
     return_context_logits: bool = False
     return_generation_logits: bool = False
     return_perf_metrics: bool = False
-    additional_outputs: tuple[AdditionalModelOutput, ...] = ()
+    additional_outputs: tuple[WantedOutput, ...] = ()
 
     @property
     def wants_details(self) -> bool:
@@ -87,7 +87,7 @@ class OutputConfig:
         return self.return_context_logits or self.return_prompt_log_probs or bool(self.gathered_outputs)
 
     @property
-    def gathered_outputs(self) -> tuple[AdditionalModelOutput, ...]:
+    def gathered_outputs(self) -> tuple[WantedOutput, ...]:
         """The additional outputs that are also wanted for the prompt."""
         return tuple(output for output in self.additional_outputs if output.gather_context)
 
@@ -95,28 +95,37 @@ class OutputConfig:
         """Raise InvalidArgument naming the tensor, what came and what was expected."""
         most = min(MAX_TOP_LOG_PROBS, vocab_size)
         if not 0 <= self.num_top_log_probs <= most:
-            raise InvalidArgument(f"num_top_log_probs must be in [0, {most}], got {self.num_top_log_probs}")
+            raise InvalidArgument(
+                Name("num_top_log_probs"), f" must be in [0, {most}], got {self.num_top_log_probs}"
+            )
 
     def validate_additional(self, offered: tuple[OfferedOutput, ...], uses_beams: bool) -> None:
         """Raise InvalidArgument for additional outputs that the engine does not offer."""
         names = [output.name for output in self.additional_outputs]
         if len(set(names)) < len(names):
-            raise InvalidArgument(f"additional_outputs has a name twice: {', '.join(names)}")
+            raise InvalidArgument(Name("additional_outputs"), f" has a name twice: {', '.join(names)}")
         by_name = {output.name: output for output in offered}
         for output in self.additional_outputs:
             if output.name not in by_name:
                 known = ", ".join(by_name) or "none"
                 raise InvalidArgument(
-                    f"additional_outputs: this engine has no output {output.name!r}; its parameter "
-                    f"additional_model_outputs has {known}"
+                    Name("additional_outputs"),
+                    f": this engine has no output {output.name!r}; its parameter "
+                    f"additional_model_outputs has {known}",
                 )
             if output.gather_context and not by_name[output.name].gather_context:
                 raise InvalidArgument(
-                    f"additional_outputs: {output.name} is not gathered for prompts; the parameter "
-                    f"additional_model_outputs would have to say {output.name}:context"
+                    Name("additional_outputs"),
+                    f": {output.name} is not gathered for prompts; the parameter "
+                    f"additional_model_outputs would have to say {output.name}:context",
                 )
         if names and uses_beams:
-            raise InvalidArgument("additional_outputs needs beam_width 1: the rows of a search change places")
+            raise InvalidArgument(
+                Name("additional_outputs"),
+                " needs ",
+                Name("beam_width"),
+                " 1: the rows of a search change places",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +171,8 @@ class ModelLimits:
         Beams share the prompt's full blocks. The last generated token needs no room, as it is never fed back.
         """
         size = self.tokens_per_block
-        shared = prompt_length // size if beam_width > 1 else 0
-        return (shared + max(0, self.num_blocks - shared) // beam_width) * size + 1 - prompt_length
+        shared = min(prompt_length // size, self.num_blocks) if beam_width > 1 else 0
+        return (shared + (self.num_blocks - shared) // beam_width) * size + 1 - prompt_length
 
     def room(self, prompt_length: int, beam_width: int = 1) -> int:
         """Return how many tokens can be generated after a prompt, limited by sequence length and KV cache."""
@@ -175,13 +184,14 @@ class ModelLimits:
         Args:
             num_prompts: How many prompts there are.
             num_sequences: How many sequences all of them ask for.
-            name: The client's name for `num_return_sequences`, for the error.
+            name: The input that asks for them, for the error.
         """
         if num_sequences > self.max_sequences_per_request:
             raise InvalidArgument(
-                f"{name}: {num_prompts} prompt{'s' if num_prompts > 1 else ''} asked for {num_sequences} "
+                Name(name),
+                f": {num_prompts} prompt{'s' if num_prompts > 1 else ''} asked for {num_sequences} "
                 f"sequences in one request, expected at most {self.max_sequences_per_request} "
-                "(max_sequences_per_request): send several requests"
+                "(max_sequences_per_request): send several requests",
             )
 
 
@@ -255,7 +265,7 @@ class Request:
     end_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
+    output: OutputOptions = field(default_factory=OutputOptions)
     stop_words: tuple[tuple[int, ...], ...] = ()
     stop_words_after: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -363,9 +373,11 @@ class Request:
         self.output.validate(limits.vocab_size)
         self.output.validate_additional(limits.additional_outputs, self.sampling.uses_beams)
         if not self.input_token_ids:
-            raise InvalidArgument("input_ids is empty: a request needs at least one prompt token")
+            raise InvalidArgument(Name("input_ids"), " is empty: a request needs at least one prompt token")
         if self.max_new_tokens < 1:
-            raise InvalidArgument(f"request_output_len must be at least 1, got {self.max_new_tokens}")
+            raise InvalidArgument(
+                Name("request_output_len"), f" must be at least 1, got {self.max_new_tokens}"
+            )
         self.identity.validate(self.prompt_length)
         self.retention.validate()
         limits.check_sequences(1, self.sampling.num_sequences, "num_return_sequences")
@@ -383,12 +395,12 @@ class Request:
 
     def _validate_queueing(self) -> None:
         if not 0.0 <= self.priority <= 1.0:
-            raise InvalidArgument(f"priority must be in [0, 1], got {self.priority}")
+            raise InvalidArgument(Name("priority"), f" must be in [0, 1], got {self.priority}")
         if not 0 <= self.client_id < 1 << 64:
-            raise InvalidArgument(f"client_id must be in [0, 2**64), got {self.client_id}")
+            raise InvalidArgument(Name("client_id"), f" must be in [0, 2**64), got {self.client_id}")
         if self.allotted_time_ms < 0:
             raise InvalidArgument(
-                f"allotted_time_ms must be >= 0 (0: no deadline), got {self.allotted_time_ms}"
+                Name("allotted_time_ms"), f" must be >= 0 (0: no deadline), got {self.allotted_time_ms}"
             )
 
     def _validate_prompt_ids(self, limits: ModelLimits) -> None:
@@ -399,49 +411,65 @@ class Request:
             try:
                 check_token_ids("input_ids", self.input_token_ids, vocab_size)
             except InvalidArgument as error:
-                hint = "; ids from there on stand for rows of prompt_embedding_table, which is missing"
-                raise InvalidArgument(f"{error}{hint if highest >= vocab_size else ''}") from None
+                if highest < vocab_size:
+                    raise
+                raise InvalidArgument(
+                    *error.args,
+                    "; ids from there on stand for rows of ",
+                    Name("prompt_embedding_table"),
+                    ", which is missing",
+                ) from None
             return
         table.validate(limits.hidden_size)
         if table.num_rows > limits.max_sequence_length:
             raise InvalidArgument(
-                f"prompt_embedding_table has {table.num_rows} rows, more than the {limits.max_sequence_length} "
-                "tokens that a sequence can have: send those that the prompt names"
+                Name("prompt_embedding_table"),
+                f" has {table.num_rows} rows, more than the {limits.max_sequence_length} tokens that a sequence "
+                "can have: send those that the prompt names",
             )
         check_token_ids("input_ids", self.input_token_ids, vocab_size + table.num_rows)
         if highest >= vocab_size and self.output.return_prompt_log_probs:
             raise InvalidArgument(
-                "return_prompt_log_probs is true, but rows of prompt_embedding_table, which input_ids has, are no "
-                "tokens of the vocabulary and have no probability: leave one of the two out"
+                Name("return_prompt_log_probs"),
+                " is true, but rows of ",
+                Name("prompt_embedding_table"),
+                ", which ",
+                Name("input_ids"),
+                " has, are no tokens of the vocabulary and have no probability: leave one of the two out",
             )
 
     def _validate_ids(self, vocab_size: int) -> None:
         for end_id in self.end_ids:
             if not 0 <= end_id < vocab_size:
                 raise InvalidArgument(
-                    f"end_id must be in [0, {vocab_size - 1}], got {end_id}; no end id is -1 in the tensor, and "
-                    "an empty end_ids in a Request"
+                    Name("end_id"),
+                    f" must be in [0, {vocab_size - 1}], got {end_id}; no end id is -1 in the tensor, and "
+                    "an empty end_ids in a Request",
                 )
         for name, words in (("stop_words_list", self.stop_words), ("bad_words_list", self.bad_words)):
             for word in words:
                 if not word:
-                    raise InvalidArgument(f"{name} has an empty word")
+                    raise InvalidArgument(Name(name), " has an empty word")
                 check_token_ids(name, word, vocab_size)
         bias = self.embedding_bias
         if bias is not None and bias.shape != (vocab_size,):
-            raise InvalidArgument(f"embedding_bias must have shape [1, {vocab_size}], got {[1, *bias.shape]}")
+            raise InvalidArgument(
+                Name("embedding_bias"), f" must have shape [1, {vocab_size}], got {[1, *bias.shape]}"
+            )
 
     def _validate_lengths(self, limits: ModelLimits) -> None:
         if self.prompt_length > limits.max_input_length:
-            raise InvalidArgument(
-                f"input_ids has {self.prompt_length} tokens; this server takes prompts of at most "
-                f"{limits.max_input_length} tokens{self._remedy(limits)}"
+            raise TooLong(
+                Name("input_ids"),
+                f" has {self.prompt_length} tokens; this server takes prompts of at most "
+                f"{limits.max_input_length} tokens{self._remedy(limits)}",
             )
         room = limits.max_sequence_length - self.prompt_length
         if self.max_new_tokens > room:
-            raise InvalidArgument(
-                f"request_output_len is {self.max_new_tokens}, but after {self.prompt_length} prompt tokens at "
-                f"most {max(room, 0)} fit in the model's sequence length of {limits.max_sequence_length}"
+            raise TooLong(
+                Name("request_output_len"),
+                f" is {self.max_new_tokens}, but after {self.prompt_length} prompt tokens at most {max(room, 0)} "
+                f"fit in the model's sequence length of {limits.max_sequence_length}",
             )
         needed = self.max_kv_blocks(limits.tokens_per_block)
         if needed > limits.num_blocks:
@@ -459,32 +487,37 @@ class Request:
     def _refuse_blocks(self, needed: int, limits: ModelLimits) -> None:
         size, beams = limits.tokens_per_block, self.sampling.beam_width
         fits = limits.kv_room(self.prompt_length, beams)
-        beam_clause = f" and beam_width {beams}" if beams > 1 else ""
-        raise InvalidArgument(
-            f"{self.prompt_length} prompt tokens, request_output_len {self.max_new_tokens}{beam_clause} need "
-            f"{needed * size} tokens of KV cache; it holds {limits.num_blocks * size}, "
-            f"so request_output_len can be at most {max(fits, 0)}"
+        beam_clause = (" and ", Name("beam_width"), f" {beams}") if beams > 1 else ()
+        raise TooLong(
+            f"{self.prompt_length} prompt tokens, ",
+            Name("request_output_len"),
+            f" {self.max_new_tokens}",
+            *beam_clause,
+            f" need {needed * size} tokens of KV cache; it holds {limits.num_blocks * size}, so ",
+            Name("request_output_len"),
+            f" can be at most {max(fits, 0)}",
         )
 
     def _validate_beams(self, limits: ModelLimits) -> None:
         width = self.sampling.beam_width
         if width > limits.max_beam_width:
             raise InvalidArgument(
-                f"beam_width must be at most {limits.max_beam_width} on this server, got {width}"
+                Name("beam_width"), f" must be at most {limits.max_beam_width} on this server, got {width}"
             )
         candidates = width * max(2, 1 + len(self.end_ids))
         if self.sampling.uses_beams and candidates > limits.vocab_size:
             raise InvalidArgument(
-                f"beam_width {width} needs {candidates} candidates, the vocabulary has {limits.vocab_size}"
+                Name("beam_width"),
+                f" {width} needs {candidates} candidates, the vocabulary has {limits.vocab_size}",
             )
 
     def _validate_drafts(self, limits: ModelLimits) -> None:
         lookup, width = self.prompt_lookup_num_tokens, self.sampling.beam_width
         if lookup < 0:
-            raise InvalidArgument(f"prompt_lookup_num_tokens must be >= 0 (0: off), got {lookup}")
+            raise InvalidArgument(Name("prompt_lookup_num_tokens"), f" must be >= 0 (0: off), got {lookup}")
         if width > 1 and (lookup or self.draft):
             name = "draft_input_ids" if self.draft else "prompt_lookup_num_tokens"
-            raise InvalidArgument(f"{name} needs beam_width 1, got {width}")
+            raise InvalidArgument(Name(name), " needs ", Name("beam_width"), f" 1, got {width}")
         if self.draft:
             self._validate_external_draft(self.draft, limits)
 
@@ -497,32 +530,43 @@ class Request:
             problem = "Batched logits post processor is not defined"
         else:
             problem = f"LogitsPostProcessor {name[:100]} not found"
-        raise InvalidArgument(f"{problem}: logits_post_processor_name is {name[:100]!r}, {expected}")
+        raise InvalidArgument(
+            f"{problem}: ", Name("logits_post_processor_name"), f" is {name[:100]!r}, {expected}"
+        )
 
     def _validate_external_draft(self, draft: ExternalDraft, limits: ModelLimits) -> None:
         length, threshold = len(draft.token_ids), draft.acceptance_threshold
         if not length:
-            raise InvalidArgument("draft_input_ids is empty: leave it out, or send at least one token")
+            raise InvalidArgument(
+                Name("draft_input_ids"), " is empty: leave it out, or send at least one token"
+            )
         check_token_ids("draft_input_ids", draft.token_ids, limits.vocab_size)
         most = min(limits.max_draft_length, limits.max_context_tokens - self.prompt_length)
         if length > most:
             raise InvalidArgument(
-                f"Draft tokens length ({length}) exceeds maximum draft tokens length ({max(most, 0)}): "
-                "draft_input_ids is too long"
+                f"Draft tokens length ({length}) exceeds maximum draft tokens length ({max(most, 0)}): ",
+                Name("draft_input_ids"),
+                " is too long",
             )
         if length >= self.max_new_tokens:
             raise InvalidArgument(
-                f"draft_input_ids has {length} tokens, which request_output_len {self.max_new_tokens} has no "
-                f"room for: send at most {self.max_new_tokens - 1}"
+                Name("draft_input_ids"),
+                f" has {length} tokens, which ",
+                Name("request_output_len"),
+                f" {self.max_new_tokens} has no room for: send at most {self.max_new_tokens - 1}",
             )
         wanted = (length, limits.vocab_size)
         if draft.logits is not None and draft.logits.shape != wanted:
             raise InvalidArgument(
-                f"draft_logits must have shape {[1, *wanted]}: one row for each of draft_input_ids; "
-                f"got {[1, *draft.logits.shape]}"
+                Name("draft_logits"),
+                f" must have shape {[1, *wanted]}: one row for each of ",
+                Name("draft_input_ids"),
+                f"; got {[1, *draft.logits.shape]}",
             )
         if threshold is not None and not 0.0 <= threshold < float("inf"):
-            raise InvalidArgument(f"draft_acceptance_threshold must be a finite number >= 0, got {threshold}")
+            raise InvalidArgument(
+                Name("draft_acceptance_threshold"), f" must be a finite number >= 0, got {threshold}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

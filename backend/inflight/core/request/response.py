@@ -66,7 +66,7 @@ class TopLogProbs:
 
 
 @dataclass(frozen=True, slots=True)
-class AdditionalOutput:
+class ReturnedOutput:
     """TensorRT-LLM's `AdditionalOutput`, with one tensor per sequence or beam of the result.
 
     Attributes:
@@ -81,7 +81,7 @@ class AdditionalOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SequenceResult:
     """TensorRT-LLM's `Result` for one sequence, or for the beams of one search, best first.
 
     Attributes:
@@ -131,7 +131,7 @@ class Result:
     generation_logits: tuple[FloatTensor, ...] | None = None
     perf_metrics: PerfMetrics | None = None
     model_log_probs: tuple[tuple[float, ...], ...] | None = None
-    additional_outputs: tuple[AdditionalOutput, ...] = ()
+    additional_outputs: tuple[ReturnedOutput, ...] = ()
     num_iterations: int = 0
 
     @property
@@ -172,7 +172,7 @@ class Response:
     """
 
     request_id: int
-    result: Result | None = None
+    result: SequenceResult | None = None
     error: InflightError | None = None
     is_final: bool = False
 
@@ -191,10 +191,10 @@ def merge_responses(responses: Sequence[_R]) -> _R:
     return replace(last, result=_merge(results))
 
 
-def _merge(results: list[Result]) -> Result:
+def _merge(results: list[SequenceResult]) -> SequenceResult:
     last = results[-1]
     if last.carries_tokens_only and results[0].carries_tokens_only:
-        return Result(
+        return SequenceResult(
             _join([r.output_token_ids for r in results]),
             last.num_input_tokens,
             (sum(r.num_output_tokens[0] for r in results),),
@@ -232,16 +232,16 @@ def _join(parts: Iterable[tuple[tuple[_T, ...], ...]]) -> tuple[tuple[_T, ...], 
     return (tuple(chain.from_iterable(part[0] for part in parts)),)
 
 
-def _join_logits(results: list[Result]) -> tuple[FloatTensor, ...] | None:
+def _join_logits(results: list[SequenceResult]) -> tuple[FloatTensor, ...] | None:
     parts = [r.generation_logits[0] for r in results if r.generation_logits is not None]
     return (_concatenate_rows(parts),) if parts else None
 
 
-def _join_additional(results: list[Result]) -> tuple[AdditionalOutput, ...]:
+def _join_additional(results: list[SequenceResult]) -> tuple[ReturnedOutput, ...]:
     parts: dict[str, list[FloatTensor]] = {}
     for output in chain.from_iterable(result.additional_outputs for result in results):
         parts.setdefault(output.name, []).append(output.tensors[0])
-    return tuple(AdditionalOutput(name, (_concatenate_rows(each),)) for name, each in parts.items())
+    return tuple(ReturnedOutput(name, (_concatenate_rows(each),)) for name, each in parts.items())
 
 
 def _concatenate_rows(tensors: list[FloatTensor]) -> FloatTensor:

@@ -1,4 +1,4 @@
-"""Makes the responses of a sequence: turns an LlmRequest into a Result.
+"""Makes the responses of a sequence: turns an LlmRequest into a SequenceResult.
 
 Selects the tokens and details that a response carries, and counts what has been streamed. `outcomes.py` and
 `endings.py` call it, on the loop thread.
@@ -15,7 +15,7 @@ from inflight.core.kv.kv_cache_manager import BlockCounts
 from inflight.core.request.beam_search import BeamSearch
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
 from inflight.core.request.request import FloatTensor, Request
-from inflight.core.request.response import AdditionalOutput, PerfMetrics, Response, Result
+from inflight.core.request.response import PerfMetrics, Response, ReturnedOutput, SequenceResult
 from inflight.core.request.stop import CUT_SHORT, FinishReason
 
 BlockCounter = Callable[[LlmRequest], BlockCounts]
@@ -39,7 +39,7 @@ def ended_before_start(request: Request, reason: FinishReason) -> list[Response]
     return [make_response(each, lambda _: BlockCounts(0, 0, 0), each is sequences[-1]) for each in sequences]
 
 
-def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> Result:
+def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> SequenceResult:
     """Return a sequence's current result: everything new since the last call, or everything, as the request asks.
 
     Args:
@@ -61,11 +61,11 @@ def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> Result:
 _RUNS_ON = (FinishReason.NOT_FINISHED,)
 
 
-def _delta(llm_request: LlmRequest) -> Result:
+def _delta(llm_request: LlmRequest) -> SequenceResult:
     """Return a result with new tokens only. It runs for every stream in every iteration, so it has to be cheap."""
     tokens = tuple(llm_request.tokens[llm_request.prompt_length + llm_request.num_streamed_tokens :])
     llm_request.num_streamed_tokens += len(tokens)
-    return Result(
+    return SequenceResult(
         (tokens,),
         llm_request.prompt_length,
         (len(tokens),),
@@ -75,13 +75,13 @@ def _delta(llm_request: LlmRequest) -> Result:
     )
 
 
-def _sequence_result(llm_request: LlmRequest) -> Result:
+def _sequence_result(llm_request: LlmRequest) -> SequenceResult:
     request, reason = llm_request.request, llm_request.finish_reason
     first = llm_request.num_streamed_tokens
     tokens = tuple(llm_request.tokens[request.prompt_length + first :])
     llm_request.num_streamed_tokens += len(tokens)
     echoed = not (request.streaming or request.output.exclude_input_from_output)
-    result = Result(
+    result = SequenceResult(
         ((*request.input_token_ids, *tokens) if echoed else tokens,),
         request.prompt_length,
         (len(tokens),),
@@ -109,7 +109,7 @@ def _sequence_result(llm_request: LlmRequest) -> Result:
     return _with_context(result, llm_request) if first == 0 else result
 
 
-def _beams_result(llm_request: LlmRequest, beams: BeamSearch) -> Result:
+def _beams_result(llm_request: LlmRequest, beams: BeamSearch) -> SequenceResult:
     request, output = llm_request.request, llm_request.request.output
     best, reason = beams.hypotheses(), llm_request.finish_reason
     final = reason is not FinishReason.NOT_FINISHED
@@ -117,7 +117,7 @@ def _beams_result(llm_request: LlmRequest, beams: BeamSearch) -> Result:
     is_common = not final or reason in CUT_SHORT
     echoed = not (request.streaming or output.exclude_input_from_output)
     prompt = request.input_token_ids if echoed else ()
-    result = Result(
+    result = SequenceResult(
         tuple((*prompt, *beam.token_ids) for beam in best),
         request.prompt_length,
         tuple(len(beam.token_ids) for beam in best),
@@ -136,15 +136,15 @@ def _beams_result(llm_request: LlmRequest, beams: BeamSearch) -> Result:
     return _with_context(result, llm_request) if first else result
 
 
-def _additional_outputs(llm_request: LlmRequest) -> tuple[AdditionalOutput, ...]:
+def _additional_outputs(llm_request: LlmRequest) -> tuple[ReturnedOutput, ...]:
     rows = llm_request.additional_outputs
     return tuple(
-        AdditionalOutput(GENERATION + output.name, (_stacked([row[index] for row in rows]),))
+        ReturnedOutput(GENERATION + output.name, (_stacked([row[index] for row in rows]),))
         for index, output in enumerate(llm_request.request.output.additional_outputs)
     )
 
 
-def _with_context(result: Result, llm_request: LlmRequest) -> Result:
+def _with_context(result: SequenceResult, llm_request: LlmRequest) -> SequenceResult:
     group, output = llm_request.group, llm_request.request.output
     if not output.wants_context:
         return result
@@ -156,9 +156,9 @@ def _with_context(result: Result, llm_request: LlmRequest) -> Result:
     )
 
 
-def _gathered_outputs(group: RequestGroup) -> Iterator[AdditionalOutput]:
+def _gathered_outputs(group: RequestGroup) -> Iterator[ReturnedOutput]:
     for output, pieces in zip(group.request.output.gathered_outputs, group.context_outputs, strict=True):
-        yield AdditionalOutput(CONTEXT + output.name, (_prompt_rows(pieces, group),))
+        yield ReturnedOutput(CONTEXT + output.name, (_prompt_rows(pieces, group),))
 
 
 def _prompt_rows(pieces: list[bytes], group: RequestGroup) -> FloatTensor:

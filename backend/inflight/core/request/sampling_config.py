@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from inflight.core.request.control import BodyField, Control, ExecutorField, Range, Setting
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 
 MAX_BEAM_WIDTH = 1024
 MAX_RETURN_SEQUENCES = 1024
@@ -418,12 +418,16 @@ class SamplingConfig:
         returned, width = self.num_return_sequences, self.beam_width
         most = width if self.uses_beams else MAX_RETURN_SEQUENCES
         if returned is not None and not 1 <= returned <= most:
-            which = " (beam_width)" if self.uses_beams else ""
-            raise InvalidArgument(f"num_return_sequences must be in [1, {most}]{which}, got {returned}")
+            which = (" (", Name("beam_width"), ")") if self.uses_beams else ()
+            raise InvalidArgument(
+                Name("num_return_sequences"), f" must be in [1, {most}]", *which, f", got {returned}"
+            )
         if len(self.logit_bias_ids) != len(self.logit_bias_values):
             raise InvalidArgument(
-                f"logit_bias_ids has {len(self.logit_bias_ids)} token ids and logit_bias_values "
-                f"{len(self.logit_bias_values)} values: send one value for each id"
+                Name("logit_bias_ids"),
+                f" has {len(self.logit_bias_ids)} token ids and ",
+                Name("logit_bias_values"),
+                f" {len(self.logit_bias_values)} values: send one value for each id",
             )
 
 
@@ -446,7 +450,8 @@ def check_token_ids(tensor: str, token_ids: tuple[int, ...], vocab_size: int) ->
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise InvalidArgument(
-            f"{tensor} must be in [0, {vocab_size - 1}], got {wrong} at position {token_ids.index(wrong)}"
+            Name(tensor),
+            f" must be in [0, {vocab_size - 1}], got {wrong} at position {token_ids.index(wrong)}",
         )
 
 
@@ -459,4 +464,4 @@ def _check(control: Control, value: Any, vocab_size: int) -> None:
     for position, each in enumerate(values):
         if not control.range.contains(each):
             where = f" at position {position}" if several else ""
-            raise InvalidArgument(f"{control.tensor} must be {control.range.text}, got {each}{where}")
+            raise InvalidArgument(Name(control.tensor), f" must be {control.range.text}, got {each}{where}")

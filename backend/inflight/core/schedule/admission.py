@@ -16,7 +16,7 @@ from inflight.core.request.request import Request
 from inflight.core.schedule.capacity_scheduler import CapacityScheduler
 from inflight.core.schedule.running import Running
 from inflight.core.schedule.waiting_queue import WaitingQueue
-from inflight.errors import Unavailable
+from inflight.errors import QueueFull
 
 _MOST_PASSED_OVER = 64
 """Maximum number of sequences that `admit` skips; each of them is examined again in every iteration."""
@@ -58,7 +58,7 @@ class Admission:
         self._max_queue_size = max_queue_size
 
     def check_queue(self, request: Request) -> None:
-        """Raise Unavailable if the queue is full for this request.
+        """Raise QueueFull if the queue is full for this request.
 
         Requests that fit into free slots, and those of lower priorities, are not counted. A continuation of an
         accepted request is always accepted.
@@ -75,7 +75,7 @@ class Admission:
         if self.waiting.num_new(request.priority) + before > room:
             # The first sentence is that of Triton's dynamic batcher, the second TensorRT-LLM's: clients look for
             # either.
-            raise Unavailable(
+            raise QueueFull(
                 "Exceeds maximum queue size. "
                 f"Maximum queue size of {bound} has been reached, please try again later"
             )

@@ -41,7 +41,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from inflight.additional_outputs import OfferedOutput
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.request.adapter import StoredAdapter
 from inflight.core.request.beam_search import BeamCandidates
 from inflight.core.request.request import ModelLimits, Request
@@ -323,7 +323,7 @@ class EngineLimits:
         num_behind = int(batch.samples_on_device) if self.overlaps_iterations else self.num_micro_batches - 1
         return max(0, num_in_flight - num_behind)
 
-    def model_limits(self, config: SchedulerConfig) -> ModelLimits:
+    def model_limits(self, config: SchedulingConfig) -> ModelLimits:
         """Return the limits for one request on this device under `config`."""
         longest = self.max_sequence_length - 1
         chunked, slots = config.enable_chunked_context, self.max_num_sequences

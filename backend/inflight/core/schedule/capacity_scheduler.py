@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight.config import CapacitySchedulerPolicy
+from inflight.config import CapacityPolicy
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.llm_request import LlmRequest, RequestState
 
@@ -123,8 +123,8 @@ class MaxUtilization:
 CapacityScheduler = GuaranteedNoEvict | MaxUtilization
 
 
-def make_capacity_scheduler(policy: CapacitySchedulerPolicy) -> CapacityScheduler:
+def make_capacity_scheduler(policy: CapacityPolicy) -> CapacityScheduler:
     """Return the capacity scheduler for a policy."""
-    if policy is CapacitySchedulerPolicy.MAX_UTILIZATION:
+    if policy is CapacityPolicy.MAX_UTILIZATION:
         return MaxUtilization()
-    return GuaranteedNoEvict(fills_batches_once=policy is CapacitySchedulerPolicy.STATIC_BATCH)
+    return GuaranteedNoEvict(fills_batches_once=policy is CapacityPolicy.STATIC_BATCH)

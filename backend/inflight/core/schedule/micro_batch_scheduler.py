@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from inflight.config import ContextChunkingPolicy, SchedulerConfig
+from inflight.config import ChunkingPolicy, SchedulingConfig
 from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.schedule.batch import EngineLimits
 
@@ -53,11 +53,11 @@ class MicroBatch:
 class MicroBatchScheduler:
     """Selects the rows of each iteration from the running sequences."""
 
-    def __init__(self, config: SchedulerConfig, limits: EngineLimits) -> None:
+    def __init__(self, config: SchedulingConfig, limits: EngineLimits) -> None:
         self._max_num_tokens = config.max_num_tokens
         self._tokens_per_block = limits.tokens_per_block
         self._chunked = config.enable_chunked_context
-        is_equal = config.context_chunking_policy is ContextChunkingPolicy.EQUAL_PROGRESS
+        is_equal = config.context_chunking_policy is ChunkingPolicy.EQUAL_PROGRESS
         self._equal_progress = self._chunked and is_equal
         self._num_micro_batches = limits.num_micro_batches
         self._generation_was_left_out = False

@@ -137,7 +137,7 @@ def unpack(packed: Tensor, tile: int) -> Tensor:
 
 @dataclass
 class KeepingLevels(PlainSink):
-    """Keeps what the checkpoint has quantized, and everything else as it is read.
+    """Keeps quantized matrices as they are in the checkpoint, and everything else as it is read.
 
     Args:
         computed: Data type of activations.

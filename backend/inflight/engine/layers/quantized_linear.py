@@ -78,7 +78,7 @@ class QuantizedLinear(Linear):
 
 @dataclass(slots=True)
 class Quantizing(Sink[LayerWeights, Linear]):
-    """Quantizes every matrix as it is read: no more than one is there in the checkpoint's size.
+    """Quantizes every matrix as it is read, so that at most one exists in the checkpoint's precision.
 
     Routers, embeddings and the projections inside latent attention are not quantized; an embedding that is also
     the output projection's matrix is stored twice.
@@ -126,7 +126,7 @@ class Quantizing(Sink[LayerWeights, Linear]):
         return layer
 
     def _quantize(self, weight: StoredMatrix) -> tuple[Tensor, Tensor]:
-        """Levels [out, in], and a scale for each row [out] float32; some rows at a time."""
+        """Return levels [out, in] and a scale per row [out] float32; quantizes some rows at a time."""
         assert isinstance(weight, Tensor), "levels come only where they are kept"
         levels = torch.empty(weight.shape, dtype=_level_dtype(self.kind), device=weight.device)
         scales = torch.empty(weight.shape[0], device=weight.device)

@@ -57,7 +57,7 @@ class Components:
         return self.graph.weight(name, wide)
 
     def product(self, x: Any, matrix: NetworkMatrix, name: str) -> Any:
-        """x Wᵀ, without the bias."""
+        """Return x Wᵀ, without the bias."""
         graph = self.graph
         if matrix.weight.dtype is torch.uint8:
             return self._int4_product(x, matrix, name)
@@ -68,7 +68,7 @@ class Components:
         return graph.multiply_matrices(x, weight)
 
     def _int4_product(self, x: Any, matrix: NetworkMatrix, name: str) -> Any:
-        """x Wᵀ with levels of 4 bits, and beside it with what all levels of a group have in common."""
+        """Return x Wᵀ for 4-bit levels, plus the product with the offsets common to the levels of a group."""
         graph, scales, offsets = self.graph, matrix.scales, matrix.offsets
         assert scales is not None, "levels have scales"
         (num_outputs, num_inputs), num_groups = (matrix.weight.shape[0], x.shape[-1]), scales.shape[1]
@@ -84,7 +84,7 @@ class Components:
         return graph.add(y, graph.multiply_matrices(sums, graph.weight(f"{name}.offsets", offsets)))
 
     def biased(self, y: Any, matrix: NetworkMatrix, name: str) -> Any:
-        """y + b."""
+        """Return y + b."""
         if matrix.bias is None:
             return y
         return self.graph.add(y, self.vector(matrix.bias, f"{name}.bias", 2, self.dtype))
@@ -109,7 +109,8 @@ class Components:
         return graph.activation(x, {"gelu": "GELU_ERF", "gelu_tanh": "GELU_TANH", "relu": "RELU"}[kind])
 
     def experts(self, x: Any, experts: ExpertWeights[NetworkMatrix], config: ExpertsConfig, name: str) -> Any:
-        """[rows, hidden_size]: what all experts give, weighed by the router, which is 0 for most of them.
+        """Return [rows, hidden_size]: the output of all experts, weighted by the router, whose weight is 0 for
+        most.
 
         All experts form one wide MLP, whose inner values are multiplied by the weight of their expert: two
         products, which compute every expert for every row. The values of unused experts are replaced by 0, not
@@ -126,7 +127,7 @@ class Components:
         return self.product(flat, experts.down, f"{name}.down")
 
     def _route(self, x: Any, experts: ExpertWeights[NetworkMatrix], config: ExpertsConfig, name: str) -> Any:
-        """The weight of each expert for each row, float32 [rows, count]."""
+        """Return the weight of each expert for each row, float32 [rows, count]."""
         graph = self.graph
         router = NetworkMatrix(experts.router.weight, experts.router.bias)
         logits = self.biased(self.product(x, router, f"{name}.router"), router, f"{name}.router")

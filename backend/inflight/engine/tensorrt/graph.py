@@ -48,9 +48,9 @@ class Constant:
     """The memory of a constant, which TensorRT reads.
 
     Attributes:
-        memory: On the CPU and contiguous; of int4 uint8, two to a byte, the lower half first.
-        dtype: As in `PlanTensor.dtype`.
-        shape: In elements.
+        memory: A contiguous CPU tensor; for int4 uint8, two values per byte, the lower half first.
+        dtype: See `PlanTensor.dtype`.
+        shape: Shape in elements.
     """
 
     memory: torch.Tensor

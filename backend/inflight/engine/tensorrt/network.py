@@ -227,12 +227,12 @@ class _Layers:
         return made.summed(graph.add(given, shared))
 
     def _product(self, x: Any, matrix: NetworkMatrix, index: int, name: str) -> Any:
-        """A layer's projection, with what adapters add to it."""
+        """Return a layer's projection, with the output of adapters added."""
         y = self._adapters.add(self._made.product(x, matrix, name), x, index, name)
         return self._made.biased(y, matrix, name)
 
     def _row_parallel(self, x: Any, matrix: NetworkMatrix, index: int, name: str) -> Any:
-        """Every rank has some of the inputs; the bias is added once, to the sum."""
+        """Multiply with a weight whose inputs are divided among ranks; the bias is added once, to the sum."""
         y = self._adapters.add(self._made.product(x, matrix, name), x, index, name)
         return self._made.biased(self._made.summed(y), matrix, name)
 

@@ -21,7 +21,7 @@ _READ_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class PlanTensor:
-    """An input or output.
+    """An input or output of a plan.
 
     Attributes:
         name: Unique within a plan.
@@ -84,7 +84,7 @@ class Plan:
     aliases: tuple[Alias, ...] = ()
 
     def tensor(self, name: str) -> PlanTensor:
-        """An input or output by its name. KeyError if there is none."""
+        """Return an input or output by its name. Raises KeyError if there is none."""
         for spec in self.inputs + self.outputs:
             if spec.name == name:
                 return spec

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NetworkMatrix:
-    """y = x Wᵀ + b.
+    """A matrix with a bias: y = x Wᵀ + b.
 
     Attributes:
         weight: [outputs, inputs] floating point; or int8 or float8_e4m3fn levels, where row i stands for weight[i]
@@ -58,7 +58,7 @@ Weights = DecoderWeights[Layer[NetworkMatrix], NetworkMatrix]
 
 
 class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
-    """Rounds each matrix to `weight_dtype` as it is read, or with int4 keeps what the checkpoint has in 4 bits."""
+    """Rounds each matrix to `weight_dtype` as it is read, or for int4 keeps the checkpoint's 4-bit levels."""
 
     def __init__(self, dtype: torch.dtype, weight_dtype: str) -> None:
         self._dtype, self._weight_dtype = dtype, weight_dtype
@@ -71,7 +71,8 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
     def stack(
         self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> NetworkMatrix:
-        """All experts as one matrix: their outputs behind each other, or of the second one their inputs.
+        """Return all experts as one matrix: their outputs, or for the second matrix their inputs, are
+        concatenated.
 
         A row's experts are then two products, with their weights applied in between.
         """
@@ -107,7 +108,7 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
         return NetworkMatrix(levels, bias, scales)
 
     def _kept(self, matrices: Sequence[GroupedMatrix], axis: int, bias: Tensor | None) -> NetworkMatrix:
-        """Matrices of 4 bits behind each other on an axis.
+        """Return 4-bit matrices concatenated along an axis.
 
         Scales are rounded to the type of activations, which like theirs is float16 in most checkpoints.
         """

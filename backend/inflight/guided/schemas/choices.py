@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from inflight.guided.schemas.documents import Node, keywords_of, refused
 from inflight.guided.schemas.overlap import SAYING, TYPES, Facts, is_same, type_of, types_of, words_about
 from inflight.guided.schemas.patterns import other_than
+from inflight.json_values import is_list, is_object
 
 if TYPE_CHECKING:
     from inflight.guided.schemas.writer import Writer, Written
@@ -86,7 +87,7 @@ def negated(writer: Writer, node: Node, depth: int = 0, may_leave_out: bool = Fa
     if isinstance(node.value, bool):
         return not node.value
     writer.overlaps.count_step(node)
-    if not isinstance(node.value, dict) or depth > _DEEPEST:
+    if not is_object(node.value) or depth > _DEEPEST:
         return None
     words = keywords_of(node)
     options: list[Written] = []
@@ -110,16 +111,16 @@ def _negated_word(
     """Return schemas of the values that are invalid by one keyword; None if they cannot be written."""
     match keyword:
         case "type":
-            kinds = other_kinds(value if isinstance(value, list) else [value])
+            kinds = other_kinds(value if is_list(value) else [value])
             return [{"type": kinds}] if kinds else []
         case "const" | "enum":
             # Raises for values that no generated text can have.
             writer.write(Node({keyword: value}, node.path, node.base, node.draft))
             return [values_but(value if keyword == "enum" else [value])]
-        case "required" if isinstance(value, list):
+        case "required" if is_list(value):
             return [{"type": "object", "properties": {name: False}} for name in value]
-        case "properties" if isinstance(value, dict):
-            return _negated_properties(writer, node, cast(dict[str, Any], value), depth, may_leave_out)
+        case "properties" if is_object(value):
+            return _negated_properties(writer, node, value, depth, may_leave_out)
         case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
             opposite = {"type": "number", _OPPOSITE_BOUNDS[keyword]: writer.number(node, words, keyword)}
             return [writer.write(Node(opposite, node.path, node.base, 0))]

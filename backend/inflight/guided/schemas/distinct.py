@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from inflight.guided.schemas.documents import Document, Node, keywords_of
 from inflight.guided.schemas.overlap import distinct_key
+from inflight.json_values import is_object
 
 _SPACE, _ENDS = b" \t\r\n", b",]} \t\r\n"
 _QUOTE, _BACKSLASH = b'"\\'
@@ -35,7 +36,7 @@ class Places:
         waiting = list(nodes)
         while waiting:
             node = waiting.pop()
-            if not isinstance(node.value, dict) or node.place in found:
+            if not is_object(node.value) or node.place in found:
                 continue
             found[node.place] = node
             waiting += self._parts_in_place(node, keywords_of(node))
@@ -242,7 +243,7 @@ class ItemWatch:
             state = self._begin_value(state)
             place = state.open.inside if state.open is not None else self._places.root
             is_array = byte == b"["[0]
-            items = {} if is_array and place.is_distinct else None
+            items: dict[Any, Any] | None = {} if is_array and place.is_distinct else None
             return state._replace(open=_Open(state.open, place, is_array, items=items))
         if byte in b"]}" and state.open is not None:
             return self._end_value(state._replace(open=state.open.around), state.size + 1)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 from urllib.parse import unquote, urldefrag, urljoin
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
+from inflight.json_values import is_list, is_object
 
 _DRAFTS = {
     "http://json-schema.org/draft-03/schema": 3,
@@ -63,7 +64,7 @@ def refused(path: str, reason: str) -> InvalidArgument:
         path: The schema's path, as a JSON pointer.
         reason: A sentence that begins with the keyword.
     """
-    return InvalidArgument(f"guided_decoding_guide cannot be used: at {path}: {reason}")
+    return InvalidArgument(Name("guided_decoding_guide"), f" cannot be used: at {path}: {reason}")
 
 
 def shown(value: object) -> str:
@@ -101,9 +102,9 @@ class Node:
 
 def _entered(node: Node, is_root: bool = False) -> Node:
     """Return a node with the base and the dialect that it declares itself, if any."""
-    if not isinstance(node.value, dict):
+    if not is_object(node.value):
         return node
-    value = cast(dict[str, Any], node.value)
+    value = node.value
     base, draft = node.base, node.draft
     named = value.get("$schema")
     if isinstance(named, str):
@@ -136,12 +137,12 @@ class Document:
 
     def _index(self, node: Node) -> None:
         """Index the URIs and anchors of this schema and all its parts."""
-        if isinstance(node.value, list):
-            for index, each in enumerate(cast(list[Any], node.value)):
+        if is_list(node.value):
+            for index, each in enumerate(node.value):
                 self._index(node.inside(each, index))
-        if not isinstance(node.value, dict):
+        if not is_object(node.value):
             return
-        value = cast(dict[str, Any], node.value)
+        value = node.value
         self._targets.setdefault(node.base, node)
         if (given := _id_of(value, node.draft, node is self.root)).startswith("#"):
             self._targets.setdefault(node.base + given, node)
@@ -153,8 +154,8 @@ class Document:
         if value.get("$recursiveAnchor") is True:
             self._dynamic.setdefault("$recursiveAnchor", []).append(node)
         for keyword, each in value.items():
-            if keyword in _MAPS and isinstance(each, dict):
-                for name, inner in cast(dict[str, Any], each).items():
+            if keyword in _MAPS and is_object(each):
+                for name, inner in each.items():
                     self._index(node.inside(inner, keyword, name))
             elif keyword in _APPLICATORS:
                 self._index(node.inside(each, keyword))
@@ -182,9 +183,9 @@ class Document:
         for step in pointer.split("/")[1:]:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             value: Any = found.value
-            if isinstance(value, list) and name.isdigit() and int(name) < len(value):
+            if is_list(value) and name.isdigit() and int(name) < len(value):
                 found = found.inside(value[int(name)], name)
-            elif isinstance(value, dict) and name in value:
+            elif is_object(value) and name in value:
                 found = found.inside(value[name], name)
             else:
                 raise refused(
@@ -199,7 +200,7 @@ def keywords_of(node: Node) -> dict[str, Any]:
     An array of `items` becomes `prefixItems`, `dependencies` becomes the two keywords that replaced it, and so on.
     Keywords that the dialect does not know are left out, as they are annotations there.
     """
-    given = cast(dict[str, Any], node.value)
+    given = node.value
     draft = node.draft
     known = {key: value for key, value in given.items() if _is_known(key, draft)}
     if 0 < draft <= 7 and "$ref" in known:
@@ -209,12 +210,12 @@ def keywords_of(node: Node) -> dict[str, Any]:
     _modernise_draft_3(node, known)
     dependencies = known.pop("dependencies", None)
     if dependencies is not None:
-        if not isinstance(dependencies, dict):
+        if not is_object(dependencies):
             raise refused(node.path, f"dependencies is {shown(dependencies)}, expected an object")
         for name, each in dependencies.items():
             if isinstance(each, str):
                 each = [each]
-            keyword = "dependentRequired" if isinstance(each, list) else "dependentSchemas"
+            keyword = "dependentRequired" if is_list(each) else "dependentSchemas"
             known[keyword] = {**known.get(keyword, {}), name: each}
     return known
 
@@ -227,7 +228,7 @@ def _is_known(keyword: str, draft: int) -> bool:
 
 def _modernise_arrays(known: dict[str, Any]) -> None:
     additional = known.pop("additionalItems", None)
-    if isinstance(known.get("items"), list):
+    if is_list(known.get("items")):
         known["prefixItems"] = known.pop("items")
         if additional is not None:
             known["items"] = additional
@@ -246,7 +247,7 @@ def _modernise_draft_3(node: Node, known: dict[str, Any]) -> None:
     if isinstance(known.get("required"), bool):  # read by the schema that this one is a property of
         del known["required"]
     properties = known.get("properties")
-    if isinstance(properties, dict) and node.draft in (_ALL, 3):
+    if is_object(properties) and node.draft in (_ALL, 3):
         marked = [name for name, each in properties.items() if _is_marked_required(each)]
         if marked and isinstance(known.get("required", []), list):
             known["required"] = [*known.get("required", []), *marked]
@@ -258,18 +259,18 @@ def _modernise_draft_3(node: Node, known: dict[str, Any]) -> None:
             known["multipleOf"] = factor
     extends = known.pop("extends", None)
     if isinstance(extends, dict | list):
-        known["allOf"] = [*known.get("allOf", []), *(extends if isinstance(extends, list) else [extends])]
+        known["allOf"] = [*known.get("allOf", []), *(extends if is_list(extends) else [extends])]
     disallow = known.pop("disallow", None)
     if isinstance(disallow, str | list):
         known["not"] = {"anyOf": [known["not"], {"type": disallow}]} if "not" in known else {"type": disallow}
     kinds = known.get("type")
     if node.draft not in (_ALL, 3):
         return
-    if kinds == "any" or (isinstance(kinds, list) and "any" in kinds):
+    if kinds == "any" or (is_list(kinds) and "any" in kinds):
         del known["type"]
-    elif isinstance(kinds, list) and any(isinstance(each, dict) for each in kinds):
+    elif is_list(kinds) and any(is_object(each) for each in kinds):
         del known["type"]
-        options = [each if isinstance(each, dict) else {"type": each} for each in kinds]
+        options = [each if is_object(each) else {"type": each} for each in kinds]
         known["allOf"] = [*known.get("allOf", []), {"anyOf": options}]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from inflight.guided.schemas import choices
 from inflight.guided.schemas.documents import Node, keywords_of, refused, shown
 from inflight.guided.schemas.formats import FORMATS
+from inflight.json_values import is_list, is_object
 
 if TYPE_CHECKING:
     from inflight.guided.schemas.writer import Writer, Written
@@ -28,7 +29,7 @@ def write_objects(
     """Write the object keywords into `written`, and further schemas that must hold too into `parts`."""
     _check_maps(node, words)
     required = words.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+    if not is_list(required) or not all(isinstance(each, str) for each in required):
         raise refused(node.path, f"required is {shown(required)}, expected an array of texts")
     if "properties" in words:
         written["properties"] = {
@@ -152,7 +153,7 @@ def _write_dependencies(
     kinds = {"type": written["type"]} if "type" in written else {}
     options: list[Written] = []
     for name, others in words.get("dependentRequired", {}).items():
-        if not isinstance(others, list) or not all(isinstance(each, str) for each in others):
+        if not is_list(others) or not all(isinstance(each, str) for each in others):
             raise refused(node.path, f"dependentRequired has {shown(others)}, expected an array of texts")
         if name in required:
             required += [each for each in others if each not in required]
@@ -202,7 +203,7 @@ def _gather_evaluated(
         seen: Parts that have been visited, or are being visited.
         is_asker: Whether this is the schema with the unevaluatedProperties.
     """
-    if not isinstance(node.value, dict):
+    if not is_object(node.value):
         return False
     writer.overlaps.count_step(node)
     words = keywords_of(node)

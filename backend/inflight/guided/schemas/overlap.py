@@ -9,12 +9,13 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from inflight.errors import InvalidArgument
 from inflight.guided.schemas.documents import Document, Node, keywords_of, refused
 from inflight.guided.schemas.formats import FORMATS
 from inflight.guided.schemas.matching import Matching
+from inflight.json_values import is_list, is_object
 
 TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 """JSON's types; a number is an integer or a fraction."""
@@ -125,7 +126,7 @@ def words_about(facts: Facts, kind: str) -> set[str]:
 
 def types_of(kinds: Any) -> set[str]:
     """Return the types of a `type` keyword."""
-    named = {str(each) for each in (cast(list[Any], kinds) if isinstance(kinds, list) else [kinds])}
+    named = {str(each) for each in (kinds if is_list(kinds) else [kinds])}
     return {"integer", "fraction"} | (named - {"number"}) if "number" in named else named
 
 
@@ -137,7 +138,7 @@ def type_of(value: Any) -> str:
         return "boolean"
     if isinstance(value, int | float):
         return "integer" if isinstance(value, int) or value.is_integer() else "fraction"
-    return {str: "string", list: "array"}.get(type(value), "object")
+    return "string" if isinstance(value, str) else "array" if is_list(value) else "object"
 
 
 class Overlaps:
@@ -271,18 +272,18 @@ class Overlaps:
             self.count_step(node)
             if node.value is False:
                 facts.types.clear()
-            if not isinstance(node.value, dict) or depth > _DEEPEST * 3:
-                facts.words |= {"…"} if isinstance(node.value, dict) else set()
+            if not is_object(node.value) or depth > _DEEPEST * 3:
+                facts.words |= {"…"} if is_object(node.value) else set()
                 continue
             words = keywords_of(node)
             if "$ref" in words:
                 self._gather_target(node, words["$ref"], facts, depth, seen)
             self._note(node, words, facts)
-            if isinstance(all_of := words.get("allOf"), list):
+            if is_list(all_of := words.get("allOf")):
                 parts = [node.inside(each, "allOf", index) for index, each in enumerate(all_of)]
                 self._gather(parts, facts, depth + 1, seen)
             for keyword in ("anyOf", "oneOf"):
-                if isinstance(options := words.get(keyword), list):
+                if is_list(options := words.get(keyword)):
                     facts.choices.append(
                         [node.inside(each, keyword, index) for index, each in enumerate(options)]
                     )
@@ -304,8 +305,8 @@ class Overlaps:
         if "type" in words:
             facts.types &= types_of(words["type"])
         values = [words["const"]] if "const" in words else words.get("enum")
-        if isinstance(values, list):
-            given = cast(list[Any], values)
+        if is_list(values):
+            given = values
             facts.values = [
                 each for each in given if facts.values is None or any(is_same(each, v) for v in facts.values)
             ]
@@ -321,14 +322,14 @@ class Overlaps:
             facts.patterns.append(pattern)
         if isinstance(form := words.get("format"), str) and form in FORMATS:
             facts.formats.append(form)
-        if isinstance(required := words.get("required"), list):
-            facts.required += [str(each) for each in cast(list[Any], required)]
+        if is_list(required := words.get("required")):
+            facts.required += [str(each) for each in required]
         properties = words.get("properties", {})
-        if isinstance(properties, dict):
-            for name, each in cast(dict[str, Any], properties).items():
+        if is_object(properties):
+            for name, each in properties.items():
                 facts.properties.setdefault(name, []).append(node.inside(each, "properties", name))
             if words.get("additionalProperties") is False and not words.get("patternProperties"):
-                facts.closed.append(set(cast(dict[str, Any], properties)))
+                facts.closed.append(set(properties))
         if "items" in words and "prefixItems" not in words:
             facts.items.append(node.inside(words["items"], "items"))
 
@@ -337,9 +338,9 @@ def is_same(first: Any, second: Any) -> bool:
     """Whether two values are equal as JSON values: 1 equals 1.0 but not true."""
     if isinstance(first, bool) or isinstance(second, bool) or first is None or second is None:
         return first is second
-    if isinstance(first, list) and isinstance(second, list):
+    if is_list(first) and is_list(second):
         return len(first) == len(second) and all(map(is_same, first, second))
-    if isinstance(first, dict) and isinstance(second, dict):
+    if is_object(first) and is_object(second):
         return first.keys() == second.keys() and all(is_same(first[key], second[key]) for key in first)
     return (type(first) in (int, float) and type(second) in (int, float) and first == second) or (
         isinstance(first, str) and first == second
@@ -352,10 +353,10 @@ def distinct_key(value: Any) -> str:
 
 
 def _without_spellings(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_spellings(each) for each in cast(list[Any], value)]
-    if isinstance(value, dict):
-        return {key: _without_spellings(each) for key, each in cast(dict[str, Any], value).items()}
+    if is_list(value):
+        return [_without_spellings(each) for each in value]
+    if is_object(value):
+        return {key: _without_spellings(each) for key, each in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

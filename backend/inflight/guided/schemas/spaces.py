@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from inflight.guided.schemas.documents import refused, shown
 from inflight.guided.schemas.patterns import UnreadablePattern, rust_pattern
+from inflight.json_values import is_object
 
 MOST_SPACES = 20
 """Maximum number of white space characters at one place by default, as a confused model may write them
@@ -37,11 +38,11 @@ class Spaces:
 
 def read_spaces(schema: Any, root: str) -> Spaces:
     """Read the white space option of a whole schema. Raises InvalidArgument for anything else."""
-    given: Any = cast(Mapping[str, Any], schema).get(KEYWORD) if isinstance(schema, dict) else None
+    given: Any = cast(Mapping[str, Any], schema).get(KEYWORD) if is_object(schema) else None
     if given is None:
         return Spaces()
     path = f"{root}/{KEYWORD}"
-    if not isinstance(given, dict) or given.keys() - {"whitespace_pattern", "whitespace_flexible"}:
+    if not is_object(given) or given.keys() - {"whitespace_pattern", "whitespace_flexible"}:
         raise refused(
             path,
             f"{KEYWORD} is {shown(given)}, expected an object with whitespace_pattern or whitespace_flexible",

@@ -6,15 +6,16 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 from inflight.guided.schemas import choices, objects
 from inflight.guided.schemas.documents import Document, Node, keywords_of, refused, shown
 from inflight.guided.schemas.formats import FORMATS
 from inflight.guided.schemas.overlap import LARGEST, Overlaps, is_same, key_of, types_of
 from inflight.guided.schemas.patterns import UnreadablePattern, rust_patterns
 from inflight.guided.schemas.spaces import KEYWORD, read_spaces
+from inflight.json_values import is_list, is_object
 
 _KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ESCAPES = 'nrbtf\\"'
@@ -42,7 +43,7 @@ def followed_schema(text: str, path: str = "#", is_watched: bool = False) -> str
         raise refused(path, "the schema is nested too deeply") from None
     except ValueError as error:
         raise InvalidArgument(
-            f"guided_decoding_guide must be a JSON schema, got {text[:80]!r}: {error}"
+            Name("guided_decoding_guide"), f" must be a JSON schema, got {text[:80]!r}: {error}"
         ) from None
     spaces = read_spaces(schema, path)
     writer = None
@@ -91,7 +92,7 @@ class Writer:
         self.latest = node
         if isinstance(node.value, bool):
             return node.value
-        if not isinstance(node.value, dict):
+        if not is_object(node.value):
             raise refused(node.path, f"the schema is {shown(node.value)}, expected an object or a boolean")
         words = keywords_of(node)
         written: dict[str, Any] = {}
@@ -155,15 +156,15 @@ class Writer:
     def parts(self, node: Node, words: Mapping[str, Any], keyword: str) -> list[Node]:
         """Return the schemas in a keyword's list."""
         value = words.get(keyword, [])
-        if not isinstance(value, list) or (keyword in words and not value and keyword != "prefixItems"):
+        if not is_list(value) or (keyword in words and not value and keyword != "prefixItems"):
             raise refused(node.path, f"{keyword} is {shown(value)}, expected schemas in an array")
-        return [node.inside(each, keyword, index) for index, each in enumerate(cast(list[Any], value))]
+        return [node.inside(each, keyword, index) for index, each in enumerate(value)]
 
     def _kinds(self, node: Node, words: Mapping[str, Any]) -> list[str] | None:
         if "type" not in words:
             return None
         value = words["type"]
-        kinds = cast(list[Any], value if isinstance(value, list) else [value])
+        kinds = value if is_list(value) else [value]
         if not kinds or any(each not in _KINDS for each in kinds):
             raise refused(
                 node.path, f"type is {shown(value)}, expected one or several of {', '.join(_KINDS)}"
@@ -195,9 +196,9 @@ class Writer:
             written["const"] = words["const"]
         if "enum" in words:
             values = words["enum"]
-            if not isinstance(values, list) or not values:
+            if not is_list(values) or not values:
                 raise refused(node.path, f"enum is {shown(values)}, expected an array of values")
-            for value in cast(list[Any], values):
+            for value in values:
                 _check_value(node, value, "enum")
             written["enum"] = values
 
@@ -360,11 +361,11 @@ class Writer:
 
 def _check_value(node: Node, value: Any, keyword: str) -> None:
     """Refuse values that no generated text can have, nested ones included."""
-    if isinstance(value, list):
-        for each in cast(list[Any], value):
+    if is_list(value):
+        for each in value:
             _check_value(node, each, keyword)
-    elif isinstance(value, dict):
-        for each in cast(dict[str, Any], value).values():
+    elif is_object(value):
+        for each in value.values():
             _check_value(node, each, keyword)
     elif isinstance(value, str):
         wrong = next(
@@ -385,7 +386,7 @@ def _assembled(
     if False in parts:
         return False
     combined: dict[str, Any] = dict(reference)
-    if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].keys() == {"anyOf"}:
+    if len(parts) == 1 and is_object(parts[0]) and parts[0].keys() == {"anyOf"}:
         combined["anyOf"] = parts[0]["anyOf"]
     elif parts:
         combined["allOf"] = parts

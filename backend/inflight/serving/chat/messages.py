@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name
 
 Message = dict[str, Any]
 """A message as a template sees it."""
@@ -69,7 +69,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], form: MessageForm) -> 
         InvalidArgument: A message is none, or has what is not supported; the text names the field.
     """
     if not messages:
-        raise InvalidArgument("messages is empty, expected at least one message")
+        raise InvalidArgument(Name("messages"), " is empty, expected at least one message")
     return [_message(each, f"messages[{index}]", form) for index, each in enumerate(messages)]
 
 
@@ -82,7 +82,7 @@ def plain_json(value: Any, name: str, depth: int = 0) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > _MAX_DEPTH:
-        raise InvalidArgument(f"{name} is nested more than {_MAX_DEPTH} levels deep")
+        raise InvalidArgument(Name(name), f" is nested more than {_MAX_DEPTH} levels deep")
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Mapping):
@@ -90,29 +90,33 @@ def plain_json(value: Any, name: str, depth: int = 0) -> Any:
         return {_key(key, name): plain_json(each, name, depth + 1) for key, each in pairs}
     if isinstance(value, list | tuple):
         return [plain_json(each, name, depth + 1) for each in cast(Sequence[Any], value)]
-    raise InvalidArgument(f"{name} has a {type(value).__name__} in it, expected JSON")
+    raise InvalidArgument(Name(name), f" has a {type(value).__name__} in it, expected JSON")
 
 
 def _key(key: Any, name: str) -> str:
     if not isinstance(key, str):
-        raise InvalidArgument(f"{name} has the key {key!r}, expected a text")
+        raise InvalidArgument(Name(name), f" has the key {key!r}, expected a text")
     return str.__str__(key)
 
 
 def _message(given: Any, name: str, form: MessageForm) -> Message:
     if not isinstance(given, Mapping):
-        raise InvalidArgument(f"{name} is {str(given)[:80]!r}, expected an object with role and content")
+        raise InvalidArgument(
+            Name(name), f" is {str(given)[:80]!r}, expected an object with role and content"
+        )
     plain: Message = plain_json(given, name)
     message = {key: value for key, value in plain.items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise InvalidArgument(f"{name}.role is {role!r}, expected a text such as user")
+        raise InvalidArgument(Name(name), f".role is {role!r}, expected a text such as user")
     if role == "developer" and not form.takes_developer:
         message["role"] = "system"
     if "content" in message:
         message["content"] = _content(message["content"], f"{name}.content", form)
     elif role in _NEEDS_CONTENT:
-        raise InvalidArgument(f"{name}.content is missing, expected a text or a list of parts of type text")
+        raise InvalidArgument(
+            Name(name), ".content is missing, expected a text or a list of parts of type text"
+        )
     elif role == "assistant":
         message.update(form.empty_content.field(form.takes_text))
     if "tool_calls" in message:
@@ -127,7 +131,7 @@ def _content(content: Any, name: str, form: MessageForm) -> str | list[Any]:
         return content if form.takes_text else [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise InvalidArgument(
-            f"{name} is {str(content)[:80]!r}, expected a text or a list of parts of type text"
+            Name(name), f" is {str(content)[:80]!r}, expected a text or a list of parts of type text"
         )
     texts = [_text(part, f"{name}[{index}]") for index, part in enumerate(cast(list[Any], content))]
     if form.takes_parts:
@@ -140,16 +144,20 @@ def _text(part: Any, name: str) -> str:
         case str(text) | {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return text
         case {"type": "text" | "refusal"}:
-            raise InvalidArgument(f"{name}.text is missing or no text")
+            raise InvalidArgument(Name(name), ".text is missing or no text")
         case {"type": kind}:
-            raise InvalidArgument(f"{name} is of type {kind!r}; this server takes parts of type text alone")
+            raise InvalidArgument(
+                Name(name), f" is of type {kind!r}; this server takes parts of type text alone"
+            )
         case _:
-            raise InvalidArgument(f"{name} is {str(part)[:80]!r}, expected an object with type and text")
+            raise InvalidArgument(
+                Name(name), f" is {str(part)[:80]!r}, expected an object with type and text"
+            )
 
 
 def _tool_calls(calls: Any, name: str, form: MessageForm) -> list[Message]:
     if not isinstance(calls, list):
-        raise InvalidArgument(f"{name} is {str(calls)[:80]!r}, expected a list")
+        raise InvalidArgument(Name(name), f" is {str(calls)[:80]!r}, expected a list")
     return [_tool_call(call, f"{name}[{index}]", form) for index, call in enumerate(cast(list[Any], calls))]
 
 
@@ -158,7 +166,9 @@ def _tool_call(call: Any, name: str, form: MessageForm) -> Message:
         case {"function": {"name": str()} as function}:
             function = cast(dict[str, Any], function)
         case _:
-            raise InvalidArgument(f"{name} is {str(call)[:80]!r}, expected an object with function.name")
+            raise InvalidArgument(
+                Name(name), f" is {str(call)[:80]!r}, expected an object with function.name"
+            )
     arguments = _arguments(function.get("arguments"), f"{name}.function.arguments", form)
     return {**cast(Message, call), "function": {**function, "arguments": arguments}}
 
@@ -170,9 +180,9 @@ def _arguments(arguments: Any, name: str, form: MessageForm) -> Any:
         try:
             parsed = json.loads(parsed)
         except (ValueError, RecursionError) as error:
-            raise InvalidArgument(f"{name} is not JSON: {error}") from None
+            raise InvalidArgument(Name(name), f" is not JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise InvalidArgument(f"{name} is {str(arguments)[:80]!r}, expected a JSON object")
+        raise InvalidArgument(Name(name), f" is {str(arguments)[:80]!r}, expected a JSON object")
     if not form.arguments_as_text:
         return cast(Any, parsed)
     return arguments if isinstance(arguments, str) and arguments else json.dumps(parsed, ensure_ascii=False)
@@ -184,5 +194,5 @@ def _with_reasoning(message: Message, name: str) -> Message:
     if reasoning is None:
         return message
     if not isinstance(reasoning, str):
-        raise InvalidArgument(f"{name}.reasoning_content is {str(reasoning)[:80]!r}, expected a text")
+        raise InvalidArgument(Name(name), f".reasoning_content is {str(reasoning)[:80]!r}, expected a text")
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}

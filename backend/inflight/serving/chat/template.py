@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from inflight.errors import ConfigError, InvalidArgument
+from inflight.errors import ConfigError, InvalidArgument, Name
 from inflight.serving.chat.messages import Message, MessageForm, plain_json, plain_messages
 from inflight.serving.chat.reasoning import THINK_END
 from inflight.serving.chat.template_environment import (
@@ -99,8 +99,12 @@ class ChatTemplate:
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidArgument(
-                "continue_final_message and add_generation_prompt exclude each other: an answer is either "
-                "continued or begun; set add_generation_prompt to false"
+                Name("continue_final_message"),
+                " and ",
+                Name("add_generation_prompt"),
+                " exclude each other: an answer is either continued or begun; set ",
+                Name("add_generation_prompt"),
+                " to false",
             )
         chosen = self._choose(has_tools=bool(tools))
         chat = plain_messages(messages, chosen.form)
@@ -111,7 +115,9 @@ class ChatTemplate:
             values |= _checked_tools(tools, chosen, template_kwargs)
         if continue_final_message:
             if messages[-1].get("content") in (None, []):
-                raise InvalidArgument("continue_final_message: the last message has no content to go on with")
+                raise InvalidArgument(
+                    Name("continue_final_message"), ": the last message has no content to go on with"
+                )
             return _render_continued(chosen, chat, values)
         return _render(chosen, {**values, "messages": chat, "add_generation_prompt": add_generation_prompt})
 
@@ -130,7 +136,8 @@ class ChatTemplate:
         chosen = chosen or self._by_name.get(DEFAULT)
         if chosen is None:
             raise InvalidArgument(
-                f"messages need a chat template named {DEFAULT}; the checkpoint has only {sorted(self._by_name)}"
+                Name("messages"),
+                f" need a chat template named {DEFAULT}; the checkpoint has only {sorted(self._by_name)}",
             )
         return chosen
 
@@ -187,8 +194,9 @@ def _check_roles(messages: Sequence[Mapping[str, Any]], chosen: _Template) -> No
         if chosen.fate_of(role) is RoleFate.LEFT_OUT:
             known = [each for each, fate in chosen.roles.items() if fate is RoleFate.WRITTEN]
             raise InvalidArgument(
-                f"messages[{index}].role is {given[:80]!r}, which the chat template of this model does not know: "
-                f"expected {', '.join(known)}"
+                Name(f"messages[{index}]"),
+                f".role is {given[:80]!r}, which the chat template of this model does not know: "
+                f"expected {', '.join(known)}",
             )
 
 
@@ -196,12 +204,13 @@ def _checked_kwargs(given: Mapping[str, Any], chosen: _Template) -> dict[str, An
     for name in given:
         if name in _OWN_ARGUMENTS:
             raise InvalidArgument(
-                f"chat_template_kwargs.{name} is not allowed: it is a field of the request itself"
+                Name("chat_template_kwargs"), f".{name} is not allowed: it is a field of the request itself"
             )
         if name not in chosen.names:
             raise InvalidArgument(
-                f"chat_template_kwargs.{name}: the chat template has no variable of this name; it has "
-                f"{', '.join(sorted(chosen.names - set(_OWN_ARGUMENTS))) or 'no others'}"
+                Name("chat_template_kwargs"),
+                f".{name}: the chat template has no variable of this name; it has "
+                f"{', '.join(sorted(chosen.names - set(_OWN_ARGUMENTS))) or 'no others'}",
             )
     return plain_json(given, "chat_template_kwargs")
 
@@ -211,10 +220,11 @@ def _checked_tools(
 ) -> dict[str, Any]:
     name = chosen.trial.tools_name
     if not name:
-        raise InvalidArgument("tools: the chat template of this model has no place for tools")
+        raise InvalidArgument(Name("tools"), ": the chat template of this model has no place for tools")
     if name in template_kwargs:
         raise InvalidArgument(
-            f"chat_template_kwargs.{name} is where the template gets the tools of the request: send one of the two"
+            Name("chat_template_kwargs"),
+            f".{name} is where the template gets the tools of the request: send one of the two",
         )
     return {name: plain_json(tools, "tools")}
 
@@ -225,7 +235,9 @@ def _render(chosen: _Template, values: Mapping[str, Any]) -> str:
     except InvalidArgument:
         raise
     except Exception as error:  # a template may raise anything, by what it calls
-        raise InvalidArgument(f"messages cannot be rendered by the chat template: {error}") from error
+        raise InvalidArgument(
+            Name("messages"), f" cannot be rendered by the chat template: {error}"
+        ) from error
 
 
 def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[str, Any]) -> str:
@@ -241,8 +253,9 @@ def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[st
     place = text.rfind(_TAG.strip())
     if place < 0 or final.strip() not in text:
         raise InvalidArgument(
-            "continue_final_message: the chat template does not render the last message as it is, so that it "
-            "cannot be gone on with"
+            Name("continue_final_message"),
+            ": the chat template does not render the last message as it is, so that it "
+            "cannot be gone on with",
         )
     kept = text[:place]
     # Where the template strips contents, the space at the end of the mark is gone, and so is that of the message.

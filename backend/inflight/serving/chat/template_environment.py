@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Name, TooLong
 
 MAX_CHARACTERS = 32 * 2**20
 """Most characters of a rendered chat."""
@@ -68,11 +68,14 @@ def render_bounded(template: jinja2.Template, values: Mapping[str, Any]) -> str:
         pieces.append(piece)
         size += len(piece)
         if size > MAX_CHARACTERS:
-            raise InvalidArgument(
-                f"messages make a prompt of more than {MAX_CHARACTERS} characters by the chat template"
+            raise TooLong(
+                Name("messages"),
+                f" make a prompt of more than {MAX_CHARACTERS} characters by the chat template",
             )
         if time.thread_time() > deadline:
-            raise InvalidArgument(f"messages take the chat template more than {MAX_SECONDS:g} s to render")
+            raise InvalidArgument(
+                Name("messages"), f" take the chat template more than {MAX_SECONDS:g} s to render"
+            )
     return "".join(pieces)
 
 

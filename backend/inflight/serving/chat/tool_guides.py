@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from inflight.core.request.guide import Guide, GuideType
-from inflight.errors import InvalidArgument
+from inflight.core.request.guide import Guide, GuideKind
+from inflight.errors import InvalidArgument, Name
 from inflight.serving.chat.messages import plain_json
 from inflight.serving.chat.tool_styles import find_tool_style
 
@@ -57,15 +57,17 @@ def read_tool_choice(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
         case {"type": "function", "function": {"name": str(name)}} if name in names:
             return ToolChoice("named", name)
         case "auto" | "required":
-            raise InvalidArgument(f"tool_choice is {tool_choice}, but there are no tools")
+            raise InvalidArgument(Name("tool_choice"), f" is {tool_choice}, but there are no tools")
         case {"type": "function", "function": {"name": str(name)}}:
             raise InvalidArgument(
-                f"tool_choice.function.name is {name!r}, expected one of the tools: {', '.join(names) or 'none'}"
+                Name("tool_choice"),
+                f".function.name is {name!r}, expected one of the tools: {', '.join(names) or 'none'}",
             )
         case _:
             raise InvalidArgument(
-                f"tool_choice is {str(tool_choice)[:80]!r}, expected none, auto, required or "
-                '{"type": "function", "function": {"name": "…"}}'
+                Name("tool_choice"),
+                f" is {str(tool_choice)[:80]!r}, expected none, auto, required or "
+                '{"type": "function", "function": {"name": "…"}}',
             )
 
 
@@ -110,7 +112,7 @@ def tool_guide(
         "end": "]" if style.is_list else "",
         "only_one": choice.mode == "named" or not parallel,
     }
-    return Guide(GuideType.STRUCTURAL_TAG, json.dumps({"structures": structures, "sequence": sequence}))
+    return Guide(GuideKind.STRUCTURAL_TAG, json.dumps({"structures": structures, "sequence": sequence}))
 
 
 def forced_prefix(parser: str, starts_inside_reasoning: bool = False) -> str:
@@ -132,11 +134,14 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, 
                 parameters: Any = cast(dict[str, Any], function).get("parameters")
             case _:
                 raise InvalidArgument(
-                    f"tools[{index}] is {str(tool)[:80]!r}, expected an object with type function and a function "
-                    "that has a name"
+                    Name(f"tools[{index}]"),
+                    f" is {str(tool)[:80]!r}, expected an object with type function and a function "
+                    "that has a name",
                 )
         if name in functions:
-            raise InvalidArgument(f"tools[{index}].function.name is {name!r}, which another tool has")
+            raise InvalidArgument(
+                Name(f"tools[{index}]"), f".function.name is {name!r}, which another tool has"
+            )
         functions[name] = _schema(parameters, f"tools[{index}].function.parameters")
     return list(functions.items())
 
@@ -148,6 +153,6 @@ def _schema(parameters: Any, name: str) -> dict[str, Any]:
     schema = cast(dict[str, Any], parameters if isinstance(parameters, dict) else {"type": parameters})
     if schema.get("type", "object") != "object":
         raise InvalidArgument(
-            f"{name} is {json.dumps(parameters)[:80]}, expected a JSON schema of type object"
+            Name(name), f" is {json.dumps(parameters)[:80]}, expected a JSON schema of type object"
         )
     return schema if "$ref" in schema else {"type": "object", **schema}

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from inflight.config import CapacitySchedulerPolicy, Parameters, Role
+from inflight.config import CapacityPolicy, Parameters, Role
 from inflight.endpoint.client import retire_predecessor
 from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError, InflightError
@@ -67,7 +67,7 @@ class TritonPythonModel:
         model, self._mode = _read(args)
         # The stub's parent is the server, so that two servers on one machine do not meet.
         path = model.parameters.engine_endpoint or endpoint_path(os.getppid(), model.name)
-        is_static = model.parameters.scheduler.policy is CapacitySchedulerPolicy.STATIC_BATCH
+        is_static = model.parameters.scheduler.policy is CapacityPolicy.STATIC_BATCH
         batching = Batching.STATIC if is_static else Batching.INFLIGHT
         version, log = model.version_dir.name, pb_utils.Logger.log_verbose
         self._publisher = MetricsPublisher(pb_utils, model.name, version, log, batching)

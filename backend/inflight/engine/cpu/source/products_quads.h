@@ -169,6 +169,16 @@ uint32_t word_of(uint32_t pair, int index) {
   return widened(index) | static_cast<uint32_t>(widened(index + 2)) << 16;
 }
 
+// So many words, and zeros. Not by way of the stack, which a load after shorter stores would wait for.
+template <int kCount>
+inline FloatQuad load_row_words(const char* source) {
+  if constexpr (kCount >= 4) return load_quad<FloatQuad>(source);
+  uint64_t low = 0, high = 0;
+  std::memcpy(&low, source, kCount == 1 ? 4 : 8);
+  if (kCount == 3) std::memcpy(&high, source + 8, 4);
+  return (FloatQuad)LongQuad{static_cast<int64_t>(low), static_cast<int64_t>(high)};
+}
+
 // The words of a block's rows, four in each.
 template <int kRows, int kWords>
 struct RowWords {
@@ -176,11 +186,8 @@ struct RowWords {
 
   explicit RowWords(const void* source) {
     unrolled<(kRows + 3) / 4>([&](auto i) {
-      constexpr int kHere = kRows - 4 * i < 4 ? kRows - 4 * i : 4;
       unrolled<kWords>([&](auto word) {
-        float own[4] = {};
-        std::memcpy(own, static_cast<const char*>(source) + 4 * (kRows * word + 4 * i), 4 * kHere);
-        of[i][word] = load_quad<FloatQuad>(own);
+        of[i][word] = load_row_words<kRows - 4 * i>(static_cast<const char*>(source) + 4 * (kRows * word + 4 * i));
       });
     });
   }

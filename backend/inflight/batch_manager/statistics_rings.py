@@ -1,0 +1,102 @@
+"""The statistics of the last iterations, kept for whoever asks. The loop adds; any thread reads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Generic, TypeVar
+
+from inflight.core.report.stats import (
+    IterationCounts,
+    KeptIteration,
+    RequestCounts,
+    RequestCountsOfIteration,
+)
+
+_T = TypeVar("_T")
+
+
+class StatisticsRings:
+    """The statistics of recent iterations, and of every request in them, as kept for the Executor API.
+
+    The loop thread adds; any thread may read, and makes JSON in its own time.
+
+    Args:
+        max_iterations: Number of iterations to keep; 0 keeps none.
+        max_request_iterations: Number of iterations whose statistics of every request are kept; 0 keeps none.
+        clock_s: Seconds since the epoch; injected by tests.
+    """
+
+    def __init__(
+        self,
+        max_iterations: int = 1000,
+        max_request_iterations: int = 0,
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._iterations: _Ring[KeptIteration] = _Ring(max_iterations)
+        self._requests: _Ring[RequestCountsOfIteration] = _Ring(max_request_iterations)
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any statistics are kept."""
+        return self._iterations.size > 0 or self.wants_requests
+
+    @property
+    def wants_requests(self) -> bool:
+        """Whether statistics of every request are kept, whose cost grows with the number of requests."""
+        return self._requests.size > 0
+
+    def add(self, stats: IterationCounts, request_stats: tuple[RequestCounts, ...] = ()) -> None:
+        """Add the statistics of one iteration. Loop thread."""
+        entry = KeptIteration(stats, self._clock_s())
+        with self._lock:
+            self._iterations.add(entry)
+            if self.wants_requests:
+                self._requests.add(RequestCountsOfIteration(stats.iteration, request_stats))
+
+    def latest(self) -> list[KeptIteration]:
+        """Return statistics since the last call, oldest first: the Executor's `getLatestIterationStats`."""
+        with self._lock:
+            return self._iterations.new_values()
+
+    def latest_requests(self) -> list[RequestCountsOfIteration]:
+        """Return request statistics since the last call, oldest first: the Executor's `getLatestRequestStats`."""
+        with self._lock:
+            return self._requests.new_values()
+
+    def peek(self, count: int) -> list[KeptIteration]:
+        """Return the last `count` statistics, oldest first, without taking them from `latest`."""
+        with self._lock:
+            return self._iterations.last(count)
+
+    def peek_requests(self, count: int) -> list[RequestCountsOfIteration]:
+        """Return the last `count` request statistics, oldest first, without taking them from `latest_requests`."""
+        with self._lock:
+            return self._requests.last(count)
+
+
+class _Ring(Generic[_T]):
+    """The last `size` values, and how many of them are new. Not thread-safe."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._kept: deque[_T] = deque(maxlen=size)
+        self._num_new = 0
+
+    def add(self, value: _T) -> None:
+        self._kept.append(value)
+        self._num_new = min(self._num_new + 1, self.size)
+
+    def new_values(self) -> list[_T]:
+        values = self.last(self._num_new)
+        self._num_new = 0
+        return values
+
+    def last(self, count: int) -> list[_T]:
+        first = max(0, len(self._kept) - max(0, count))
+        return list(islice(self._kept, first, None))
