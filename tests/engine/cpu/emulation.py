@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.engine import host_memory
 from inflight.engine.cpu import library
 from inflight.engine.cpu.library import Target
 from inflight.engine.cpu.structs import _SIGNATURES, AdapterStruct, BatchStruct, LayerAdapterStruct
@@ -44,6 +45,7 @@ def emulate(name: str, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process load the libraries of one of Arm's targets, as an Arm machine would."""
     target = TARGETS[name]
     memory = Memory(monkeypatch)
+    monkeypatch.setattr(host_memory, "_REGION", 0)  # every call would copy the whole of a matrix's region
     monkeypatch.setattr(library, "TARGETS", (target,))
     monkeypatch.setattr(library, "_find_compiler", lambda: COMPILER)
     monkeypatch.setattr(library, "_processor_flags", lambda: target.needed)
