@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from inflight.config import SchedulerConfig
+from inflight.config import SchedulingConfig
 from inflight.core.kv.kv_cache_manager import PrefixMatch
 from inflight.core.request.llm_request import LlmRequest
 from inflight.core.schedule.batch import ScheduledBatch
@@ -27,7 +27,11 @@ class StateOracle(CacheOracle):
     """
 
     def __init__(
-        self, scheduler: Scheduler, config: SchedulerConfig, adapters: Mapping[int, bytes], num_snapshots: int
+        self,
+        scheduler: Scheduler,
+        config: SchedulingConfig,
+        adapters: Mapping[int, bytes],
+        num_snapshots: int,
     ) -> None:
         super().__init__(scheduler, config, adapters)
         self.num_from_snapshots = 0
