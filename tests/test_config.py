@@ -242,7 +242,7 @@ def test_a_dynamic_batcher_without_a_bound_is_none() -> None:
 
 
 @pytest.mark.parametrize("spec", UNBUILT, ids=lambda spec: spec.key)
-def test_what_is_not_built_loads_at_its_neutral_values_only(spec: ParameterSpec) -> None:
+def test_unsupported_parameters_load_at_their_neutral_values_only(spec: ParameterSpec) -> None:
     for value in spec.neutral or ():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         assert make_parameters(role_of(spec.key), **{spec.key: text}) == make_parameters(role_of(spec.key))
@@ -316,7 +316,7 @@ def sample_of(spec: ParameterSpec) -> str:
 
 
 @pytest.mark.parametrize("spec", NO_EFFECT, ids=lambda spec: spec.key)
-def test_what_has_no_effect_loads_and_is_logged(spec: ParameterSpec) -> None:
+def test_parameters_without_effect_load_and_are_logged(spec: ParameterSpec) -> None:
     role, text = role_of(spec.key), sample_of(spec)
     config = make_model_config(**{spec.key: text, "tokenizer_dir": "/a/path"})
     assert read_parameters(config, role) == make_parameters(role, tokenizer_dir="/a/path")

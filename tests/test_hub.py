@@ -114,9 +114,7 @@ def _text(folder: str) -> str:
     return json.loads((Path(folder) / "config.json").read_text())["config.json"]
 
 
-def test_what_is_served_is_fetched_once_and_found_without_the_hub(
-    tmp_path: Path, models: dict[str, Model]
-) -> None:
+def test_a_model_is_fetched_once_and_found_without_the_hub(tmp_path: Path, models: dict[str, Model]) -> None:
     name = "owner/model-1.5"
     with running_hub(models) as hub:
         caller = Caller(tmp_path, hub.url)
@@ -141,7 +139,7 @@ def test_revisions_are_branches_tags_and_commits(caller: Caller, hub: Hub) -> No
     assert other["error"] == f"{name}: no such folder, and on {hub.url} it has no revision 'v2'"
 
 
-def test_what_is_not_to_be_had_says_why_and_what_to_do(caller: Caller, hub: Hub) -> None:
+def test_a_model_that_cannot_be_fetched_is_an_error_with_its_remedy(caller: Caller, hub: Hub) -> None:
     unknown, gated = caller.find(("owner/unknown",), ("owner/gated",))
     assert f"{hub.url} has no model of this name, or it is private: then set HF_TOKEN" in unknown["error"]
     assert f"it is gated: accept its conditions at {hub.url}/owner/gated, and set HF_TOKEN" in gated["error"]
@@ -182,7 +180,7 @@ def test_paths_and_folders_are_not_asked_for(caller: Caller, hub: Hub, tmp_path:
     assert not hub.asked
 
 
-def test_what_may_not_be_fetched_is_found_in_the_cache(caller: Caller, hub: Hub) -> None:
+def test_a_model_is_found_in_the_cache_where_fetching_is_forbidden(caller: Caller, hub: Hub) -> None:
     name = "owner/model-1.5"
     [missing] = caller.find((name, None, False))
     assert "is not, or not all of it, in the hub's cache" in missing["error"] and not hub.asked

@@ -78,7 +78,7 @@ def test_an_adapter_that_is_nowhere_is_looked_for_again(make: Make) -> None:
         (InvalidArgument("no number"), "INVALID_ARG: no number"),
     ],
 )
-def test_whatever_is_raised_fails_those_who_wait_and_not_the_thread(
+def test_an_error_of_any_kind_fails_the_waiting_requests_and_not_the_thread(
     make: Make, error: BaseException, says: str
 ) -> None:
     it = make()
@@ -123,7 +123,7 @@ def test_the_least_recently_used_of_the_idle_goes_first(make: Make) -> None:
     assert it.states == {1: "idle", 4: "in use"}
 
 
-def test_what_is_in_use_stays_and_the_cache_says_that_it_is_full(make: Make) -> None:
+def test_adapters_in_use_are_not_evicted_and_a_full_cache_is_an_error(make: Make) -> None:
     it = make(3)
     it.run(1, by_id(1, make_weights(1, 2)))
     it.run(2, by_id(2, make_weights(2)))
@@ -169,7 +169,7 @@ def test_nothing_is_said_of_a_request_that_has_ended(make: Make) -> None:
     assert it.states == {1: "idle"}
 
 
-def test_what_a_cancelled_request_has_brought_is_kept(make: Make) -> None:
+def test_weights_of_a_cancelled_request_are_kept(make: Make) -> None:
     it = make()
     with it.paused():
         it.submit(1, by_id(1, make_weights(1)))
@@ -264,7 +264,7 @@ def test_the_loop_never_waits_for_a_reader(make: Make) -> None:
         it.cache.forget(2)
 
 
-def test_whoever_waits_for_a_load_hears_of_the_end(make: Make) -> None:
+def test_requests_that_wait_for_a_load_are_answered_when_the_cache_closes(make: Make) -> None:
     it = make()
     raised: list[Exception] = []
 
@@ -322,7 +322,7 @@ def test_names_cost_nothing_per_request(make: Make) -> None:
     assert Counting.walks == 0
 
 
-def test_a_bug_ends_those_who_wait_and_not_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_fails_the_waiting_requests_and_not_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyError("a bug")
 

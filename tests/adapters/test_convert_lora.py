@@ -75,7 +75,7 @@ def test_both_know_the_same_layers() -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_what_the_client_loads_is_what_was_written(zoo: Zoo, tmp_path: Path, kind: Any) -> None:
+def test_the_client_loads_the_files_that_were_written(zoo: Zoo, tmp_path: Path, kind: Any) -> None:
     adapted = make_peft_model(zoo["llama-gqa"], target_modules=["q_proj", "down_proj"], r=2)
     folder = save_adapter(adapted, tmp_path / "peft")
     client.convert_lora(folder, tmp_path / "out", kind)
@@ -99,7 +99,9 @@ def test_any_bfloat16_is_rounded_as_torch_does() -> None:
             client._cast(np.array([wrong], np.float32), "bfloat16", "x")
 
 
-def test_dora_takes_the_model(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_converting_dora_needs_the_model(
+    zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     adapted = make_peft_model(zoo["llama-gqa"], target_modules=["q_proj"], use_dora=True)
     folder, out = save_adapter(adapted, tmp_path / "peft"), tmp_path / "out"
     assert main([str(folder), str(out)]) == 1

@@ -72,7 +72,7 @@ def test_the_same_numbers_elsewhere_are_another_adapter(decoder: DecoderConfig) 
     assert len({check_adapter(each, decoder, 8).digest for each in (*made, half)}) == 4
 
 
-def test_what_is_stored_is_a_copy(decoder: DecoderConfig) -> None:
+def test_stored_weights_are_a_copy(decoder: DecoderConfig) -> None:
     weights, config = np.ones((1, 1, 128), np.float32), np.array([[[Q, 0, 1]]], np.int32)
     checked = check_adapter(read_lora_tensors(weights, config), decoder, 8)
     weights[:] = 5

@@ -63,17 +63,17 @@ def test_every_field_is_decided() -> None:
     assert set(WRONG) == HONOURED
 
 
-def test_the_client_decides_alike() -> None:
+def test_the_client_honours_the_same_fields_as_the_server() -> None:
     assert (client.HONOURED, client.HARMLESS) == (HONOURED, HARMLESS)
 
 
-def test_what_peft_saves_by_itself_is_taken() -> None:
+def test_a_config_that_peft_saves_by_default_is_accepted() -> None:
     config = PeftConfig.from_values(fields_of_peft())
     assert (config.r, config.lora_alpha, config.target_modules) == (8, 8, ("q_proj",))
 
 
 @pytest.mark.parametrize(("field", "value"), [*REFUSED.items(), *WRONG.items(), ("use_new_trick", True)])
-def test_what_a_row_cannot_express_is_refused_by_name(field: str, value: Any) -> None:
+def test_fields_that_a_row_cannot_express_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgument) as raised:
         PeftConfig.from_values({**fields_of_peft(), field: value})
     assert str(raised.value).startswith(f"adapter_config.json: {field} is {value!r}, expected ")

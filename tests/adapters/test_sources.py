@@ -191,7 +191,7 @@ def test_prefetching_takes_ids_and_warns_of_other_names(
     assert it.ask(task_id=11).stored, "one that came later is read on a miss"
 
 
-def test_what_does_not_fit_at_load_is_read_on_a_miss(
+def test_adapters_that_do_not_fit_at_load_are_read_on_a_miss(
     serve: Any, model: ModelDescription, tmp_path: Path
 ) -> None:
     rows = [(Module.MLP_4H_TO_H, layer, 8) for layer in range(3)]

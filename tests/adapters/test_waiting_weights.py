@@ -39,7 +39,7 @@ def test_one_alone_may_always_wait(make: Make) -> None:
     assert "PEFT Cache is full" in errors(it.next())[1]
 
 
-def test_whatever_becomes_of_them_they_count_no_more(make: Make) -> None:
+def test_weights_stop_counting_once_stored_refused_or_given_up(make: Make) -> None:
     it = make(4)
 
     def waiting() -> int:

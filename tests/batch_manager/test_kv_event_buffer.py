@@ -22,7 +22,7 @@ def test_a_full_buffer_drops_the_oldest_events() -> None:
     assert buffer.take(0.0) == []
 
 
-def test_whoever_waits_is_woken_by_events_and_by_the_end() -> None:
+def test_a_waiting_reader_is_woken_by_events_and_by_the_end() -> None:
     buffer = KvEventBuffer(9)
     found: list[list[KvEvent]] = []
     for wake in (lambda: buffer.add([KvEvent(0)]), buffer.close):

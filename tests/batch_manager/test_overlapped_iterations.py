@@ -128,7 +128,7 @@ def test_a_stop_ends_a_request_when_its_batch_in_flight_is_back():
     assert loop.scheduler.kv_cache.pool.num_held == 0
 
 
-def test_what_the_loop_records_is_the_same_again(tmp_path):
+def test_a_recorded_loop_replays_identically(tmp_path):
     path = tmp_path / "trace"
     limits = replace(LIMITS, overlaps_iterations=True)
     loop = make_loop(JsonRecorder(str(path), SchedulingConfig(), limits))

@@ -184,7 +184,7 @@ def test_statistics_name_the_micro_batch():
     assert len(with_batch) > 9 and with_batch == [place % 3 for place in range(len(with_batch))]
 
 
-def test_what_the_loop_records_of_a_pipeline_is_the_same_again(tmp_path):
+def test_a_recorded_pipeline_replays_identically(tmp_path):
     path = tmp_path / "trace"
     limits = replace(LIMITS, num_micro_batches=3)
     loop = Loop(3, JsonRecorder(str(path), SchedulingConfig(), limits))

@@ -217,7 +217,7 @@ def trace_of(path) -> tuple[Trace, list[Begin | End]]:
 
 
 @pytest.mark.parametrize("keep_logits", [False, True])
-def test_what_is_recorded_can_be_read_while_it_is_written(tmp_path, keep_logits):
+def test_a_trace_can_be_read_while_it_is_written(tmp_path, keep_logits):
     path = tmp_path / "trace"
     recorder = JsonRecorder(str(path), CONFIG, LIMITS, keep_logits)
     trace, records = trace_of(path)
@@ -329,7 +329,7 @@ HEADER = encode(Header(CONFIG, LIMITS))
         (HEADER + encode(End(1, 1, FULL_OUTPUT)), "left out"),
     ],
 )
-def test_what_is_no_trace_is_refused(content, said):
+def test_a_file_that_is_not_a_trace_is_refused(content, said):
     with pytest.raises(BadTrace, match=said):
         list(Trace(io.BytesIO(content)))
 

@@ -144,7 +144,7 @@ class BurningEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("seed", with_all(range(5), range(2)))
-def test_what_the_loop_records_with_all_its_threads_is_the_same_again(seed, tmp_path):
+def test_a_loop_recorded_with_all_its_threads_replays_identically(seed, tmp_path):
     """Arrivals, stops, deadlines and idle times are the threads'; failures too."""
     path, rng = tmp_path / "trace", random.Random(seed)
     config = SchedulingConfig(CapacityPolicy.MAX_UTILIZATION, max_num_requests=9)

@@ -205,7 +205,7 @@ def test_the_program_prints_its_report(trace, capsys):
         (lambda path: write(path, [*raw_records(path), End(4, 1)]), "line 12: an answer to iteration 4"),
     ],
 )
-def test_what_cannot_be_replayed_is_said_on_stderr(trace, spoil, said, capsys):
+def test_a_trace_that_cannot_be_replayed_is_an_error_on_stderr(trace, spoil, said, capsys):
     spoil(trace)
     assert main([str(trace)]) == UNREADABLE
     err = capsys.readouterr().err

@@ -62,7 +62,7 @@ def test_the_loop_waits_for_a_part_of_the_time_at_most() -> None:
         assert sum(host.waited_ns) <= 0.3 * (host.now_ns - sum(host.waited_ns))
 
 
-def test_what_is_kept_of_a_request_goes_on_in_order_and_nothing_is_lost() -> None:
+def test_held_responses_of_a_request_are_sent_in_order_and_none_is_lost() -> None:
     host = Host(400_000)
     for number in range(300):
         host.iterate(5 * MS, *range(16))

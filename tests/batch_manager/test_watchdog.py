@@ -118,7 +118,7 @@ def test_a_late_iteration_that_nobody_saw_is_not_told(watchdog, clock, log):
     assert log == []
 
 
-def test_what_cannot_be_described_is_told_all_the_same(watchdog, clock, log):
+def test_a_hang_is_reported_although_the_state_cannot_be_described(watchdog, clock, log):
     watchdog.begin(7, lambda: 1 // 0)
     clock.now_s += 10
     watchdog.check()

@@ -85,7 +85,7 @@ def test_many_threads_submit_and_stop():
     assert failures == []
 
 
-def test_closing_answers_whoever_is_left():
+def test_closing_answers_the_remaining_requests():
     client, manager = start_server()
     manager.shutdown()
     receiver = Receiver()

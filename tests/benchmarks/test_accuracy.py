@@ -20,7 +20,7 @@ def logits(probabilities: list[float]) -> torch.Tensor:
 
 
 @pytest.mark.smoke
-def test_what_is_the_same_has_no_error():
+def test_equal_logits_have_no_error():
     exact = [logits([0.25, 0.75])]
     error = compare(exact, exact, [[0, 1]])
     assert (error.kl_mean, error.kl_max, error.top1_agreement) == (0, 0, 1)

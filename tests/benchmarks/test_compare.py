@@ -92,7 +92,7 @@ class TestProgress:
 
 
 class TestMemory:
-    def test_what_is_beyond_weights_and_cache_is_told(self):
+    def test_memory_beyond_weights_and_cache_is_reported(self):
         figures = {"peak_rss_bytes": 5_000_000, "kv_cache": {"tokens": 1000, "value_bytes": 2}}
         cache = 2 * 2 * 1 * 4 * 1000 * 2  # keys and values, layers, heads, head_dim, tokens, bytes
         assert weigh(figures, SHAPE, "bfloat16") == {
@@ -309,7 +309,7 @@ class TestRounds:
             ([], "expected a --peer"),
         ],
     )
-    def test_what_cannot_work_is_refused_before_anything_runs(
+    def test_impossible_comparisons_are_refused_before_anything_runs(
         self, monkeypatch, capsys, tmp_path, peer, match
     ):
         with pytest.raises(SystemExit):

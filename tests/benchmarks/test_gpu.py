@@ -108,7 +108,9 @@ def test_without_a_gpu_it_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch)
         main(["--shapes", "tiny"])
 
 
-def test_what_no_time_is_left_for_is_said(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_workloads_without_time_left_are_reported_as_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
     monkeypatch.setattr("benchmarks.gpu.time.monotonic", iter(range(0, 10**6, 1000)).__next__)
     assert main([*ARGUMENTS, "float32", "--seconds", "1", "--streams", "1"]) == []
     assert "left out: tiny through tritonserver: 1 s are over" in capsys.readouterr().out

@@ -48,7 +48,7 @@ def test_every_benchmark_says_what_it_takes(name, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("arguments", [(), ("offlin",), ("ranks_program",), ("../bench/offline",)])
-def test_what_is_no_benchmark_is_answered_with_the_list(arguments):
+def test_an_unknown_benchmark_is_answered_with_the_list(arguments):
     done = _bench(*arguments)
     assert done.returncode == 2 and not done.stdout
     assert "  offline " in done.stderr and "No module" not in done.stderr

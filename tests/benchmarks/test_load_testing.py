@@ -251,7 +251,7 @@ def test_the_options_of_both():
     assert wanted.num_rounds == 5
 
 
-def test_what_a_tool_started_ends_with_it(tmp_path: Path):
+def test_children_of_a_tool_end_with_it(tmp_path: Path):
     command = ["/bin/sh", "-c", "sleep 60 & echo $! > child; echo loading; wait"]
     with pytest.raises(ServeError, match=r"sh was not done after 1 s and was ended:\nloading"):
         run_tool(command, dict(os.environ), tmp_path, timeout_s=1)

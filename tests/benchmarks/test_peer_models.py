@@ -98,7 +98,7 @@ def test_a_gguf_file_of_another_model_is_refused(model, tmp_path):
         check_peer_model(gguf(tmp_path / "m.gguf", BF16, hidden_size=32), model, "bfloat16")
 
 
-def test_what_is_no_model_is_refused(model, tmp_path):
+def test_a_folder_that_is_not_a_model_is_refused(model, tmp_path):
     (tmp_path / "text").write_text("hello")
     for path in (tmp_path / "text", tmp_path / "nothing"):
         with pytest.raises(ValueError, match=f"--peer-model {path}: cannot be read"):

@@ -49,7 +49,7 @@ def test_text_that_is_cut_within_a_character_is_read_all_the_same(exports: list[
     assert perf_analyzer.export([]) == [{"text_output": "\x01"}]
 
 
-def test_what_it_says_when_it_fails_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_a_failed_run_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = CompletedProcess([], 99, "", "cannot connect\nusage: perf_analyzer")
     monkeypatch.setattr(perf_analyzer, "run", lambda arguments, timeout: failed)
     with pytest.raises(ServeError, match="ended with 99:\ncannot connect"):

@@ -160,7 +160,7 @@ def test_a_cache_without_room_for_all_makes_requests_wait():
     assert samples[-1].waiting == samples[-1].running == 0
 
 
-def test_what_a_request_fails_with_is_raised():
+def test_the_error_of_a_request_is_raised():
     with (
         ServedEngine(SETTINGS, load_fake) as engine,
         pytest.raises(InvalidArgument, match="request_output_len"),

@@ -34,7 +34,7 @@ class TestWhatIsTold:
         told = {"lone": {"itl_ms": {"p50": 7}}, "memory_gb_per_s": 99}
         assert values_of(told, 30.0)["lone"] == {"itl_ms": 7.0, "memory_gb_per_s": 30.0}
 
-    def test_what_the_process_took_is_apart_from_the_workloads(self):
+    def test_figures_of_the_process_are_apart_from_the_workloads(self):
         told = {"w": {"output_tokens_per_s": 5}, "start_s": 2, "peak_rss_bytes": 100, "beyond_bytes": -5}
         values = values_of(told, 30.0)
         assert values["process"] == {"start_s": 2.0, "peak_rss_bytes": 100.0, "beyond_bytes": -5.0}

@@ -92,7 +92,7 @@ def test_tensors_have_the_server_s_types_and_a_batch_of_one(server, client) -> N
     }
 
 
-def test_what_the_caller_leaves_out_is_left_to_the_server(server, client) -> None:
+def test_options_that_are_left_out_are_not_sent(server, client) -> None:
     client.generate("x", temperature=None)
     assert set(server.asked[0].inputs) == {"text_input", "stream", "exclude_input_in_output", "max_tokens"}
 
@@ -343,7 +343,7 @@ def test_a_text_goes_to_the_engine_s_models_under_their_names(server, model: str
         ("x", {"seed": 1.5}, ValueError),
     ],
 )
-def test_what_is_no_prompt_and_no_integer_is_refused(client, prompt, options, error) -> None:
+def test_prompts_and_integers_of_wrong_types_are_refused(client, prompt, options, error) -> None:
     with pytest.raises(error, match=r"must be"):
         client.generate(prompt, **options)
 

@@ -124,7 +124,7 @@ def test_a_prompt_table_is_sent_in_its_own_type(prompt, table, data_type) -> Non
 
 
 @pytest.mark.parametrize("table", [[1.0, 2.0], [[1.0], [2.0, 3.0]], "x", np.zeros((2, 3, 4)), 5])
-def test_what_is_no_prompt_table(table) -> None:
+def test_a_malformed_prompt_table_is_refused(table) -> None:
     with pytest.raises(ValueError, match="prompt_table"):
         read_options({"prompt_table": table})
 
@@ -396,7 +396,7 @@ def test_a_model_that_lacks_a_tensor_is_not_asked(server) -> None:
         ({"num_return_sequences": 2, "beam_width": 2}, []),
     ],
 )
-def test_what_is_asked_for_is_named(server, client, options, outputs: list[str]) -> None:
+def test_requested_outputs_are_named(server, client, options, outputs: list[str]) -> None:
     client.generate([5], **options)
     assert server.asked[0].outputs == ["output_ids", "sequence_length", "finish_reason", *outputs]
 

@@ -62,7 +62,7 @@ def test_those_idle_for_longest_are_evicted_and_those_in_use_stay():
     assert loads(pages) == [] and not pages.may_start(TWO, None)
 
 
-def test_what_fits_no_device_is_refused():
+def test_an_adapter_larger_than_all_pages_is_refused():
     pages = make_pages(3)
     pages.check_fits(make_adapter(rank=24))
     with pytest.raises(InvalidArgument, match="rank 25 does not fit: the device has room for rank 24"):
@@ -89,7 +89,7 @@ def test_a_claim_is_on_idle_ones_and_on_those_that_came_first():
     assert pages.claim(WIDE) == claimed, "whoever else begins to use another one"
 
 
-def test_what_is_forgotten_is_loaded_again_and_its_pages_stay_while_they_are_used():
+def test_a_forgotten_adapter_is_loaded_again_and_its_pages_stay_while_in_use():
     pages = make_pages(2)
     pages.acquire(1, ONE)
     pages.forget([1, 77])

@@ -255,7 +255,7 @@ def test_a_stream_of_requests_of_one_adapter_starves_nobody_of_another():
     assert request_id <= 5
 
 
-def test_who_waits_for_pages_does_not_stop_others_whose_adapters_it_does_not_need():
+def test_a_request_that_waits_for_pages_does_not_stop_those_of_other_adapters():
     scheduler = make_scheduler(num_adapter_pages=2, num_blocks=100)
     one, two, three = map(make_adapter, (1, 2, 3))
     accept(scheduler, adapted(1, new=9), adapted(2, new=9), adapters=ready((1, one), (2, two)))
@@ -265,7 +265,7 @@ def test_who_waits_for_pages_does_not_stop_others_whose_adapters_it_does_not_nee
     assert started(scheduler.schedule()) == [5], "the first adapter's page is the next that is given away"
 
 
-def test_many_who_wait_for_pages_are_not_looked_at_again_and_again():
+def test_many_requests_that_wait_for_pages_are_not_examined_every_iteration():
     scheduler = make_scheduler(num_adapter_pages=1, num_blocks=1000)
     accept(scheduler, adapted(1, new=9), adapters=ready((1, make_adapter(1))))
     update(scheduler, scheduler.schedule())
@@ -308,7 +308,7 @@ def test_dropped_adapters_leave_the_device():
 # ---------------------------------------------------------------------- failures
 
 
-def test_what_a_failed_batch_was_to_load_is_loaded_again():
+def test_adapters_of_a_failed_batch_are_loaded_again():
     scheduler = make_scheduler(num_adapter_pages=2)
     accept(scheduler, adapted(1), adapted(2, 2), adapters=ready((1, make_adapter(1)), (2, make_adapter(2))))
     batch = scheduler.schedule()
@@ -319,7 +319,7 @@ def test_what_a_failed_batch_was_to_load_is_loaded_again():
     assert started(again) == [1] and loaded(again) == [(1, (0,))]
 
 
-def test_who_used_in_the_next_batch_what_a_failed_one_was_to_load_begins_again():
+def test_requests_that_used_the_adapter_of_a_failed_load_begin_again():
     scheduler = make_scheduler(num_adapter_pages=2, num_micro_batches=2)
     one = make_adapter(1)
     accept(scheduler, adapted(1), adapters=ready((1, one)))

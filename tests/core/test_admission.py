@@ -66,7 +66,7 @@ def test_a_place_that_is_free_again_can_be_taken():
     assert refused(driver.accept(make_request(5), make_request(6))) == [6]
 
 
-def test_what_continues_a_request_is_let_in_behind_a_full_queue():
+def test_a_continuation_of_a_request_is_admitted_behind_a_full_queue():
     driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=1))
     assert driver.accept(make_request(1), make_request(2)) == []
     later = [make_request(number, is_continuation=True) for number in (3, 4)]
@@ -88,7 +88,7 @@ def test_every_sequence_of_a_request_takes_a_place():
     assert refused(driver.accept(*three, make_request(3), make_request(4))) == [2, 4]
 
 
-def test_who_ran_before_takes_no_place():
+def test_a_paused_request_takes_no_place_in_the_queue():
     driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=4, max_num_sequences=2, max_queue_size=1))
     driver.accept(make_request(1, prompt=4, new=8), make_request(2, prompt=4, new=8))
     for _ in range(6):
@@ -204,7 +204,7 @@ def test_the_beginning_that_two_prompts_share_is_waited_for_and_no_more():
     assert (starts(batch), contexts(batch)) == ([2], [(4, 5)])
 
 
-def test_who_waits_for_a_prompt_holds_up_nobody_and_keeps_its_place():
+def test_a_request_that_waits_for_a_prompt_delays_no_other_and_keeps_its_place():
     driver = Driver(make_scheduler(reuse=True, num_blocks=64, max_num_sequences=2))
     driver.accept(*alike(1, 2), make_request(3, prompt=2, new=1), make_request(4, prompt=2))
     assert starts(driver.step()[0]) == [1, 3]
@@ -241,7 +241,7 @@ def test_if_the_producer_ends_before_it_has_computed_the_next_one_computes(ended
     assert (starts(batch), contexts(batch)) == ([3], [(8, 2)])
 
 
-def test_what_a_cancelled_producer_has_computed_is_used():
+def test_blocks_that_a_cancelled_request_computed_are_reused():
     driver = Driver(make_scheduler(reuse=True, num_blocks=64, max_num_tokens=8, chunked=True))
     driver.accept(*(make_request(number, prompt=21, new=9) for number in (1, 2, 3)))
     driver.step()
@@ -275,7 +275,7 @@ def why(scheduler: Scheduler) -> dict[int, str]:
     return {one.request_id: one.why for one in scheduler.state().waiting}
 
 
-def test_what_they_wait_for():
+def test_the_state_says_why_requests_wait():
     scheduler = make_scheduler(num_blocks=5, max_num_sequences=3)
     driver = Driver(scheduler)
     driver.accept(make_request(1, prompt=4, new=9), make_request(2, prompt=4, new=9))
@@ -313,7 +313,7 @@ def test_a_static_batch_is_told():
     assert why(scheduler) == {2: "static batching: waits for the end of the batch that runs"}
 
 
-def test_a_retry_is_told():
+def test_the_state_shows_requests_that_are_retried_apart():
     scheduler = make_scheduler()
     Driver(scheduler).accept(make_request(1), make_request(2))
     scheduler.fail(scheduler.schedule(), StepFailed("boom"))

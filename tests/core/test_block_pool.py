@@ -236,7 +236,7 @@ def test_a_priority_for_a_time_falls_back_when_nobody_held_the_block_for_so_long
     assert evicted(pool, blocks, 2) == "ab"
 
 
-def test_what_expires_goes_back_to_its_own_place_among_the_default_ones():
+def test_an_expired_block_returns_to_its_own_place_among_default_priorities():
     pool, blocks = make_tree(4, a="", b="", c="", d="")
     pool.retain(blocks["b"], Retention(90, duration_ms=1))
     pool.retain(blocks["c"], Retention(0, duration_ms=1))  # a low priority ends as well

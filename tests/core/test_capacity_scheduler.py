@@ -40,7 +40,7 @@ BLOCK = 4
         ({"prompt": 6, "new": 8, "sampling": TWO_BEAMS}, 7, 7),  # a shared one, and 3 for each beam
     ],
 )
-def test_what_is_set_aside_at_admission(fields, to_the_end, now):
+def test_blocks_reserved_at_admission_by_policy(fields, to_the_end, now):
     sequence = make_sequence(**fields)
     assert GuaranteedNoEvict().blocks_to_reserve(sequence, BLOCK) == to_the_end
     assert MaxUtilization().blocks_to_reserve(sequence, BLOCK) == now
@@ -112,7 +112,7 @@ def test_blocks_that_others_hold_too_are_no_gain():
     assert blocks.plan() == Growth((last, second), 1, is_short=True)
 
 
-def test_who_has_nobody_behind_is_paused_itself():
+def test_the_last_request_is_paused_itself():
     blocks = Blocks(1)
     alone = blocks.run()
     assert blocks.plan() == Growth((alone,), 0, is_short=True)
@@ -141,7 +141,7 @@ def test_only_a_higher_priority_takes_from_an_older_one(priority):
     assert blocks.plan() == Growth(paused, claimed, is_short=True)
 
 
-def test_who_has_tokens_in_flight_is_not_paused():
+def test_a_request_with_tokens_in_flight_is_not_paused():
     blocks = Blocks(2)
     first, _ = blocks.run(), blocks.run(in_flight=1)
     assert blocks.plan() == Growth((first,), 0, is_short=True)
@@ -153,7 +153,7 @@ def test_a_search_is_never_paused():
     assert blocks.plan() == Growth((last,), 0, is_short=True)
 
 
-def test_who_has_ended_or_computes_its_context_needs_nothing():
+def test_ended_requests_and_requests_in_context_need_no_blocks():
     blocks = Blocks(3)
     ended, context, growing = blocks.run(in_flight=1), blocks.run(), blocks.run()
     ended.finish(FinishReason.CANCELLED)

@@ -42,7 +42,7 @@ def test_expired_ones_come_once_the_earliest_first():
     assert deadlines.pop_expired(30 * MS) == []
 
 
-def test_who_has_ended_or_has_no_deadline_does_not_come():
+def test_ended_requests_and_those_without_a_deadline_do_not_time_out():
     deadlines = Deadlines()
     ended, endless, late = make_group(1, 5), make_group(2, 0), make_group(3, 5)
     for group in (ended, endless, late):
@@ -106,7 +106,7 @@ def test_in_context_and_in_generation(steps, streaming):
     assert_nothing_is_held(driver)
 
 
-def test_while_it_waits():
+def test_a_waiting_request_times_out():
     driver = Driver(make_scheduler(max_num_sequences=1))
     driver.accept(make_request(1, new=2), make_request(2, allotted_time_ms=5))
     driver.step()
@@ -118,7 +118,7 @@ def test_while_it_waits():
     assert_nothing_is_held(driver)
 
 
-def test_while_it_is_paused():
+def test_a_paused_request_times_out():
     driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=4))
     driver.accept(make_request(1, prompt=4, new=8), make_request(2, prompt=4, new=8, allotted_time_ms=5))
     for _ in range(6):
@@ -144,7 +144,7 @@ def test_the_tokens_of_a_batch_in_flight_do_not_come_any_more():
     assert_nothing_is_held(driver)
 
 
-def test_who_comes_too_late_is_not_started():
+def test_a_request_past_its_deadline_is_not_started():
     driver = Driver(make_scheduler())
     (final,) = driver.accept(make_request(1, allotted_time_ms=5, arrival_time_ns=1 * MS), now_ns=6 * MS)
     assert_timed_out(final)
@@ -164,7 +164,7 @@ def test_all_sequences_time_out_started_or_not():
     assert_nothing_is_held(driver)
 
 
-def test_who_ended_in_time_is_answered_once():
+def test_a_request_that_ended_in_time_is_answered_once():
     driver = Driver(make_scheduler())
     driver.accept(make_request(1, new=1, allotted_time_ms=5))
     _, (final,) = driver.step(now_ns=4 * MS)

@@ -104,7 +104,7 @@ def test_perf_metrics_say_when_and_how_many_blocks():
 
 
 @pytest.mark.parametrize("ended_by", ["stop", "deadline"])
-def test_what_is_cut_short_has_everything_up_to_there(ended_by):
+def test_details_of_a_sequence_that_is_cut_short_go_up_to_its_end(ended_by):
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     output = OutputOptions(
@@ -135,7 +135,7 @@ def test_what_is_cut_short_has_everything_up_to_there(ended_by):
     assert result.perf_metrics.num_new_blocks == 1
 
 
-def test_what_is_cut_short_in_its_prompt_has_the_rows_that_were_computed():
+def test_details_of_a_prompt_that_is_cut_short_have_the_computed_rows():
     scheduler = make_scheduler(max_num_tokens=8, chunked=True)
     driver = Driver(scheduler)
     output = OutputOptions(

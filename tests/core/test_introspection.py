@@ -19,7 +19,7 @@ SHORT, LONG = (1, 2, 3, 4, 5), tuple(range(11, 24))
 THREE_SEQUENCES = SamplingConfig(top_k=2, num_return_sequences=3)
 
 
-def test_nothing_is_going_on():
+def test_the_state_of_an_idle_scheduler():
     assert make_scheduler().state() == SchedulerState(
         iteration=0,
         policy="guaranteed_no_evict",
@@ -114,7 +114,7 @@ def test_tokens_of_those_that_have_ended_stay_counted():
     assert state.generated_tokens == 3 + state.running[0].generated_tokens == 8
 
 
-def test_who_is_paused_says_what_it_has():
+def test_the_state_shows_the_tokens_of_paused_sequences():
     driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=4))
     driver.accept(make_request(1, new=8), make_request(2, new=8), now_ns=5 * MS)
     for _ in range(6):
@@ -124,7 +124,7 @@ def test_who_is_paused_says_what_it_has():
     assert (paused.prompt_tokens, paused.generated_tokens, paused.waited_ms) == (4, 5, 1.0)
 
 
-def test_what_is_in_flight_and_what_only_waits_for_its_end():
+def test_the_state_tells_sequences_in_flight_from_those_that_wait_for_their_end():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(make_request(1, SHORT), make_request(2, SHORT))
@@ -241,7 +241,7 @@ def test_request_statistics_of_a_paused_one_keep_what_its_runs_took():
     )
 
 
-def test_who_has_ended_is_told_as_long_as_its_batch_is_in_flight():
+def test_the_state_shows_ended_sequences_while_their_batch_is_in_flight():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(make_request(1))

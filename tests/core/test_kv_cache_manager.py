@@ -181,7 +181,7 @@ def test_a_block_that_is_computed_in_any_case_is_not_missed():
     assert cache.num_missed_blocks == 1
 
 
-def test_what_a_sequence_holds_and_has_reserved():
+def test_counts_of_blocks_that_a_sequence_holds_and_has_reserved():
     cache = make_cache()
     admit(cache, 1, 4)
     assert cache.held(1) == (0, 4)
@@ -257,7 +257,7 @@ def test_the_block_for_the_copy_may_be_the_source():
 # ---------------------------------------------------------------------- promises
 
 
-def test_what_a_running_sequence_is_computing_is_promised_until_it_is_there():
+def test_blocks_that_a_sequence_is_computing_are_promised_until_published():
     cache, tokens = make_cache(num_blocks=16), list(range(13))
     assert not found(cache, 2, tokens).is_promised
     admit(cache, 1, 4, tokens)
@@ -346,7 +346,7 @@ def test_other_scopes_promise_nothing():
     assert found(cache, 4, list(range(9)), CacheRules(private_scope(1))).is_promised
 
 
-def test_what_was_not_looked_for_may_be_published_all_the_same():
+def test_blocks_of_a_prompt_that_was_not_matched_are_published():
     """Its whole context is wanted, so nothing is matched; its blocks are as good as anyone's."""
     cache, tokens = make_cache(), list(range(9))
     cache.admit(1, PrefixMatch(), 3, SHARED, len(tokens))
@@ -445,7 +445,7 @@ def test_a_beam_that_nobody_goes_on_from_gives_its_block_back_to_the_reservation
     assert (cache.pool.num_held, cache.num_reserved) == (0, 0)
 
 
-def test_what_beams_have_in_common_is_held_once_when_they_go_on_from_one_of_them():
+def test_beams_that_continue_one_beam_hold_its_blocks_once():
     cache = make_beams(prompt=8)
     assert cache.block_table(1) == (0,)  # the last block of a beam is always its own to write into
     cache.grow_beams(1, 9)

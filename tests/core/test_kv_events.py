@@ -60,7 +60,7 @@ def test_blocks_of_one_sequence_are_one_event() -> None:
     ]
 
 
-def test_what_follows_a_known_block_names_it() -> None:
+def test_a_stored_block_names_its_known_parent() -> None:
     cache = make_cache()
     run_to_end(cache, 1, list(range(5)))
     taken(cache)
@@ -71,7 +71,7 @@ def test_what_follows_a_known_block_names_it() -> None:
     assert [block.block_hash for block in event.stored] == [second]
 
 
-def test_what_is_known_already_is_no_event() -> None:
+def test_blocks_that_are_stored_already_make_no_event() -> None:
     cache = make_cache()
     run_to_end(cache, 1, list(range(5)))
     taken(cache)

@@ -44,7 +44,7 @@ def test_cumulative_buckets_are_what_prometheus_means(values):
     assert snapshot.total / snapshot.num_observations == pytest.approx(statistics.fmean(values))
 
 
-def test_bounds_ascend():
+def test_bounds_of_buckets_ascend():
     assert list(SECONDS) == sorted(set(SECONDS)) and list(TOKENS) == sorted(set(TOKENS))
 
 

@@ -262,7 +262,7 @@ def test_in_its_context_a_search_is_one_row_a_token():
     assert unchunked().select([search]).context == [(search, 6)]
 
 
-def test_who_needs_the_host_waits_for_what_is_in_flight():
+def test_a_request_that_needs_the_host_waits_for_batches_in_flight():
     search, plain = generating(2, sampling=SamplingConfig(beam_width=2)), generating()
     guessing = generating(prompt_lookup_num_tokens=2)
     for sequence in (search, plain, guessing):
@@ -279,7 +279,7 @@ def test_nothing_is_computed_beyond_the_last_token_that_is_fed_back():
     assert unchunked().select([last]).generation == []
 
 
-def test_who_has_ended_only_waits_for_its_batches():
+def test_an_ended_request_is_in_no_further_batch():
     ended = generating()
     ended.num_scheduled_tokens = 1
     ended.finish(FinishReason.CANCELLED)
@@ -345,7 +345,7 @@ def test_a_sequence_whose_last_token_is_on_its_way_takes_no_share():
 
 @given(num_stages=st.integers(2, 4), count=st.integers(1, 9), alone=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_whoever_waits_comes_before_those_who_ran_since(num_stages, count, alone):
+def test_a_request_that_waited_comes_before_those_that_ran_since(num_stages, count, alone):
     """Also where each batch comes back before the next is made, so that all are ready every time."""
     running = [generating() for _ in range(count)]
     scheduler, since = pipelined(num_stages), [0] * count

@@ -161,7 +161,7 @@ def test_an_end_id_is_chosen_but_no_output():
     assert observed.metrics.finished == {FinishReason.END_ID: 1}
 
 
-def test_a_token_of_who_has_ended_meanwhile_is_not_counted():
+def test_a_token_of_a_request_that_has_ended_is_not_counted():
     observed = Observed()
     observed.iterate(0, 1, make_request(1), make_request(2))
     batch = observed.scheduler.schedule()
@@ -196,7 +196,7 @@ def test_a_cancel_that_is_repeated_counts_from_the_first():
     assert_observed(observed.metrics.cancel_to_free, 0.009)
 
 
-def test_who_ran_out_of_time_was_not_cancelled():
+def test_a_timeout_is_not_counted_as_a_cancellation():
     observed = Observed()
     observed.iterate(0, 1, make_request(1, allotted_time_ms=5))
     observed.iterate(5, 6)

@@ -53,7 +53,7 @@ def test_a_batch_of_those_that_need_the_host_does_not_sample_on_the_device(name)
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_whoever_needs_the_host_waits_alone_and_others_go_on(name):
+def test_a_request_that_needs_the_host_waits_alone_and_others_go_on(name):
     scheduler = make_scheduler(
         max_num_sequences=8, overlaps_iterations=True, logits_post_processors=("upper",)
     )

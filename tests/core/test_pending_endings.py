@@ -76,7 +76,7 @@ def test_a_loop_does_not_rest_while_somebody_is_to_end():
     assert scheduler.num_active == 1 and scheduler.only_holds
 
 
-def test_who_ends_in_another_way_meanwhile_ends_once():
+def test_a_pending_ending_and_another_ending_end_a_request_once():
     scheduler = scheduler_with([make_request(number) for number in range(1, 7)])
     first = scheduler.accept(IterationInput(1, 2 * MS, stops=stops_of(*range(1, 7), 6, 5)))
     second = scheduler.accept(IterationInput(2, 2 * MS, stops=stops_of(5, 6)))
@@ -84,7 +84,7 @@ def test_who_ends_in_another_way_meanwhile_ends_once():
     assert scheduler.accept(IterationInput(3, 2 * MS)) == []
 
 
-def test_who_is_to_end_does_not_start_any_more():
+def test_a_request_with_a_pending_ending_is_not_started():
     scheduler = scheduler_with([make_request(number) for number in range(1, 8)], most=1)
     scheduler.accept(IterationInput(1, 2 * MS, stops=stops_of(*range(1, 6))))
     assert scheduler.num_active == 6

@@ -164,7 +164,7 @@ def test_digests_at_admission_and_at_publication_agree():
         (([1, 2], []), ([2, 1], [])),
     ],
 )
-def test_what_is_different_has_different_keys(first, second):
+def test_different_prefixes_have_different_keys(first, second):
     assert block_digest(ROOT_SCOPE, *first) != block_digest(ROOT_SCOPE, *second)
 
 
@@ -211,7 +211,7 @@ def test_extra_ids_of_some_tokens_only_are_an_assertion():
         (PrefixIdentity(extra_ids=(0, 1 << 64, 0)), "prompt_table_extra_ids must be in"),
     ],
 )
-def test_what_no_key_can_be_made_of_is_refused(identity: PrefixIdentity, message: str):
+def test_identities_without_a_key_are_refused(identity: PrefixIdentity, message: str):
     with pytest.raises(InvalidArgument, match=message):
         identity.validate(prompt_length=3)
 
@@ -272,7 +272,7 @@ def _meaning(tokens: list[int], identity: Identity, index: int) -> tuple:
     )
 
 
-def test_what_is_found_is_what_was_computed():
+def test_matched_blocks_hold_the_tokens_that_were_computed():
     assert sum(_play(seed) for seed in range(40)) > 500
 
 

@@ -16,7 +16,7 @@ def search(tokens: list[int], max_tokens: int) -> tuple[int, ...]:
     return ()
 
 
-def test_what_followed_the_last_tokens_before():
+def test_tokens_that_followed_the_last_ones_before_are_proposed():
     lookup = PromptLookup([1, 2, 3, 4, 5, 6, 1, 2, 3])
     assert lookup.propose(2) == (4, 5)
     assert lookup.propose(100) == (4, 5, 6, 1, 2, 3)

@@ -116,7 +116,7 @@ def test_two_faulty_ones_are_both_found():
     assert device.num_failures == 7
 
 
-def test_who_comes_meanwhile_waits_and_is_not_suspected():
+def test_a_request_that_arrives_during_a_retry_waits_and_is_not_suspected():
     arrived = requests(4)
     device = FaultyDevice(make_limits(max_num_sequences=8), {1: at_token(arrived[0], 2)})
     outcome = run(make_scheduler(max_num_sequences=8), device, {0: arrived[:3], 2: arrived[3:]})
@@ -152,7 +152,7 @@ def test_failures_at_every_turn_end_nobody_as_long_as_several_run(depth):
     assert_unharmed(outcome, *arrived)
 
 
-def test_who_was_alone_ends_at_once():
+def test_a_request_that_fails_alone_ends_at_once():
     arrived = requests(1)
     outcome, device = serve(arrived, {}, once=(2,))
     assert outcome.failed() == {1: "boom"} and device.num_failures == 1
@@ -209,7 +209,7 @@ def test_a_void_context_begins_again_too():
     assert scheduler.kv_cache.pool.num_held == 0
 
 
-def test_who_ended_while_its_batch_was_in_flight_is_answered_and_not_suspected():
+def test_a_request_that_ended_while_in_flight_is_answered_and_not_suspected():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(*requests(3))
@@ -233,7 +233,7 @@ def test_one_beside_others_that_cannot_be_blamed_is_tried_once_more():
     assert (final.request_id, str(final.error)) == (1, "boom")
 
 
-def test_what_a_failed_batch_started_without_a_row_is_started_again_although_the_next_one_has_its_row():
+def test_a_slot_start_of_a_failed_batch_is_repeated_although_the_next_batch_has_its_row():
     """Nobody knows whether the device knows of the second request, so what the next batch says of it is void."""
     scheduler = make_scheduler(max_num_tokens=6)
     driver = Driver(scheduler)
@@ -344,7 +344,7 @@ def test_a_static_batch_takes_nobody_new_before_those_that_begin_again():
 
 @pytest.mark.parametrize("num_blocks", [4, 5, 6, 8])
 @pytest.mark.parametrize("faulty", [1, 2, 3])
-def test_where_blocks_are_tight(faulty, num_blocks):
+def test_faulty_requests_are_found_when_blocks_are_tight(faulty, num_blocks):
     """Two of these requests do not fit to their end, so some are paused and some cannot be tried apart."""
     arrived = requests(4)
     faults = {faulty: at_token(arrived[faulty - 1], 3)}

@@ -231,7 +231,7 @@ def test_ids_beyond_the_vocabulary_are_rows_of_the_table_and_need_not_be_there()
         (with_table(draft=ExternalDraft((100,))), ["draft_input_ids", "got 100"]),
     ],
 )
-def test_what_no_table_allows_is_refused(request_, words):
+def test_requests_that_no_prompt_table_allows_are_refused(request_, words):
     with pytest.raises(InvalidArgument) as error:
         request_.validate(TABLES)
     assert all(word in str(error.value) for word in words), error.value

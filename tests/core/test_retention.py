@@ -116,7 +116,7 @@ def test_an_empty_retention_config_applies_to_no_block():
         (RetentionConfig(decode=Retention(1, -5)), "retention_decode_duration_ms must be >= 1.*got -5"),
     ],
 )
-def test_what_makes_no_sense_is_named(config: RetentionConfig, message: str):
+def test_an_invalid_retention_is_refused_with_its_field(config: RetentionConfig, message: str):
     with pytest.raises(InvalidArgument, match=message):
         config.validate()
 

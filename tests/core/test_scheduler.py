@@ -184,7 +184,7 @@ def test_a_failed_batch_ends_its_requests_and_no_others():
     assert final.request_id == 2 and final.error is None
 
 
-def test_what_a_failed_batch_started_without_a_row_is_started_again():
+def test_a_slot_start_of_a_failed_batch_is_repeated():
     scheduler = make_scheduler(max_num_tokens=6)
     driver = Driver(scheduler)
     driver.accept(make_request(1, prompt=5), make_request(2, prompt=5, new=1))

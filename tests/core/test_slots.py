@@ -27,7 +27,7 @@ def test_slots_given_back_are_told_once():
     assert slots.collect_released() == ()
 
 
-def test_what_a_failed_batch_told_is_told_again():
+def test_slot_changes_of_a_failed_batch_are_repeated():
     """Slots that were told, but not those that have an owner again or are to be told anyway."""
     slots = Slots(4)
     slots.release(slots.take(make_sequence(), 3))

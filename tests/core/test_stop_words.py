@@ -39,7 +39,7 @@ def test_a_word_longer_than_what_there_is_does_not_match():
     assert not StopWords([(3, 1, 2)]).matches([1, 2], 2)
 
 
-def test_what_a_searcher_may_ask_first():
+def test_may_end_with_and_longest():
     assert WORDS.may_end_with(0, 1) and WORDS.may_end_with(7, 1) and not WORDS.may_end_with(5, 1)
     assert WORDS.longest == 3 and WORDS
     assert StopWords(()).longest == 0 and not StopWords(())
@@ -52,7 +52,7 @@ def test_a_word_that_is_complete_too_early_ends_nothing():
     assert words.matches([1, 2], 4), "only the last tokens are read"
 
 
-def test_against_comparing_every_word():
+def test_matches_equal_a_comparison_with_every_word():
     rng = random.Random(0)
     seen = set()
     for _ in range(2000):

@@ -88,7 +88,7 @@ def test_the_front_of_a_priority_goes_before_its_others_and_after_higher_priorit
     assert [turns.queue.remove(waiting[name]) for name in "cbda"] == [False, True, True, False]
 
 
-def test_who_is_not_there_cannot_be_removed():
+def test_a_request_that_is_not_queued_cannot_be_removed():
     turns = Turns()
     stranger = make_sequence(99)
     assert turns.queue.remove(stranger) is None
@@ -96,7 +96,7 @@ def test_who_is_not_there_cannot_be_removed():
     assert turns.queue.remove(stranger) is None and len(turns.queue) == 1
 
 
-def test_those_who_are_passed_over_come_back_where_they_were():
+def test_skipped_requests_return_to_their_places():
     turns = Turns()
     waiting = {name: turns.add(client) for name, client in zip("abcd", (1, 1, 2, 1))}
     turns.queue.remove(waiting["d"])
@@ -186,7 +186,7 @@ def test_a_sibling_that_never_started_was_never_counted():
     turns.end(first)
 
 
-def test_what_was_not_generated_is_given_back():
+def test_tokens_that_were_not_generated_are_credited_back():
     turns = Turns()
     turns.add(1, new=29)
     for client in (1, 1, 2, 2, 2):

@@ -57,7 +57,7 @@ def test_the_schema_notices_what_is_wrong(compose_schema):
         compose_schema.validate(wrong)
 
 
-def test_what_compose_mounts_exists():
+def test_paths_that_compose_mounts_exist():
     services = load("compose.yaml")["services"]
     mounts = [mount.split(":")[0] for service in services.values() for mount in service.get("volumes", [])]
     files = [mount for mount in mounts if mount.startswith("./")]

@@ -141,7 +141,7 @@ def test_a_checkpoint_that_is_refused(copy: Path, plant: Callable[[Path], object
     assert found.level is RED and says in found.says and mend in found.mend
 
 
-def test_what_transformers_would_run(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_checkpoints_that_transformers_would_run_are_reported(copy: Path, monkeypatch: pytest.MonkeyPatch):
     asked = check(DEMO, engine="transformers")["its layers"]
     assert asked.level is YELLOW and "transformers' own code (LlamaForCausalLM)" in asked.says
     change(copy, model_type="stablelm", architectures=["StableLmForCausalLM"])
@@ -221,7 +221,7 @@ def test_int8_takes_what_the_packed_weights_take(copy: Path, tied: bool, monkeyp
     assert "--dtype int8" in check(copy, "bfloat16")["room"].mend
 
 
-def test_what_will_compute_its_layers(monkeypatch: pytest.MonkeyPatch):
+def test_the_kernels_that_will_compute_the_layers_are_reported(monkeypatch: pytest.MonkeyPatch):
     def cannot(*_: object) -> str:
         raise library.CannotBuild("there is no C++ compiler")
 
@@ -230,7 +230,7 @@ def test_what_will_compute_its_layers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(library, "foresee", cannot)
     assert check(DEMO)["its layers"].level is YELLOW
     monkeypatch.setattr(library, "foresee", lambda *_: "kept from an earlier start")
-    monkeypatch.setattr(load_decoder, "_MAX_HEAD_DIM", 8)
+    monkeypatch.setattr(load_decoder, "MAX_HEAD_DIM", 8)
     found = check(DEMO)["its layers"]
     assert "heads of 8" in found.says and "--dtype" not in found.mend
     found = check(DEMO, kernels="native")["its layers"]
@@ -254,7 +254,7 @@ def test_the_chat_template_and_tokenizer_are_checked(copy: Path):
 @pytest.mark.parametrize(
     ("quantize", "says"), [("awq", "awq kept as it is (4 bits)"), ("fp8", "fp8 unpacked when")]
 )
-def test_what_becomes_of_quantized_weights(tmp_path: Path, quantize: str, says: str):
+def test_handling_of_quantized_weights_is_reported(tmp_path: Path, quantize: str, says: str):
     make_random_model(tmp_path, quantize=quantize)
     found = check(tmp_path)
     assert says in found["checkpoint"].says

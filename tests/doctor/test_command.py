@@ -44,7 +44,7 @@ def test_the_status_is_0_without_red(
     assert "\x1b" not in text and ("mend: do it" in text) is (levels != [Level.GREEN])
 
 
-def test_what_has_several_lines_is_indented():
+def test_findings_of_several_lines_are_indented():
     finding, text = Finding("a thing", Level.RED, "two faults:\n  one\n  other", "do it"), io.StringIO()
     write_text([finding], text)
     lines = text.getvalue().splitlines()

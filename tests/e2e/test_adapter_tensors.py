@@ -36,7 +36,7 @@ ROWS = np.array([[[1, 0, 1, 0], [3, 0, 1, 0]]], np.int32)
         ({"lora_task_id": 1, "lora_name": "sql"}, "they name different adapters"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(fake_server, model, tensors, message):
+def test_conflicting_tensors_are_refused(fake_server, model, tensors, message):
     request = REQUEST if model == "tensorrt_llm" else TEXT_REQUEST
     (refused,) = ask(fake_server.grpc, model, **request, **tensors)
     assert message in str(refused.error)

@@ -117,7 +117,7 @@ def test_unasked_they_do_not_come(exact_server):
     assert not [name for name in answer.outputs if name.startswith(("context_", "generation_"))]
 
 
-def test_what_cannot_be_had_is_refused_and_disturbs_nobody(exact_server):
+def test_unavailable_outputs_are_refused_and_others_are_served(exact_server):
     (answer,) = ask(
         exact_server.grpc,
         input_ids=[[*PROMPT]] * 2,

@@ -252,7 +252,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("tensors", "message"), REFUSED)
-def test_what_of_them_is_refused(exact_server, prompt, tensors, message):
+def test_controls_out_of_range_are_refused(exact_server, prompt, tensors, message):
     (refused,) = ask(exact_server.grpc, input_ids=prompt, request_output_len=4, **tensors)
     assert refused.error is not None and refused.error.message().startswith(message)
 
@@ -342,7 +342,7 @@ WARPED = [
     "control",
     [pytest.param(one, id=one.name, marks=pytest.mark.covers(one.name, "temperature")) for one in WARPED],
 )
-def test_what_is_drawn_is_among_what_is_kept(exact_server, oracle, prompt, control):
+def test_sampled_tokens_are_among_those_that_the_control_keeps(exact_server, oracle, prompt, control):
     warpers = (transformers.TemperatureLogitsWarper(1.8), control.options["warper"])
     free = sampled(exact_server, prompt, runtime_top_p=1.0)
     assert not all(kept(oracle, prompt, free, *warpers)), "without the control others are drawn"

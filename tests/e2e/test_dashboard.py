@@ -81,7 +81,7 @@ def page(fake_server) -> Page:
 
 
 @pytest.mark.parametrize("expression", sorted(set(expressions())))
-def test_what_is_asked_for_is_on_the_page(page, expression):
+def test_queried_series_are_on_the_metrics_page(page, expression):
     selectors = SELECTOR.findall(expression) or [(name, "") for name in re.findall(r"nv_\w+", expression)]
     assert selectors
     labels_of_all = set()
@@ -118,7 +118,7 @@ def test_every_panel_has_a_meaning_a_unit_and_a_place_of_its_own():
     assert len(ids) == len(set(ids)) > 30
 
 
-def test_what_is_shown_in_legends_is_what_is_grouped_by():
+def test_legends_show_the_labels_that_are_grouped_by():
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", []):
             shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))

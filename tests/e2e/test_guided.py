@@ -67,7 +67,7 @@ def test_the_tensors_of_a_guide(demo_server, tokenizer):
 
 @pytest.mark.parametrize("kind", GUIDES)
 @pytest.mark.parametrize("prompt", ["class A:\n    ", PROMPT], ids=["text", "ids"])
-def test_what_ends_is_what_was_asked_for(client, kind, prompt):
+def test_finished_texts_match_their_guide(client, kind, prompt):
     guide = Guide(kind, GUIDES[kind][0])
     for seed in range(3):
         done = client.generate(prompt, 60, guide=guide, top_p=1.0, seed=seed)
@@ -107,7 +107,7 @@ def test_beams_and_drafts(client):
     ],
 )
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_what_cannot_be_followed_is_refused(demo_server, model, kind, text, message):
+def test_guides_that_cannot_be_followed_are_refused(demo_server, model, kind, text, message):
     request = {"input_ids": PROMPT, "request_output_len": 4}
     if model == "ensemble":
         request = {"text_input": "def f", "max_tokens": 4}
@@ -141,7 +141,7 @@ def test_guides_by_http(demo_server, kind, text, expected):
         ("json_schema", '{"x-guidance": {"item_separator": ";"}}', "x-guidance"),
     ],
 )
-def test_what_http_clients_get_wrong_is_refused(demo_server, kind, text, message):
+def test_wrong_guides_over_http_are_refused(demo_server, kind, text, message):
     done = generate(demo_server, guided_decoding_guide_type=kind, guided_decoding_guide=text)
     assert "text_output" not in done
     assert message in done["error"]

@@ -13,7 +13,7 @@ Defects of the Python model                       shown not to be here by
   7  cancellation asked for every 100 ms, again     triton/test_cancellation; how long it takes:
      and again                                      test_metrics: a_stop_is_counted_and_timed
   8  metrics: padding counted as output, seconds    here; test_metrics: the_page_is_the_log_line,
-     for microseconds, no `reused`; a log line a    lengths_are_in_the_buckets, every_family_is_there
+     for microseconds, no `reused`; a log line a    lengths_are_in_the_buckets, every_metric_family
      request
   9  lora_prefetch_dir ignored                      test_adapters: prefetched_adapters_need_no_weights
      unknown kinds of guides ignored                here

@@ -304,7 +304,7 @@ def test_the_description_is_what_the_engine_says_as_far_as_a_server_tells_it(rem
     assert remote.describe() is far
 
 
-def test_what_the_server_does_not_allow_is_unsupported(remote):
+def test_client_apis_that_the_server_refuses_are_unsupported(remote):
     with pytest.raises(Unsupported, match="enable_adapter_commands"):
         remote.adapters(AdapterCommand(AdapterAction.LIST), PATIENCE_S)
     with pytest.raises(Unsupported, match="generation logits"):
@@ -529,7 +529,7 @@ def test_a_chat_without_a_bound_asks_for_what_fits(urls):
     assert plain(far) == plain(near)
 
 
-def test_whoever_goes_away_ends_what_runs_over_there(slow_server, template):
+def test_a_client_that_disconnects_ends_its_request_on_the_server(slow_server, template):
     local, remote = local_client(slow_server), KServeEngineClient(slow_server.grpc, str(DEMO_MODEL))
 
     def num_unanswered() -> int:
@@ -561,7 +561,7 @@ def config_of(**parameters: str) -> dict[str, Any]:
     return {"name": "tensorrt_llm", "max_batch_size": 4, "parameters": given}
 
 
-def test_what_a_configuration_leaves_open_is_as_with_the_engine():
+def test_defaults_of_a_configuration_are_those_of_the_engine():
     of_model = describe(str(DEMO_MODEL))
     plain_one = of_model(config_of(tokens_per_block="${tokens_per_block}", of_a_newer_server="1"), None)
     limits = plain_one.limits

@@ -76,7 +76,7 @@ def grown(before: Page, after: Page, name: str, **labels: str) -> float:
     return after.value(name, **labels) - before.value(name, **labels)
 
 
-def test_every_family_is_there(fake_server):
+def test_every_metric_family_is_on_the_page(fake_server):
     before = wait_idle(fake_server)
     complete(fake_server)
     page = wait_idle(fake_server, before, 1)
@@ -110,7 +110,7 @@ def test_the_page_is_the_log_line_and_falls_back_when_idle(fake_server):
     assert page["Runtime CPU Memory Usage"] > 10_000_000
 
 
-def test_what_is_answered_is_on_the_page(fake_server):
+def test_answered_requests_are_counted_on_the_page_at_once(fake_server):
     """At once, with nothing else in flight: the page waits for the engine's publication."""
     for _ in range(3):
         before = wait_idle(fake_server)
@@ -142,7 +142,7 @@ def test_gauges_show_what_runs_and_what_waits(fake_server):
     assert (page["Active Request Count"], page["Used KV cache blocks"]) == (0, 0)
 
 
-def test_what_was_observed_adds_up_to_what_was_asked_for(fake_server):
+def test_histograms_add_up_to_the_requests(fake_server):
     before = wait_idle(fake_server)
     complete(fake_server, 3, tokens=8)
     complete(fake_server, 2, tokens=60, input_ids=[7] * 20)

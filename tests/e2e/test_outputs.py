@@ -206,7 +206,7 @@ def test_counts_of_a_stream_add_up(fake_server):
 
 
 @pytest.mark.covers(*UNASKED)
-def test_unasked_come_four_outputs(fake_server):
+def test_four_outputs_come_by_default(fake_server):
     answer = completion(fake_server.grpc, input_ids=PLAIN, request_output_len=3)
     assert set(answer.outputs) == UNASKED
 
@@ -260,7 +260,7 @@ def test_a_flag_without_its_output_does_nothing(fake_server):
     assert set(answer.outputs) == {"output_ids"}
 
 
-def test_what_is_returned_over_http_is_the_same(exact_server, prompt):
+def test_outputs_over_http_equal_those_over_grpc(exact_server, prompt):
     request = {"input_ids": prompt, "request_output_len": 4, "return_generation_logits": True}
     request |= {"return_log_probs": True, "num_top_log_probs": 2}
     over_http, over_grpc = infer(exact_server.http, **request), unary(exact_server.grpc, **request)

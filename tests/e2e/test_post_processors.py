@@ -73,7 +73,7 @@ def test_a_name_that_is_not_there_is_refused(client):
         client.generate(PROMPT, 4, logits_post_processor_name="odd")
 
 
-def test_what_raises_ends_alone_while_another_runs_on(client):
+def test_a_post_processor_that_raises_ends_its_request_alone(client):
     expected = client.generate(PROMPT, 30)
     stream = client.stream(PROMPT, 30)
     begun = next(stream)

@@ -278,7 +278,7 @@ def test_a_leaders_model_is_not_loaded_twice(elsewhere):
 
 
 @pytest.mark.parametrize("mode", with_all(["orchestrator", "leader"], ["orchestrator"]))
-def test_what_is_wrong_with_the_ranks_is_said_and_nothing_stays(elsewhere, mode):
+def test_a_failed_load_of_ranks_is_reported_and_leaves_no_process(elsewhere, mode):
     settings = Wanted(settings={"max_tokens_in_paged_kv_cache": "1"})
     server = TritonServer(ServerOptions(tp=2, mode=mode, wanted=settings))
     try:

@@ -57,7 +57,7 @@ def test_a_command_answers(demo_server, command):
         ["bash", "-c", here(command, demo_server)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() and "error" not in done.stdout
+    assert done.stdout.strip() and '"error"' not in done.stdout  # the word may be in a sampled text
 
 
 def test_perf_analyzer_runs(demo_server):

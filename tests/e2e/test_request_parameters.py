@@ -36,7 +36,7 @@ def refusal(server, model: str = "ensemble", **body) -> str:
         ("preprocessing", {"QUERY": "a", "IMAGE_URL": "b"}, "IMAGE_URL", "not available"),
     ],
 )
-def test_what_nobody_reads_is_refused_by_name(demo_server, model, body, name, said) -> None:
+def test_unknown_parameters_are_refused_by_name(demo_server, model, body, name, said) -> None:
     message = refusal(demo_server, model, **({} if model == "preprocessing" else TEXT), **body)
     assert name in message and said in message
 
@@ -53,7 +53,7 @@ def test_what_nobody_reads_is_refused_by_name(demo_server, model, body, name, sa
         {"image_url_input": "", "decoder_text_input": "", "num_draft_tokens": 0},
     ],
 )
-def test_what_clients_are_known_to_send_passes(demo_server, body) -> None:
+def test_parameters_that_clients_are_known_to_send_pass(demo_server, body) -> None:
     try:
         answer = generate(demo_server.http, **TEXT, **body)
     except urllib.error.HTTPError as error:

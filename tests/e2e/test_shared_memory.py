@@ -83,7 +83,7 @@ def fitting_request() -> dict[str, np.ndarray]:
     return request(300, prompt_tokens=600, **wanted)
 
 
-def test_what_fits_is_answered_in_full(server) -> None:
+def test_an_answer_that_fits_comes_in_full(server) -> None:
     answer = unary(server.grpc, **fitting_request())
     assert answer.as_numpy("context_logits").shape == (1, 600, 3072)
     assert answer.as_numpy("generation_logits").shape == (1, 1, 300, 3072)
@@ -117,7 +117,7 @@ def test_room_that_is_gone_when_the_answer_is_there_is_an_error_for_its_client_a
             pass
 
 
-def test_what_all_of_it_cannot_hold_is_refused_with_what_to_do(server) -> None:
+def test_an_answer_larger_than_shared_memory_is_refused_with_the_option_to_set(server) -> None:
     with pytest.raises(InferenceServerException) as caught:
         unary(server.grpc, **request(num_return_sequences=8, return_generation_logits=True))
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
@@ -125,7 +125,7 @@ def test_what_all_of_it_cannot_hold_is_refused_with_what_to_do(server) -> None:
         assert word in str(caught.value)
 
 
-def test_what_is_not_free_now_is_refused_for_now(server) -> None:
+def test_an_answer_larger_than_free_shared_memory_is_unavailable(server) -> None:
     with pytest.raises(InferenceServerException) as caught:
         unary(server.grpc, **request(num_return_sequences=3, return_generation_logits=True))
     assert caught.value.status() == "StatusCode.UNAVAILABLE"

@@ -247,7 +247,7 @@ def test_a_front_end_comes_and_goes_unnoticed_by_streams_of_the_engine(server, m
     wait_until(lambda: is_complete(server))
 
 
-def test_what_a_front_end_has_in_flight_finishes_before_it_goes(server):
+def test_requests_in_flight_of_a_front_end_finish_before_it_is_unloaded(server):
     with Client(server, "ensemble") as client:
         client.ask(streaming=True)
         client.until_running()

@@ -155,7 +155,7 @@ def test_outputs_that_upstreams_file_does_not_declare_do_not_come_and_others_as_
     }
 
 
-def test_what_upstreams_file_declares_and_this_model_cannot_is_refused(
+def test_tensors_of_upstreams_file_that_the_model_lacks_are_refused(
     server_of_upstreams_file: TritonServer,
 ) -> None:
     for name, value in (("decoder_input_ids", [[1, 2]]), ("context_phase_params", [[1, 2]])):

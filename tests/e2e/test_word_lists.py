@@ -73,7 +73,7 @@ WRONG_TYPE = "but model 'tensorrt_llm' expects 'INT32'"
     ],
     ids=["[2, n]", "[n]", "[1, n]", "three rows", "INT64", "FP32"],
 )
-def test_what_triton_refuses_it_refuses_in_its_own_words(fake_server, name, array, said):
+def test_wrong_shapes_are_refused_with_tritons_message(fake_server, name, array, said):
     """docs/tensors.md quotes them. A missing batch dimension looks like a batch of two to Triton."""
     message = refusal(fake_server, **{name: array})
     assert said in message

@@ -32,7 +32,7 @@ def test_responses_of_one_request_are_joined() -> None:
     assert delivery.count() == 0
 
 
-def test_whoever_waits_longest_is_served_first() -> None:
+def test_the_longest_waiting_consumer_is_served_first() -> None:
     delivery = Delivery(limit=2)
     for request_id in (3, 1, 2, 3, 1):
         delivery.put(delta(request_id, request_id))
@@ -93,7 +93,7 @@ def test_large_logits_are_not_joined_without_end() -> None:
     assert [r.is_final for r in taken] == [False, False, True]
 
 
-def test_what_is_left_of_large_logits_comes_before_the_final_response() -> None:
+def test_remaining_pieces_of_large_logits_come_before_the_final_response() -> None:
     delivery = Delivery()
     rows = FloatTensor((1, MAX_JOINED_LOGITS_BYTES // 4), bytes(MAX_JOINED_LOGITS_BYTES))
     for token in range(3):
@@ -131,7 +131,7 @@ def test_one_request_is_taken_and_the_others_wait_on(joins: bool) -> None:
     assert drained(delivery) == [delta(1, 1), delta(3, 4)]
 
 
-def test_whoever_waits_for_one_request_is_not_woken_for_good_by_another() -> None:
+def test_a_consumer_of_one_request_is_not_kept_awake_by_another() -> None:
     delivery, taken = Delivery(), []
     consumer = threading.Thread(target=lambda: taken.extend(delivery.take(PATIENCE_S, request_id=2)))
     consumer.start()

@@ -206,7 +206,7 @@ def test_many_at_once_end_with_their_own_tokens(pair: Pair) -> None:
         assert inbox.tokens == expected_tokens(prompt, 12, FEW)
 
 
-def test_what_rounds_cannot_keep_up_is_refused() -> None:
+def test_options_that_draft_rounds_cannot_support_are_refused() -> None:
     limits = Scheduler(SchedulingConfig(), LIMITS).limits
     drafted(stop_words=((3,),)).validate(limits)
     for fields, name in (
@@ -414,7 +414,7 @@ def test_a_drain_ends_a_drafted_request_when_the_time_is_up(played: Played) -> N
     assert not thread.is_alive()
 
 
-def test_closing_answers_whoever_is_left(played: Played) -> None:
+def test_closing_answers_the_remaining_requests(played: Played) -> None:
     inboxes = [played.ask()[1] for _ in range(3)]
     respond(played.draft, 7)
     played.client.close()

@@ -138,12 +138,12 @@ def test_every_field_of_a_request_survives(request: Request) -> None:
 
 
 @given(st.from_type(EngineDescription))
-def test_a_description_survives(description: EngineDescription) -> None:
+def test_a_description_is_decoded_as_it_was_encoded(description: EngineDescription) -> None:
     assert travelled(Hello(description)) == Hello(description)
 
 
 @given(IDS, st.sampled_from(StopReason))
-def test_a_stop_survives(request_id: int, reason: StopReason) -> None:
+def test_a_stop_is_decoded_as_it_was_encoded(request_id: int, reason: StopReason) -> None:
     assert travelled(Stop(request_id, reason)) == Stop(request_id, reason)
 
 
@@ -157,7 +157,9 @@ def test_a_question_and_its_answer_survive(
 
 
 @given(IDS, st.from_type(SequenceResult), st.booleans())
-def test_a_response_survives(request_id: int, result: SequenceResult, is_final: bool) -> None:
+def test_a_response_is_decoded_as_it_was_encoded(
+    request_id: int, result: SequenceResult, is_final: bool
+) -> None:
     response = Response(request_id, result, is_final=is_final)
     assert response_travelled(response) == response
 
@@ -219,7 +221,7 @@ def test_frames_follow_each_other(stops: list[Stop]) -> None:
 
 @given(st.binary(max_size=64))
 @example(b"\x91" * 100_000)
-def test_noise_is_no_frame(noise: bytes) -> None:
+def test_malformed_frames_are_refused(noise: bytes) -> None:
     for decode in (decode_from_engine, decode_from_front_end):
         with pytest.raises(BadFrame):
             decode(noise)

@@ -247,7 +247,7 @@ def test_draining_waits_for_what_is_in_flight_and_refuses_what_is_new(client) ->
         client.submit(make_request(), Inbox())
 
 
-def test_what_takes_longer_than_the_drain_is_ended_with_unavailable(client) -> None:
+def test_requests_longer_than_the_drain_end_with_unavailable(client) -> None:
     running, waiting = Inbox(), Inbox()
     client.submit(make_request(), running)
     client.get_inference_requests(-1)

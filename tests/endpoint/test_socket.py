@@ -21,7 +21,7 @@ from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Batcher, Inbox, ma
 # -------------------------------------------------------------------- what crosses
 
 
-def test_the_description_crosses(front_end) -> None:
+def test_the_description_crosses_the_socket(front_end) -> None:
     assert front_end.describe() == DESCRIPTION
 
 
@@ -164,7 +164,7 @@ def test_when_the_engine_goes_each_request_gets_one_unavailable(front_end, serve
     assert not Path(path).exists()
 
 
-def test_what_was_answered_before_the_end_still_arrives(front_end, server, batcher) -> None:
+def test_responses_sent_before_the_end_still_arrive(front_end, server, batcher) -> None:
     inboxes = [Inbox() for _ in range(200)]
     for inbox in inboxes:
         front_end.submit(make_request(), inbox)

@@ -16,7 +16,9 @@ LIST = AdapterCommand(AdapterAction.LIST)
 
 
 @pytest.mark.parametrize("by_socket", [True, False])
-def test_commands_cross(front_end: SocketEngineClient, batcher: Batcher, by_socket: bool) -> None:
+def test_adapter_commands_cross_the_socket(
+    front_end: SocketEngineClient, batcher: Batcher, by_socket: bool
+) -> None:
     client = front_end if by_socket else batcher.client
     assert client.adapters(LIST, 5.0) == ()
     load = AdapterCommand(AdapterAction.LOAD, "sql", path="sql-v2")

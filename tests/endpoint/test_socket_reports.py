@@ -71,7 +71,7 @@ def front_end(kept: Kept, path: str) -> Iterator[SocketEngineClient]:
 
 
 @pytest.mark.parametrize("kind", ReportKind)
-def test_reports_cross(front_end: SocketEngineClient, kind: ReportKind) -> None:
+def test_reports_cross_the_socket(front_end: SocketEngineClient, kind: ReportKind) -> None:
     assert front_end.reports(kind, 0.0) == REPORTS[kind]
 
 

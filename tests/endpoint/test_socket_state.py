@@ -50,7 +50,7 @@ class Patient:
         return "{}"
 
 
-def test_the_state_crosses(front_end, batcher) -> None:
+def test_the_state_crosses_the_socket(front_end, batcher) -> None:
     front_end.submit(make_request(), Inbox())
     batcher.take()
     assert json.loads(front_end.state(3.5)) == {

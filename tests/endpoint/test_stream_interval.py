@@ -58,7 +58,7 @@ def test_an_error_does_not_wait() -> None:
     assert handed_on(3, [delta(1, 0), delta(1, 1), error])[-1][-1] == error
 
 
-def test_what_is_held_back_is_joined_with_what_waits() -> None:
+def test_held_back_tokens_are_joined_with_waiting_responses() -> None:
     delivery: Delivery[Response] = Delivery(interval=3)
     for token in range(4):
         delivery.put(delta(1, token))

@@ -279,7 +279,7 @@ def assert_contained(engine: ModelEngine, model: ZooModel, where: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
-def test_what_a_layer_gets_is_what_the_rows_say(zoo: Zoo, case: str) -> None:
+def test_a_layer_gets_the_adapters_of_its_rows(zoo: Zoo, case: str) -> None:
     """All that adapters are of, whole: the slices of all ranks together are the matrices."""
     model = zoo[case]
     decoder = read_model_description(model.folder).decoder

@@ -87,7 +87,9 @@ def request_of(
 
 @every_case
 @pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse", "chunked"]))
-def test_what_comes_back_is_what_transformers_has(zoo: Zoo, case: str, kernels: str | None, way: str) -> None:
+def test_additional_outputs_are_those_of_transformers(
+    zoo: Zoo, case: str, kernels: str | None, way: str
+) -> None:
     """Packed with others, which want some of it or nothing; in chunks, with pauses, streamed and whole."""
     model = zoo[case]
     requests = [
@@ -185,7 +187,7 @@ def test_several_ranks_give_what_one_gives(
         assert_outputs(model, request, served.result(request), served.tokens(request), outputs)
 
 
-def test_what_earlier_stages_know_is_refused_at_load(zoo: Zoo) -> None:
+def test_outputs_that_only_earlier_stages_have_are_refused_at_load(zoo: Zoo) -> None:
     outputs = parse_outputs("hidden_states_1")
     with (
         pytest.raises(
@@ -203,7 +205,7 @@ def test_what_earlier_stages_know_is_refused_at_load(zoo: Zoo) -> None:
         ("top_212_logits", "top_212_logits, expected at most 211"),
     ],
 )
-def test_what_the_model_does_not_have_is_refused_at_load(zoo: Zoo, outputs: str, message: str) -> None:
+def test_outputs_that_the_model_lacks_are_refused_at_load(zoo: Zoo, outputs: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_offering(zoo["gpt2"], outputs=outputs)
 
@@ -216,7 +218,9 @@ def test_what_the_model_does_not_have_is_refused_at_load(zoo: Zoo, outputs: str,
         (WantedOutput("last_hidden_state"), {"beam_width": 2}, "needs beam_width 1"),
     ],
 )  # fmt: skip
-def test_what_is_not_offered_is_refused_at_admission(zoo: Zoo, output, sampling, message: str) -> None:
+def test_outputs_that_are_not_offered_are_refused_at_admission(
+    zoo: Zoo, output, sampling, message: str
+) -> None:
     engine = load_offering(zoo["gpt2"], outputs="last_hidden_state")
     config = config_of("no-evict")
     request = Request(

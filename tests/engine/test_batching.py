@@ -133,7 +133,7 @@ def test_a_paused_sequence_goes_on_as_if_it_had_not_been(engine: ModelEngine) ->
 
 
 @every_case
-def test_what_an_overflow_left_in_a_block_reaches_nobody(engine: ModelEngine) -> None:
+def test_numbers_of_an_overflow_in_a_block_reach_no_other_sequence(engine: ModelEngine) -> None:
     """A masked key has weight 0, and 0 times NaN is NaN."""
     prompt = _prompt(11, seed=6)
     clean = alone(engine, prompt, 12)

@@ -105,7 +105,7 @@ def test_searches_of_any_width_and_sampling_rows_share_batches(
 
 
 @every_case
-def test_what_is_copied_may_be_overwritten_in_the_same_batch(
+def test_a_copied_block_may_be_overwritten_in_the_same_batch(
     zoo: Zoo, case: str, kernels: str | None
 ) -> None:
     """By another's copy, by an emptied block and by new keys: all is read before anything is written."""

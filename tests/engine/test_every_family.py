@@ -175,7 +175,7 @@ def test_the_page_has_what_is_true(zoo: Zoo, tmp_path: Path) -> None:
     assert table == found
 
 
-def test_what_the_compiled_layers_lack_is_said(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_components_that_compiled_layers_lack_are_logged(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     assert load_engine(zoo["deepseek-v3"].folder).kernels == "torch"
     (record,) = [each for each in caplog.records if "run on torch's operators" in each.getMessage()]
     for component in ("latent attention", "a router with groups", "scaled results of experts"):

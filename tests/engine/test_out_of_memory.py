@@ -81,7 +81,7 @@ def test_a_load_says_what_the_cache_and_adapters_want(zoo: Zoo, monkeypatch: pyt
             load_engine(folder, kernels="torch", lora_cache_gpu_memory_fraction=0.01)
 
 
-def test_what_a_failed_load_had_allocated_is_free() -> None:
+def test_memory_of_a_failed_load_is_free() -> None:
     allocated: list[weakref.ref[torch.Tensor]] = []
 
     def allocate() -> None:

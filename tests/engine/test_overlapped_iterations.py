@@ -197,7 +197,7 @@ def take(rows: Sequence[Row], output: ModelOutput) -> None:
         row.tokens += tokens
 
 
-def test_what_a_batch_chose_comes_when_others_have_its_slots(zoo: Zoo) -> None:
+def test_tokens_of_a_batch_arrive_after_others_took_its_slots(zoo: Zoo) -> None:
     """A slot of the first batch is another sequence's in the second one."""
     model = zoo[CASE]
     driver = Driver(load_engine(model.folder))
@@ -266,7 +266,7 @@ def test_nothing_waits_between_one_forward_pass_and_the_next(
     assert [row.generated for row in rows] == [row.generated for row in expected]
 
 
-def test_what_is_sent_is_not_there_before_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sent_arrays_arrive_with_their_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeDevice() as device:
         monkeypatch.setattr(transfer, "mark", device.mark)
         values = np.array([3, -1, 2**40]), np.array([0.5, np.nan], np.float32)
@@ -371,7 +371,7 @@ def test_a_greedy_stream_gets_a_token_every_iteration_beside_one_that_needs_the_
     assert_same(served, alone)
 
 
-def test_what_needs_the_host_is_kept_when_the_next_batch_is_replayed(zoo: Zoo) -> None:
+def test_logits_that_the_host_needs_survive_the_replay_of_the_next_batch(zoo: Zoo) -> None:
     """Its logits, which the next batch of the same recorded size writes over."""
     model, tape = zoo[CASE], Tape()
     ours, theirs = undemanding(model)[:4], demanding(model)

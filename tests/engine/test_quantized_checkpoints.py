@@ -171,7 +171,7 @@ def _change(folder: Path, **changes: Any) -> None:
         ),
     ],
 )
-def test_what_is_not_read_is_refused_by_its_key(
+def test_unsupported_quantizations_are_refused_by_their_key(
     zoo: Zoo, tmp_path: Path, name: str, changes: dict[str, Any], said: str
 ) -> None:
     write(zoo["llama-gqa"], tmp_path, FORMATS[name])

@@ -198,7 +198,7 @@ def test_every_control_is_what_one_rank_makes_of_it(zoo: Zoo, kind: str, topolog
     assert_same(many, _answers(kind, model))
 
 
-def test_what_comes_back_of_a_prompt_is_kept_by_the_rank_that_tells_it(zoo: Zoo) -> None:
+def test_prompt_outputs_are_kept_by_the_reporting_rank_alone(zoo: Zoo) -> None:
     """The other one takes part in making it, and keeps nothing of it on the host."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, (2, 1)) as engine:

@@ -81,7 +81,7 @@ def test_everything_that_can_come_back(zoo: Zoo, case: str, way: str) -> None:
         assert served.num_pauses > 0
 
 
-def test_asking_changes_no_token(zoo: Zoo) -> None:
+def test_asking_for_details_changes_no_token(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     asking, silent = make_requests(model), make_requests(model, OutputOptions())
     engine = load(model.folder, 100, 5)

@@ -115,7 +115,7 @@ def test_drafts_do_not_hide_it(zoo: Zoo, sampling: str, with_logits: bool, kerne
 
 
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
-def test_whatever_is_asked_for_no_iteration_fails(zoo: Zoo, kernels: str | None) -> None:
+def test_extreme_requests_fail_no_iteration(zoo: Zoo, kernels: str | None) -> None:
     """Every parameter at its ends; it is answered, or ends with its own error, and nobody else notices."""
     model, others, numbers = zoo["llama-gqa"], innocent(zoo["llama-gqa"]), random.Random(5)
     requests = []

@@ -248,7 +248,7 @@ def test_requests_with_windows_give_the_masked_models_tokens(
             assert served.tokens(request) == oracle.greedy(prompt, count)
 
 
-def test_accepted_drafts(zoo: Zoo, kernels: str | None) -> None:
+def test_accepted_drafts_in_windows_change_no_token(zoo: Zoo, kernels: str | None) -> None:
     """Right, partly right and wrong ones: rows of a draft have windows of their own."""
     model = zoo["llama-gqa"]
     oracle = masked(model, (9, 21), 2)

@@ -113,7 +113,7 @@ def test_the_cache_of_adapters() -> None:
     assert (made.lora_cache_host_memory_bytes, made.lora_prefetch_dir) == (1 << 20, "/adapters")
 
 
-def test_what_is_not_said_of_the_cache_of_adapters_stays_as_it_is() -> None:
+def test_unset_fields_of_the_adapter_cache_keep_their_defaults() -> None:
     base = Parameters(
         lora_cache_host_memory_bytes=5, lora_dir="/l", lora_adapters=(("sql", "/s"),), lora_prefetch_dir="/p"
     )
@@ -174,7 +174,7 @@ CONTROLS = {
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_a_control_of_sampling(name: str) -> None:
+def test_every_control_of_sampling_is_converted(name: str) -> None:
     value, expected = CONTROLS[name]
     request = convert(sampling_config=trtllm.SamplingConfig(**{name: value}))
     assert request.sampling == replace(PLAIN.sampling, **expected)
@@ -190,7 +190,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_an_output(name: str) -> None:
+def test_every_output_flag_is_converted(name: str) -> None:
     request = convert(output_config=trtllm.OutputConfig(**{name: True}))
     assert request.output == OutputOptions(**{OUTPUTS[name]: True})
 
@@ -292,7 +292,9 @@ def test_retention_of_generated_tokens_has_the_originals_default() -> None:
         ({"sampling_config": trtllm.SamplingConfig(5)}, "beam_width must be at most 4"),
     ],
 )
-def test_what_the_model_cannot_do_is_an_error_of_the_request(fields: dict[str, Any], message: str) -> None:
+def test_fields_that_the_model_cannot_serve_are_errors_of_the_request(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidArgument, match=message):
         convert(**fields)
 

@@ -399,7 +399,7 @@ def test_after_the_end_every_call_raises(checkpoint: Path) -> None:
             call()
 
 
-def test_the_end_wakes_whoever_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_wakes_waiting_threads(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = make_executor(checkpoint)
     request_id = executor.enqueue_request(request(LONG))
     entered, found = threading.Semaphore(0), []
@@ -470,7 +470,7 @@ def test_statistics_are_drained(executor) -> None:
     assert all(each.iter > stats[-1].iter for each in later)
 
 
-def test_statistics_that_are_off(checkpoint: Path) -> None:
+def test_statistics_of_zero_iterations_are_off(checkpoint: Path) -> None:
     with make_executor(checkpoint, iter_stats_max_iterations=0) as executor:
         results_of(executor, request())
         assert executor.get_latest_iteration_stats() == []

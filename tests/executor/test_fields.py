@@ -218,7 +218,7 @@ def test_ways_to_draft_that_are_not_built_are_refused(config: trtllm.DecodingCon
 
 
 @pytest.mark.parametrize("name", ["Auto", "TopK", "TopP", "TopKTopP", "BeamSearch"])
-def test_ways_to_sample_pass(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_decoding_modes_that_sample_are_accepted(name: str, caplog: pytest.LogCaptureFixture) -> None:
     mode = getattr(trtllm.DecodingMode, name)()
     check(trtllm.ExecutorConfig(decoding_config=trtllm.DecodingConfig(mode)))
     assert caplog.records == []

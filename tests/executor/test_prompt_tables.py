@@ -96,7 +96,7 @@ def test_a_table_has_two_dimensions() -> None:
         (make_request(make_rows(), [1, 2]), "one id for each of the 6 prompt tokens, got 2"),
     ],
 )
-def test_what_is_wrong_with_a_table_is_its_requests_error(executor, request_, message: str) -> None:
+def test_a_malformed_table_is_an_error_of_its_request(executor, request_, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         to_core_request(request_, LIMITS)
     (response,) = responses_of(executor, executor.enqueue_request(request_))

@@ -466,7 +466,7 @@ def test_the_prompt_and_the_length_are_read_only(name: str) -> None:
         setattr(request, name, getattr(request, name))
 
 
-def test_the_lengths_older_keyword() -> None:
+def test_max_new_tokens_is_an_alias_of_max_tokens() -> None:
     request = trtllm.Request(input_token_ids=[1], max_new_tokens=25)
     assert request.max_tokens == request.max_new_tokens == 25
 

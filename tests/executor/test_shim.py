@@ -58,7 +58,7 @@ print(tensorrt_llm.__version__ == tensorrt_llm.version.__version__ == trtllm.__v
     assert run(installed, program).strip() == "True"
 
 
-def test_what_the_examples_make_before_they_have_an_executor(installed: Path) -> None:
+def test_objects_that_the_examples_make_without_an_executor(installed: Path) -> None:
     """The path of a worker program names no file here, and is taken all the same."""
     run(
         installed,
@@ -101,7 +101,7 @@ assert callable(bindings.GptManager) and bindings.TrtGptModelOptionalParams().no
     )
 
 
-def test_what_is_not_there_is_an_attribute_error(installed: Path) -> None:
+def test_a_missing_name_is_an_attribute_error(installed: Path) -> None:
     program = """
 import tensorrt_llm.bindings as bindings
 try:

@@ -86,7 +86,7 @@ def test_a_request_that_cannot_be_served_is_an_error(executor) -> None:
     assert "40000" in response.error_msg
 
 
-def test_what_the_engine_does_not_take_raises_and_leaves_its_place_in_the_queue(
+def test_a_request_that_the_engine_refuses_raises_and_frees_its_place_in_the_queue(
     checkpoint, monkeypatch
 ) -> None:
     def refuse(*_) -> None:

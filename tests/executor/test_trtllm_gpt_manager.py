@@ -391,7 +391,7 @@ def test_a_callback_may_shut_it_down(client: Client) -> None:
     managers[0].shutdown()
 
 
-def test_what_a_request_held_is_free_before_its_final_response(client: Client) -> None:
+def test_blocks_and_slots_of_a_request_are_free_before_its_final_response(client: Client) -> None:
     """Its id, its slot and its KV blocks: the callback of the final response hands over the next request."""
     room_for_one = TrtGptModelOptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=32, enable_block_reuse=False), max_num_sequences=1

@@ -116,7 +116,7 @@ def test_a_wrong_guide_is_refused_and_remembered(guide: Guide, message: str) -> 
         '{"$ref": "http://localhost/schema"}',
     ],
 )
-def test_what_xgrammar_would_leave_out_is_refused(schema: str) -> None:
+def test_keywords_that_xgrammar_would_ignore_are_refused(schema: str) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     with pytest.raises(InvalidArgument, match="xgrammar does not enforce the keyword"):
         tiny_backend("xgrammar").compile(Guide(GuideKind.JSON_SCHEMA, schema))
@@ -170,7 +170,7 @@ def test_xgrammar_refuses_white_space_of_a_structure(rest: dict[str, Any]) -> No
     ("pattern", "is_taken"),
     [("a^b", False), ("(a$|b)", False), (r"\Aab", False), (r"^[$^]\^\\\$[^^\]]$", True), (r"\d\w", True)],
 )
-def test_what_xgrammar_would_read_otherwise_in_a_regex_is_refused(pattern: str, is_taken: bool) -> None:
+def test_regexes_that_xgrammar_would_misread_are_refused(pattern: str, is_taken: bool) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     for guide in (
         Guide(GuideKind.REGEX, pattern),
@@ -191,7 +191,7 @@ def test_what_xgrammar_would_read_otherwise_in_a_regex_is_refused(pattern: str, 
         (Guide(GuideKind.JSON_SCHEMA, '{"x-guidance": {"item_separator": ";"}}'), "x-guidance"),
     ],
 )
-def test_what_llguidance_would_follow_in_its_own_way_is_refused(guide: Guide, reason: str) -> None:
+def test_guides_that_llguidance_would_misread_are_refused(guide: Guide, reason: str) -> None:
     with pytest.raises(InvalidArgument, match=reason):
         tiny_backend().compile(guide)
     tags = {

@@ -292,7 +292,7 @@ def test_keywords_of_every_draft_are_followed(
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [-5, 2**53], [0.5, 2**64]),
     ],
 )
-def test_what_llguidance_does_not_know_is_said_in_what_it_knows(
+def test_unsupported_keywords_are_rewritten_in_supported_ones(
     backend: GuideBackend, schema: dict[str, Any], right: list[Any], wrong: list[Any]
 ) -> None:
     assert allowed(backend, schema, *right, *wrong) == right

@@ -135,7 +135,7 @@ def allows(backend: GuideBackend, guide: Guide, text: str) -> bool:
 
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
-def test_what_a_guide_allows(name: str, parser: str) -> None:
+def test_a_tool_guide_allows_exactly_the_calls_of_its_tools(name: str, parser: str) -> None:
     if name == "xgrammar":
         pytest.importorskip("xgrammar", reason="the other library is not installed")
     backend = tiny_backend(name)

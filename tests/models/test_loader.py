@@ -117,7 +117,7 @@ def test_further_layers_are_unexpected_where_a_family_has_no_draft_layers(
         _load(folder)
 
 
-def test_what_experts_are_chosen_by_keeps_its_precision(zoo: Zoo) -> None:
+def test_the_choice_bias_of_experts_keeps_its_precision(zoo: Zoo) -> None:
     model = zoo["deepseek-v3"]
     layers = _load(model.folder, torch.bfloat16).layers
     stored = model.oracle.model.layers[1].mlp.gate.e_score_correction_bias

@@ -119,7 +119,7 @@ def test_a_family_without_a_map_is_left_to_transformers(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_known_family_does_not_have_here_is_refused_by_its_key(tmp_path: Path, name: str) -> None:
+def test_unsupported_features_of_a_known_family_are_refused_by_their_key(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"key '{REFUSED[name]}'"):
         read(tmp_path, PUBLISHED[name])
 

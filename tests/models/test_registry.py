@@ -273,7 +273,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_what_published_checkpoints_say_besides_is_no_obstacle(tmp_path: Path, name: str) -> None:
+def test_further_keys_of_published_checkpoints_are_accepted(tmp_path: Path, name: str) -> None:
     assert _read(tmp_path, PUBLISHED[name]).hidden_size == 32
 
 

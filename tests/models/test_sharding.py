@@ -41,7 +41,7 @@ def test_key_heads_are_divided_or_shared(zoo: Zoo):
 
 
 @pytest.mark.parametrize(("case", "size"), [("llama", 3), ("llama", 16), ("qwen3", 3), ("gpt2", 8)])
-def test_what_does_not_divide_is_refused_with_what_would(zoo: Zoo, case: str, size: int):
+def test_sizes_that_ranks_do_not_divide_are_refused_with_those_they_do(zoo: Zoo, case: str, size: int):
     model = read_model_description(zoo[case].folder)
     with pytest.raises(ConfigError, match=rf"over {size} ranks does not divide .*; it can be 1, 2, 4"):
         Part.from_mapping(Mapping(size), model.decoder)

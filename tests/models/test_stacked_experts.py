@@ -74,7 +74,7 @@ def test_numbers_are_those_of_transformers(dtype: torch.dtype) -> None:
     assert torch.equal(found.signbit(), expected.signbit())
 
 
-def test_packed_ones_are_unpacked(packed: tuple[Path, Tensors]) -> None:
+def test_packed_experts_are_unpacked(packed: tuple[Path, Tensors]) -> None:
     folder, expected = packed
     found = _experts(folder)
     assert torch.equal(

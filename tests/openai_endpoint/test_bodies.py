@@ -48,7 +48,7 @@ def object_with(count: int) -> str:
         (ChatBody, "chat_template_kwargs", object_with(MAX_TEXTS), "texts and keys"),
     ],
 )
-def test_what_has_too_many_values_is_refused_unread(
+def test_a_body_with_too_many_values_is_refused_unread(
     kind: type[Body], field: str, value: str, said: str
 ) -> None:
     with pytest.raises(ApiError, match=f"the body has [0-9]+ {said}.*: this server takes at most") as caught:
@@ -121,7 +121,7 @@ def test_json_by_its_header(header: str) -> None:
 
 
 @pytest.mark.parametrize("header", ["", "text/plain", "text/json", "application/x-www-form-urlencoded"])
-def test_what_a_browser_may_send_anywhere_is_not_read(header: str) -> None:
+def test_content_types_that_need_no_preflight_are_refused(header: str) -> None:
     with pytest.raises(ApiError, match="Content-Type: application/json"):
         parse_body(CompletionBody, b'{"prompt": "x"}', header)
 

@@ -233,7 +233,7 @@ def test_the_reasoning_effort_is_the_templates(tmp_path: Path) -> None:
         ({"tools": [{"type": "function", "function": {"name": "temperature"}}] * 2}, "tools"),
     ],
 )
-def test_what_cannot_be_served_is_refused(fake_url: str, changes: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_refused(fake_url: str, changes: dict[str, Any], param: str) -> None:
     answer = httpx.post(f"{fake_url}/v1/chat/completions", json={**ASKED, **changes})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"

@@ -173,7 +173,7 @@ def test_a_prompt_is_truncated_from_the_left(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 20, 255])
-def test_what_fits_of_a_prompt_leaves_room_for_the_answer(max_tokens: int) -> None:
+def test_a_truncated_prompt_leaves_room_for_the_answer(max_tokens: int) -> None:
     extra = {"truncate_prompt_tokens": -1, "ignore_eos": True, "max_tokens": max_tokens}
     with scripted([5] * 300) as url:
         asked = {"prompt": list(range(10, 410)), **extra}

@@ -29,5 +29,5 @@ def test_the_documented_command_gets_an_answer(fake_url, command):
     assert answer["object"] == "text_completion" and answer["usage"]["completion_tokens"] > 0
 
 
-def test_there_are_such_commands():
+def test_the_pages_have_commands():
     assert len(COMMANDS) >= 2

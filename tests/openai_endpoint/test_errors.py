@@ -337,7 +337,7 @@ def test_a_prompt_that_is_too_long_is_known_by_its_code(
     )
 
 
-def test_what_an_engine_says_of_a_long_prompt_has_the_code_too() -> None:
+def test_the_engines_refusal_of_a_long_prompt_has_its_code_too() -> None:
     """An engine behind another server has limits that this process may not know."""
     limits = ModelLimits(100, 20, 10, num_blocks=4, tokens_per_block=4)
     for length, count in ((11, 1), (10, 11), (10, 9)):
@@ -348,7 +348,7 @@ def test_what_an_engine_says_of_a_long_prompt_has_the_code_too() -> None:
             assert (status, body["error"]["code"]) == (400, "context_length_exceeded"), error
 
 
-def test_what_is_wrong_with_an_adapter_is_about_the_model() -> None:
+def test_errors_of_an_adapter_name_the_parameter_model() -> None:
     """Its name is what the body has in `model`."""
     status, body = describe_error(BadAdapter("LoRA adapter sql: it has no weights"))
     assert (status, body["error"]["param"]) == (400, "model")
@@ -409,7 +409,7 @@ def test_completions_are_not_kept(fake_url: str) -> None:
     "fields",
     [{"store": True}, {"store": False}, {"metadata": {"user": "me"}}, {"metadata": {}}, {"verbosity": "low"}],
 )
-def test_what_asks_for_nothing_here_is_taken(fake_url: str, fields: dict[str, Any]) -> None:
+def test_fields_without_an_effect_are_accepted(fake_url: str, fields: dict[str, Any]) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
     answer = httpx.post(f"{fake_url}/v1/chat/completions", json=chat)
     assert answer.status_code == 200, answer.text

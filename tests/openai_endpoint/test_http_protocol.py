@@ -228,9 +228,7 @@ def one_byte_too_many(begin: str, more: str) -> str:
         ("POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", 400),
     ],
 )
-def test_what_is_no_request_is_told_so_in_openais_form(
-    address: tuple[str, int], sent: str, status: int
-) -> None:
+def test_malformed_http_is_refused_in_openais_form(address: tuple[str, int], sent: str, status: int) -> None:
     answer = talk(address, sent)
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
     assert told(answer)[0]["error"]["type"] == "invalid_request_error"

@@ -162,7 +162,7 @@ def test_the_endpoint_answers_with_both(triton_page):
     assert page.value("inflight_generated_tokens_total", model="tensorrt_llm") == 55
 
 
-def test_what_is_not_on_the_page_is_left_out():
+def test_aliases_of_absent_metrics_are_left_out():
     assert vllm_aliases("") == ""
     assert vllm_aliases('nv_inference_count{model="resnet",version="1"} 3\n') == ""
     page = parse(vllm_aliases('inflight_generated_tokens_total{model="m",version="1"} 7\n'))

@@ -85,7 +85,7 @@ def test_keys_come_from_flags_the_environment_and_a_file(tmp_path: Path) -> None
         (["--ssl-keyfile", __file__], "without --ssl-certfile"),
     ],
 )
-def test_what_does_not_go_together_is_named(arguments: list[str], said: str) -> None:
+def test_conflicting_options_are_named(arguments: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read(*arguments)
 

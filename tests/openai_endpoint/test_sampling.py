@@ -78,7 +78,7 @@ def test_how_tokens_are_chosen(body: dict[str, Any], expected: dict[str, Any]) -
     assert {name: getattr(sampling, name) for name in expected} == expected
 
 
-def test_what_ends_an_answer() -> None:
+def test_stop_tokens_and_stop_strings_reach_the_request() -> None:
     assert request_of({"stop_token_ids": [7, 0]}).end_ids == (0, 7)
     assert request_of({"stop_token_ids": [7], "ignore_eos": True}).end_ids == (7,)
     beams = {"stop": "ab", "n": 2, "use_beam_search": True}
@@ -98,7 +98,7 @@ def test_usage_alone_asks_for_the_engines_counts() -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 200, 255])
 @pytest.mark.parametrize("num_blocks", [4, 9, 16, 64])
-def test_what_fits_is_what_the_engine_takes(width: int, length: int, num_blocks: int) -> None:
+def test_prompts_that_fit_are_those_that_the_engine_takes(width: int, length: int, num_blocks: int) -> None:
     limits = replace(LIMITS, num_blocks=num_blocks)
     room = limits.room(length, width)
     body = {"n": width, "use_beam_search": True}

@@ -170,7 +170,7 @@ class Slow:
         return tuple(AdapterState(name, None, "/a", True, 8, 100) for name in self.names)
 
 
-def test_what_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
+def test_requests_that_wait_for_the_engine_delay_no_other() -> None:
     with (
         fake_engine() as engine,
         ThreadPoolExecutor(12) as pool,

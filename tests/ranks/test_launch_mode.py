@@ -53,7 +53,7 @@ def test_the_mode_follows_from_parameters_and_environment(
         (TWO | {"launch_mode": "leader"}, {}, "tritonserver was started alone; expected mpirun"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
+def test_conflicting_launch_options_are_refused(
     parameters: dict[str, str], environment: dict[str, str], message: str
 ):
     with pytest.raises(ConfigError, match=message):

@@ -15,6 +15,7 @@ from tests.engine.serving import serve
 from tests.models.zoo import Zoo
 from tests.ranks import requests
 from tests.ranks.mpirun import run_ranks
+from tests.tiers import with_all
 
 
 def plain(found: dict) -> dict:
@@ -24,7 +25,10 @@ def plain(found: dict) -> dict:
 
 @pytest.mark.parametrize(
     ("case", "tp_size", "pp_size", "moe_ep_size"),
-    [("llama-gqa", 2, 1, 1), ("gpt2", 1, 2, 1), ("mistral-window", 2, 2, 1), ("mixtral-even", 2, 1, 2)],
+    with_all(
+        [("llama-gqa", 2, 1, 1), ("gpt2", 1, 2, 1), ("mistral-window", 2, 2, 1), ("mixtral-even", 2, 1, 2)],
+        ["gpt2", "mixtral-even"],
+    ),
 )
 def test_ranks_in_step_answer_as_one(
     zoo: Zoo, case: str, tp_size: int, pp_size: int, moe_ep_size: int

@@ -176,7 +176,7 @@ def test_an_error_is_the_same_on_all_ranks(pair: Pair, error: Exception, expecte
     assert pair.failures == [], "no forward pass failed"
 
 
-def test_what_cannot_be_told_is_an_error(pair: Pair) -> None:
+def test_an_output_that_cannot_be_sent_is_an_error_on_all_ranks(pair: Pair) -> None:
     pair.stages[1].output = ModelOutput(0, [(object(),)])
     batch = ScheduledBatch(0)
     errors = pair.errors(batch, pair.forward(batch))

@@ -10,6 +10,7 @@ import torch
 
 from tests.ranks.mpirun import run_ranks
 from tests.ranks.torch_collectives_program import DTYPES, FAILED, NUM_HIDDENS, hidden, mine
+from tests.tiers import with_all
 
 _MODULE = "tests.ranks.torch_collectives_program"
 _GPU = [
@@ -28,9 +29,7 @@ def run(tp_size: int, pp_size: int, device: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("tp_size", "pp_size", "device"),
     [
-        (2, 1, "cpu"),
-        (1, 3, "cpu"),
-        (2, 2, "cpu"),
+        *with_all([(2, 1, "cpu"), (1, 3, "cpu"), (2, 2, "cpu")], [(2, 2, "cpu")]),
         pytest.param(2, 1, "cuda", marks=_GPU),
         pytest.param(1, 2, "cuda", marks=_GPU),
     ],

@@ -17,6 +17,7 @@ from inflight.ranks.launch import find_mpirun
 from inflight.server.launch import serve
 from tests.commands import read_line
 from tests.ranks.two_hosts import NoHosts, TwoHosts, two_hosts
+from tests.tiers import with_all
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
@@ -110,7 +111,9 @@ def workers_of(host: str) -> list[int]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("mode", "ranks"), [("orchestrator", (1, 1)), ("leader", (0, 1))])
+@pytest.mark.parametrize(
+    ("mode", "ranks"), with_all([("orchestrator", (1, 1)), ("leader", (0, 1))], ["orchestrator"])
+)
 def test_one_model_over_two_hosts_gives_the_tokens_of_one(
     hosts: TwoHosts, mode: str, ranks: tuple[int, int]
 ) -> None:

@@ -102,7 +102,9 @@ def test_the_doctor_says_what_computes_the_layers(installation: Installation) ->
         assert layers[f"CPU layers, {kind}"] == expected
 
 
-def test_what_it_brings_is_left_aside_where_a_local_build_is_asked_for(installation: Installation) -> None:
+def test_libraries_of_the_wheel_are_not_used_where_a_local_build_is_asked_for(
+    installation: Installation,
+) -> None:
     program = "from inflight.engine.cpu import library; print(library.foresee('float32'))"
     with pytest.raises(AssertionError, match=r"no C\+\+ compiler .*, and INFLIGHT_CPU_BUILD is local"):
         installation.run("-c", program, INFLIGHT_CPU_BUILD="local")

@@ -91,7 +91,9 @@ def check(row_kernels: RowKernels, size: int, indices: list[int], seed: int, off
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("subset", SUBSETS)
-def test_what_masks_lack_is_banned_and_nothing_else(row_kernels: RowKernels, subset: str, size: int) -> None:
+def test_exactly_the_tokens_outside_the_masks_are_banned(
+    row_kernels: RowKernels, subset: str, size: int
+) -> None:
     for seed in range(12):
         check(row_kernels, size, list(SUBSETS[subset]), seed)
 

@@ -102,7 +102,7 @@ def test_nothing_but_allowed_tokens_comes_and_no_bias_brings_another() -> None:
     assert set(choose_tokens(torch.zeros(99, 20), rows)) == {3, 9}
 
 
-def test_what_a_token_is_biased_by_adds_up() -> None:
+def test_biases_of_a_token_add_up() -> None:
     """Beyond what a float32 holds too, and -inf bans whatever else is added."""
     logits = torch.tensor([[0.0, 2.0, 1.0, 0.5]]).repeat(4, 1)
     biases = [
@@ -148,7 +148,7 @@ def test_a_request_that_bans_everything_gets_no_token() -> None:
         ({"logit_bias_ids": (1,), "logit_bias_values": (INF,)}, "got inf at position 0"),
     ],
 )
-def test_what_is_refused(sampling: dict, message: str) -> None:
+def test_values_out_of_range_are_refused(sampling: dict, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         SamplingConfig(**sampling).validate(20)
 

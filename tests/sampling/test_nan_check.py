@@ -91,7 +91,7 @@ def test_impossible_tokens_are_no_fault(kind: str) -> None:
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("with_logits", [False, True])
-def test_drafts(sampling: dict[str, float], with_logits: bool) -> None:
+def test_a_draft_row_with_nan_is_named(sampling: dict[str, float], with_logits: bool) -> None:
     """Rows behind a refused draft are nobody's; the row that refuses it, and those before it, are."""
     logits = torch.full((4, 50), -9.0)
     for row, token in enumerate((10, 11, 12, 13)):
@@ -114,7 +114,7 @@ def test_drafts(sampling: dict[str, float], with_logits: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_beam(value: float) -> None:
+def test_a_beam_with_nan_is_named(value: float) -> None:
     """One beam of a search fails the search; the rows beside it and the other search rank as they would."""
     requests = [make_request(PROMPT, beam_width=2), make_request(PROMPT, beam_width=2, output=DETAILS)]
     rows = [Row(request, (5,)) for request in requests for _ in range(2)] + [Row(make_request(PROMPT), (5,))]

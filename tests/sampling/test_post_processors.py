@@ -68,7 +68,7 @@ def error_of(output: ModelOutput, slot: int = 0) -> str:
 # ---------------------------------------------------------------------- what they are given
 
 
-def test_what_a_post_processor_is_given() -> None:
+def test_arguments_of_a_post_processor() -> None:
     """Rows of others, with and without one, are in the same batch."""
     calls = []
 
@@ -114,7 +114,9 @@ def test_without_a_client_id_as_in_older_versions() -> None:
         (max, True),  # does not say
     ],
 )
-def test_how_many_arguments(function: Callable, expected: bool) -> None:
+def test_the_number_of_arguments_says_whether_the_client_id_is_given(
+    function: Callable, expected: bool
+) -> None:
     assert takes_client_id("p", function) == expected
 
 
@@ -127,7 +129,7 @@ def test_how_many_arguments(function: Callable, expected: bool) -> None:
         (3, "is 3, expected a function"),
     ],
 )
-def test_what_cannot_be_called_is_refused_before_anybody_calls_it(function: Any, message: str) -> None:
+def test_an_object_that_is_not_callable_is_refused_at_load(function: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"'p' {message}"):
         LogitsPostProcessors({"p": function})
     with pytest.raises(ConfigError, match=f"'batched' {message}"):
@@ -179,7 +181,7 @@ def test_a_processor_of_transformers_does_what_the_control_of_that_name_does(ret
     assert sequences[0] == sequences[1] and len(sequences[0]) >= 10
 
 
-def test_what_is_banned_no_later_control_allows_again() -> None:
+def test_a_banned_token_is_allowed_by_no_later_control() -> None:
     controls = {
         "bias": [1e9] * VOCAB_SIZE,
         "repetition_penalty": 0.01,
@@ -338,7 +340,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("function", "message"), WRONG)
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 4, "presence_penalty": 1.0, "min_p": 0.1}])
-def test_what_goes_wrong_fails_its_row_alone(
+def test_an_error_fails_its_row_alone(
     function: Callable, message: str, sampling: dict, caplog: pytest.LogCaptureFixture
 ) -> None:
     logits = some_logits(4)
@@ -378,7 +380,7 @@ def test_every_row_behind_drafts_in_turn() -> None:
 
 
 @pytest.mark.parametrize(("drafts", "expected"), [((3, 4), None), ((3, 5), (3, 4)), ((2, 4), (3,))])
-def test_what_goes_wrong_behind_a_refused_draft_is_no_error(
+def test_an_error_behind_a_refused_draft_is_ignored(
     drafts: tuple[int, int], expected: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A post-processor may well raise for tokens that it has banned: nor is that worth a line in the log."""

@@ -33,7 +33,7 @@ def _choices(numbers: random.Random) -> dict[str, float]:
 @NATIVE
 @pytest.mark.parametrize("scale", [0.2, 1.0, 6.0])
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 127, 8191, 50_257])
-def test_the_same_tokens(
+def test_compiled_kernels_choose_the_tokens_of_torch(
     row_kernels: RowKernels, vocab_size: int, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = random.Random(vocab_size)

@@ -40,7 +40,7 @@ def random_logits(seed: int, size: int = 500) -> torch.Tensor:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("n", [0.4, 0.9, 1.7])
-def test_what_is_drawn_is_what_llama_cpp_keeps(n: float, temperature: float) -> None:
+def test_sampled_tokens_are_those_that_llama_cpp_keeps(n: float, temperature: float) -> None:
     """The temperature changes nothing, as it divides all logits alike."""
     logits = random_logits(int(10 * n))
     kept = set(np.flatnonzero(kept_by_llama_cpp(logits[0].numpy(), n)).tolist())
@@ -117,7 +117,7 @@ def test_rows_that_are_banned_alike_or_altogether() -> None:
     assert reference.filtered_probabilities(nothing[0].tolist(), SamplingConfig(top_n_sigma=0.1)) == {}
 
 
-def test_beams_do_not_mind() -> None:
+def test_beams_ignore_top_n_sigma() -> None:
     logits = random_logits(4, 60)[:, 1:7].repeat(2, 1)
     tokens, scores = [[4, 8, 3], [4, 8, 5]], [-1.0, -1.5]
     found = [
@@ -128,6 +128,6 @@ def test_beams_do_not_mind() -> None:
 
 
 @pytest.mark.parametrize("value", [-0.1, 2e10, math.nan, math.inf])
-def test_what_is_refused(value: float) -> None:
+def test_values_out_of_range_are_refused(value: float) -> None:
     with pytest.raises(InvalidArgument, match=rf"top_n_sigma must be in \[0, 1e\+10\], got {value}"):
         SamplingConfig(top_n_sigma=value).validate(20)

@@ -175,7 +175,7 @@ def test_an_endpoint_that_does_not_drain_in_time_is_killed(folder: Path) -> None
         batcher.client.send_response(delta(request.request_id, final=True))
 
 
-def test_what_keeps_it_from_starting_is_told(folder: Path) -> None:
+def test_the_reason_why_the_endpoint_does_not_start_is_reported(folder: Path) -> None:
     with socket.create_server((LOCALHOST, 0)) as taken:
         port = taken.getsockname()[1]
         started = Running(folder, port=port)

@@ -21,6 +21,6 @@ def test_a_folder_may_have_any_letters_but_not_any_bytes(tmp_path: Path) -> None
                 find_checkpoint(str(folder))
 
 
-def test_what_is_not_there_names_the_option() -> None:
+def test_a_missing_file_is_an_error_that_names_the_option() -> None:
     with pytest.raises(OptionError, match=r"--model \./missing: not a folder"):
         find_checkpoint("./missing")

@@ -62,7 +62,7 @@ def test_nothing_to_set_changes_nothing() -> None:
 
 
 @given(st.dictionaries(st.text(min_size=1), st.text()))
-def test_what_is_set_is_read_back(values: dict[str, str]) -> None:
+def test_parameters_that_were_set_are_read_back(values: dict[str, str]) -> None:
     assert read_parameters(set_parameters('name: "m"\n' + FORMS[0], values)) == {"a": "old"} | values
 
 

@@ -23,7 +23,7 @@ class Readings:
 
 
 @pytest.mark.parametrize(("used", "expected"), [(0.0, 3), (0.03, 3), (0.3, 0)])
-def test_processor_time_decides(used: float, expected: int) -> None:
+def test_processor_time_decides_whether_a_model_drains(used: float, expected: int) -> None:
     assert Readings().after(3, used) == expected
 
 

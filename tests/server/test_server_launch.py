@@ -116,7 +116,7 @@ def test_an_idle_stream_does_not_keep_the_server(counting_repository: Path) -> N
         client.close()
 
 
-def test_what_is_still_in_flight_after_the_exit_timeout_is_an_error(counting_repository: Path) -> None:
+def test_requests_in_flight_after_the_exit_timeout_end_with_an_error(counting_repository: Path) -> None:
     numbers: Queue[int | Exception] = Queue()
     with command(counting_repository, "--exit-timeout", "1") as serving:
         client = ask(serving.ready_line()["grpc"], 100_000, 1, numbers)

@@ -123,7 +123,9 @@ def test_the_ranks_shared_memory_is_the_servers(ranked_repository: Path) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_is_in_flight_finishes(ranked_repository: Path, number: signal.Signals) -> None:
+def test_requests_in_flight_finish_before_the_server_ends(
+    ranked_repository: Path, number: signal.Signals
+) -> None:
     numbers: Queue[int | Exception] = Queue()
     with running(serve_command(ranked_repository)) as process:
         ready, folder = read_ready_line(process), folder_of(process)

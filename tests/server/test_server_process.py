@@ -20,7 +20,7 @@ def start(folder: Path, script: str, is_mpirun: bool = False) -> ServerProcess:
     return ServerProcess(["sh", "-c", script], os.environ, folder, is_mpirun)
 
 
-def test_whatever_a_server_has_started_is_ended(tmp_path: Path) -> None:
+def test_all_processes_that_a_server_started_are_ended(tmp_path: Path) -> None:
     server = start(tmp_path, FAMILY)
     assert server.output.readline() == b"started\n"
     assert len(runtime_directory.find_processes(tmp_path)) >= 2

@@ -57,7 +57,9 @@ def test_the_incumbents_variable_asks_for_an_orchestrator() -> None:
         ({"SLURM_STEP_NUM_TASKS": "8"}, 1),
     ],
 )
-def test_ranks_around_are_counted(environment: dict[str, str], expected: int) -> None:
+def test_the_number_of_ranks_is_read_from_the_launchers_environment(
+    environment: dict[str, str], expected: int
+) -> None:
     assert ranks.num_ranks_around(environment) == expected
 
 
@@ -75,7 +77,7 @@ def test_ranks_around_are_counted(environment: dict[str, str], expected: int) ->
         ({"launch_mode": "follower"}, "launch_mode is 'follower', expected one of in_process, leader"),
     ],
 )
-def test_what_does_not_go_together_is_refused(parameters: dict[str, str], message: str) -> None:
+def test_conflicting_options_of_ranks_are_refused(parameters: dict[str, str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         launch(**parameters)
 

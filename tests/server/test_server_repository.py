@@ -160,7 +160,7 @@ def test_adapters_are_found_from_where_the_user_is(tmp_path: Path, monkeypatch: 
     assert (values["lora_dir"], values["lora_prefetch_dir"]) == (f"{tmp_path}/sql", "/p")
 
 
-def test_adapters_that_cannot_be(tmp_path: Path) -> None:
+def test_impossible_adapters_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a,b").mkdir()
     for adapters, settings, message in (
         ((("a", tmp_path / "none"),), {}, "--lora a=.*/none: there is no such folder"),

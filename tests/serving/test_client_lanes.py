@@ -57,7 +57,7 @@ def test_a_clients_jobs_run_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 2), (NOBODY, NOBODY), (NOBODY, 1)])
-def test_others_do_not_wait(one: int, other: int) -> None:
+def test_a_slow_client_does_not_delay_others(one: int, other: int) -> None:
     lanes, journal = ClientLanes(2), Journal()
     lanes.submit(one, journal.job("slow", waits=True))
     lanes.submit(other, journal.job("quick"))

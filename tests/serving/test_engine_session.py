@@ -51,7 +51,7 @@ async def started(session: EngineSession, count: int = 1) -> OutputStream:
     return stream
 
 
-def test_what_a_slow_reader_has_not_asked_for_is_joined() -> None:
+def test_responses_for_a_slow_reader_are_joined() -> None:
     async def story(session: EngineSession, client: FakeEngineClient) -> None:
         stream = await started(session)
         for token in range(50):

@@ -118,7 +118,7 @@ def test_a_stop_string_ends_a_stream_with_the_token_that_completes_it() -> None:
     ]
 
 
-def test_what_comes_with_the_tokens_is_cut_with_them() -> None:
+def test_details_of_tokens_are_cut_with_them() -> None:
     talk = Talk(new_text("de"))
     output = talk.take(delta("cdefg"))
     assert output is not None
@@ -292,7 +292,7 @@ def test_every_response_of_a_stream_repeats_what_is_known_of_the_prompt() -> Non
     assert [result.prompt_log_probs for result in results] == [(0.0, -1.0)] * 3
 
 
-def test_what_is_larger_than_may_be_repeated_is_in_the_first_response_alone() -> None:
+def test_large_context_logits_are_in_the_first_response_alone() -> None:
     for max_bytes, count in ((8, 2), (7, 1)):
         results = streamed(delta("c"), delta("d", LENGTH), repetition=Repetition(max_bytes=max_bytes))
         assert [result.context_logits for result in results if result.context_logits] == [
@@ -339,7 +339,7 @@ def test_streamed_beams_are_whole_already() -> None:
     assert [result.log_probs for result in results] == [((-3.0,), (-4.0,))] * 2
 
 
-def test_what_is_not_streamed_to_the_client_is_said_once() -> None:
+def test_a_client_that_does_not_stream_gets_context_logits_once() -> None:
     talk = Talk(new_text("xyz"), streaming=False, output=CURIOUS)
     assert talk.take(delta("c", context_logits=PROMPT_LOGITS)) is None
     output = talk.take(delta("d", LENGTH))

@@ -90,7 +90,7 @@ def test_two_backlogged_clients_differ_by_a_largest_request_each(seed):
 
 
 @pytest.mark.parametrize("seed", with_all(range(40), range(15)))
-def test_what_is_not_generated_is_given_back(seed):
+def test_shares_of_tokens_that_are_not_generated_are_given_back(seed):
     """With end ids requests end early: what clients really got differs by what runs, and a largest one each."""
     server = run_to_the_end(draw_backlog(seed, end_ids=tuple(range(0, VOCAB_SIZE, 5))))
     sequences = {r.request_id: r for r in server.queue.starts}

@@ -151,7 +151,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
     assert (outcome.reused[4, 0], outcome.missed[4, 0]) == (3, 3)
 
 
-def test_what_is_worth_little_is_kept_as_long_as_something_follows_from_it():
+def test_a_block_of_low_priority_stays_while_blocks_that_follow_it_do():
     """The beginning has priority 0 and the rest 100: nothing of it goes before all of the other prompt has."""
     low, high = Retention(0), Retention(100)
     kept = make_request(1, PROMPT, (0, 2 * SIZE, low), (2 * SIZE, None, high))

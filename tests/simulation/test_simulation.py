@@ -122,7 +122,7 @@ def test_when_everybody_leaves_an_iteration_ends_a_bounded_number(kind):
 
 
 @pytest.mark.parametrize("kind", [one_in_flight, two_in_flight])
-def test_a_failed_iteration_is_nobodys_end_who_was_in_company(kind):
+def test_a_transient_failure_ends_no_request_that_was_in_a_larger_batch(kind):
     num_spared = 0
     for seed in range(NUM_OF_A_KIND):
         once = Breakdowns(transient=frozenset({4 + seed % 12}))
@@ -166,7 +166,7 @@ def test_the_seeds_reach_every_ending(outcomes, seeds):
 
 
 @pytest.mark.parametrize("policy", [CapacityPolicy.GUARANTEED_NO_EVICT, CapacityPolicy.STATIC_BATCH])
-def test_who_reserves_to_its_end_is_never_paused(outcomes, seeds, policy):
+def test_policies_that_reserve_to_the_end_never_pause(outcomes, seeds, policy):
     of_policy = [outcome for its_policy, outcome in outcomes if its_policy is policy]
     assert len(of_policy) > len(seeds) // 4 and not any(outcome.num_pauses for outcome in of_policy)
 

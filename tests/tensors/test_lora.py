@@ -55,7 +55,7 @@ def test_a_gpt_manager_takes_them_with_and_without_a_batch() -> None:
 
 
 @pytest.mark.parametrize(("array", "dtype"), [(ROWS, "float16"), (ROWS.astype(np.float32), "float32")])
-def test_with_weights(array: np.ndarray, dtype: str) -> None:
+def test_weights_in_a_request_are_read(array: np.ndarray, dtype: str) -> None:
     assert read(lora_task_id=7, lora_weights=array, lora_config=CONFIG) == LoraRequest(
         7, weights=weights(array, dtype)
     )
@@ -86,7 +86,7 @@ def test_each_row_of_a_batch_has_its_own_adapter() -> None:
     assert second.request.lora == LoraRequest(4, weights=weights(ROWS + 1, "float16"))
 
 
-def test_llmapis_names() -> None:
+def test_adapter_tensors_of_llmapi_are_read() -> None:
     assert read(Vocabulary.TEXT, lora_id=7) == LoraRequest(7)
     asked = {"lora_id": 7, "lora_name": b"sql", "lora_path": b"sql-v2", "lora_ckpt_source": b"hf"}
     assert read(Vocabulary.TEXT, **asked) == LoraRequest(path="sql-v2")

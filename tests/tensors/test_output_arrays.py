@@ -125,7 +125,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("spec", OUTPUTS.specs, ids=lambda spec: spec.name)
-def test_what_the_engine_does_not_say_is_no_tensor(spec: TensorSpec) -> None:
+def test_outputs_without_a_value_are_no_tensors(spec: TensorSpec) -> None:
     array = make_array(spec.name, [make_output(make_result(), texts=None)])
     assert (array is None) == (spec.name in SILENT)
 

@@ -36,7 +36,7 @@ def test_a_request_without_parameters_reads_none(text: str) -> None:
 
 @pytest.mark.parametrize("name", [*HARMLESS, "triton_enable_empty_final_response"])
 @pytest.mark.parametrize("vocabulary", Vocabulary)
-def test_what_clients_send_and_nobody_reads_is_let_through(name: str, vocabulary: Vocabulary) -> None:
+def test_parameters_that_clients_send_without_effect_pass(name: str, vocabulary: Vocabulary) -> None:
     assert read_request_parameters(json.dumps({name: True}), 0, vocabulary) == NO_PARAMETERS
 
 
@@ -52,7 +52,7 @@ def test_what_clients_send_and_nobody_reads_is_let_through(name: str, vocabulary
         (Vocabulary.TEXT, "temperature", "it is an input, send it as a tensor"),
     ],
 )
-def test_what_nobody_would_read_is_refused_by_name(vocabulary: Vocabulary, name: str, hint: str) -> None:
+def test_unknown_parameters_are_refused_by_name(vocabulary: Vocabulary, name: str, hint: str) -> None:
     """HTTP generate makes a parameter of a key that it does not know, so that this is a misspelt input."""
     with pytest.raises(InvalidArgument) as raised:
         read_request_parameters(json.dumps({name: "7"}), 0, vocabulary)

@@ -124,7 +124,7 @@ def test_data_types_are_known() -> None:
 
 
 @pytest.mark.parametrize("spec", UNBUILT, ids=lambda spec: spec.name)
-def test_what_is_not_built_is_accepted_at_its_neutral_values(spec: TensorSpec) -> None:
+def test_unsupported_tensors_are_accepted_at_their_neutral_values(spec: TensorSpec) -> None:
     for vocabulary in Vocabulary:
         plain = converted(vocabulary)
         for value in neutral_values(spec):
@@ -161,7 +161,7 @@ def test_a_tensor_that_another_config_pbtxt_declares_is_refused() -> None:
 
 
 @pytest.mark.parametrize("spec", UNBUILT, ids=lambda spec: spec.name)
-def test_what_is_not_built_is_refused_at_any_other_value(spec: TensorSpec) -> None:
+def test_unsupported_tensors_are_refused_at_any_other_value(spec: TensorSpec) -> None:
     for vocabulary in Vocabulary:
         for name in spec.names(vocabulary):
             value = wire(spec, b"x" if spec.dtype == "BYTES" else 7)

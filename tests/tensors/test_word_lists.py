@@ -62,5 +62,5 @@ def test_errors_show_the_layout_by_example(rows: list, problem: str) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ((1,),), ((1, 2), (0,), (3, 4, 5))], ids=str)
-def test_what_preprocessing_packs_comes_back(words: tuple) -> None:
+def test_word_lists_that_preprocessing_packs_are_unpacked(words: tuple) -> None:
     assert read_word_list(pack_words(words), "x") == words

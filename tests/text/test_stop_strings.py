@@ -90,7 +90,7 @@ def test_the_text_ends_before_the_first_complete_stop_string(
     assert whole(text, strings) == (shown, True)
 
 
-def test_what_was_held_back_comes_in_the_end() -> None:
+def test_text_that_was_held_back_comes_in_the_end() -> None:
     finder = StopStringFinder(StopStrings(["</done>"]))
     assert [finder.add("ok <"), finder.add("/do"), finder.flush()] == ["ok ", "", "</do"]
     assert not finder.stopped
@@ -107,11 +107,11 @@ def test_an_empty_list_of_stop_strings_stops_nothing(strings: list[str]) -> None
     assert whole("any text", strings) == ("any text", False)
 
 
-def test_repetitions_are_left_out() -> None:
+def test_repeated_and_empty_stop_strings_are_left_out() -> None:
     assert StopStrings(["b", "a", "", "b"]).strings == ("b", "a")
 
 
-def test_what_is_held_back_does_not_grow_with_the_text() -> None:
+def test_the_text_held_back_does_not_grow_with_the_answer() -> None:
     finder = StopStringFinder(StopStrings(["ab" * 8 + "!"]))
     shown = sum(len(finder.add("ab")) for _ in range(10_000))
     assert shown >= 20_000 - 16

@@ -71,7 +71,7 @@ def test_tokenizer_json_decides_what_goes_around_a_prompt(tmp_path: Path, settin
 @pytest.mark.parametrize(
     ("around", "prefix"), [(["$A"], []), (["$A", "</s>"], []), (["<s>", "<unk>", "$A", "</s>"], [1, 0])]
 )
-def test_what_stands_in_front_of_a_prompt(around: list[str], prefix: list[int]) -> None:
+def test_prefix_ids_are_the_special_tokens_before_a_prompt(around: list[str], prefix: list[int]) -> None:
     made = backend("llama")
     made.post_processor = TemplateProcessing(around, special_tokens=[("<unk>", 0), ("<s>", 1), ("</s>", 2)])
     assert Tokenizer(made).prefix_ids == prefix

@@ -82,9 +82,7 @@ def test_a_bad_command_is_the_clients_fault(build: Build) -> None:
     ("error", "code"),
     [(NotFound("no adapter sql"), TritonError.NOT_FOUND), (OSError("a bug"), TritonError.INTERNAL)],
 )
-def test_what_goes_wrong_is_answered_and_the_thread_lives_on(
-    build: Build, error: Exception, code: int
-) -> None:
+def test_errors_are_answered_and_the_thread_goes_on(build: Build, error: Exception, code: int) -> None:
     def carry_out(command: AdapterCommand) -> tuple[AdapterState, ...]:
         raise error
 

@@ -118,7 +118,7 @@ def test_a_name_that_is_not_declared_is_refused_with_those_that_are(stage: Stage
     assert not stage.client.submitted
 
 
-def test_what_the_engine_does_not_have_is_refused() -> None:
+def test_outputs_that_the_engine_lacks_are_refused() -> None:
     stage = Stage(model_args(PARAMETER + ", top_3_logits", (*NAMES, "generation_top_3_logits")))
     (sent,) = stage.take(frozenset({"generation_top_3_logits"})).wait_final()
     assert "this engine has no output 'top_3_logits'" in error_of(sent)[1]

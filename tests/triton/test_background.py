@@ -46,7 +46,7 @@ def test_a_thread_gives_way_and_no_other_does() -> None:
     assert niceness() == before
 
 
-def test_what_is_nicer_already_stays_so() -> None:
+def test_a_nicer_thread_keeps_its_niceness() -> None:
     wanted = min(19, NICENESS + 5)
     assert in_thread(nicer_by(wanted - niceness())) == wanted
 

@@ -141,7 +141,7 @@ def test_prompts_of_a_batch_are_drafted_for_one_by_one(bls: Bls) -> None:
         ]
 
 
-def test_what_cannot_be_drafted_for_is_refused_by_the_clients_names(bls: Bls) -> None:
+def test_options_that_cannot_be_drafted_for_are_refused_by_the_clients_names(bls: Bls) -> None:
     for tensors, said in (
         ({"num_draft_tokens": 3, "beam_width": 2}, "num_draft_tokens is 3: leave beam_width out then"),
         ({"num_draft_tokens": 3, "top_p": 0.5, "top_p_decay": 0.5}, "leave top_p_decay out then"),

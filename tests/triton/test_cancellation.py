@@ -105,7 +105,7 @@ def test_cancellation_is_polled_in_bursts() -> None:
     assert [at for at, is_pause in enumerate(pauses, start=1) if is_pause] == [32]
 
 
-def test_who_is_gone_is_cancelled_once() -> None:
+def test_the_request_of_a_client_that_is_gone_is_cancelled_once() -> None:
     scene = Scene(num_requests=3, cost=0.0001)
     scene.senders[1].cancelled = True
     scene.round()
@@ -115,7 +115,7 @@ def test_who_is_gone_is_cancelled_once() -> None:
     assert [engine_id for engine_id, _ in scene.client.stopped] == [gone[0].engine_ids[0]]
 
 
-def test_who_is_done_is_not_asked() -> None:
+def test_finished_requests_are_not_checked_for_cancellation() -> None:
     scene = Scene(num_requests=2, cost=0.0001)
     entries = scene.in_flight.wait_for_requests()
     entries[0].stream.finish()

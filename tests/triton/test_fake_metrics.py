@@ -34,7 +34,7 @@ def test_the_page_is_written_as_the_server_writes_it(server):
     ]
 
 
-def test_what_the_server_refuses(server):
+def test_invalid_calls_are_refused_as_by_the_server(server):
     family = server.family_class
     counter = family(name="c", description="", kind=family.COUNTER)
     metric = counter.Metric(labels={})

@@ -144,7 +144,7 @@ def test_an_unforeseen_failure_is_answered_alone_and_logged(build: Build) -> Non
 
 
 @pytest.mark.parametrize("error", [Unavailable("no engine"), StepFailed("it broke")])
-def test_what_the_engine_refuses_keeps_its_code(build: Build, error: Unavailable | StepFailed) -> None:
+def test_the_engines_refusal_keeps_its_code(build: Build, error: Unavailable | StepFailed) -> None:
     stage = build()
     stage.client.refusal = error
     code, message = error_of(stage.take(make_triton_request()).wait_final()[0])
@@ -251,7 +251,7 @@ def test_a_tensor_under_the_other_vocabularys_name_is_not_ignored(
     assert message in error.message()
 
 
-def test_what_is_said_beside_the_tensors_reaches_the_engine(build: Build) -> None:
+def test_request_parameters_and_timeout_reach_the_engine(build: Build) -> None:
     stage = build()
     parameters = json.dumps({"request_priority": "0.75", "client_id": 3})
     request = InferenceRequest(token_inputs(), sorted(ALL_OUTPUTS), parameters=parameters, timeout=2500)
@@ -291,7 +291,7 @@ def test_an_answer_is_the_same_with_error_codes(build: Build) -> None:
     assert value_of(sender.wait_final()[0], "output_ids")[-2:] == [5, 6]
 
 
-def test_what_clients_are_known_to_send_beside_tensors_is_let_through(build: Build) -> None:
+def test_parameters_that_clients_are_known_to_send_pass(build: Build) -> None:
     stage = build()
     request = InferenceRequest(
         token_inputs(), sorted(ALL_OUTPUTS), parameters='{"Streaming": true, "model": "m"}'

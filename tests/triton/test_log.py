@@ -9,7 +9,7 @@ from tests.triton.fake_pb_utils import FakePbUtils
 from tests.triton.logging_restored import logging_restored
 
 
-def test_levels() -> None:
+def test_log_levels_become_those_of_triton() -> None:
     fake = FakePbUtils()
     with logging_restored() as logger:
         log_to_triton(fake)

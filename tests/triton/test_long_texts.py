@@ -163,7 +163,7 @@ def test_a_client_that_goes_while_its_text_is_tokenized_costs_nothing_more(stage
     assert len(stage.client.submitted) == 1
 
 
-def test_what_is_wrong_with_a_long_text_is_answered_alone(stage: LongTextStage) -> None:
+def test_a_long_text_with_an_error_is_answered_alone(stage: LongTextStage) -> None:
     bad, good = prompt(LONG, "a", max_tokens=0), prompt(LONG, "b")
     stage.front_end.execute([bad, good])
     stage.tokenizer.go_on.set()

@@ -124,7 +124,7 @@ def test_gauges_follow_and_fall():
     assert (page["Fraction used KV cache blocks"], page["Iteration Counter"]) == (0, 18)
 
 
-def test_only_changes_are_said(monkeypatch):
+def test_only_changed_metrics_are_set(monkeypatch):
     monkeypatch.setattr("inflight.triton.metrics.measure_memory", lambda: MemoryUsage(5, 0, 0))
     with stage() as on:
         on.publish()
@@ -312,7 +312,7 @@ def test_closing_publishes_the_last_though_the_publisher_rests():
     publisher.close()
 
 
-def test_who_waits_for_the_page_gets_the_last_though_the_publisher_rests():
+def test_a_waiting_page_gets_the_last_metrics_although_the_publisher_rests():
     pb_utils, lines = FakePbUtils(), queue.Queue()
     publisher = MetricsPublisher(pb_utils, "m", "1", lines.put, seconds_per_call=1000.0)
     publisher.put(STATS, NOTHING, NOW)

@@ -77,7 +77,7 @@ def test_a_type_that_an_output_cannot_be_sent_in_is_refused(name, dtype, expecte
         read(output=outputs_of(**{name: dtype}))
 
 
-def test_what_has_no_effect_is_logged(caplog):
+def test_parameters_without_effect_are_logged(caplog):
     caplog.set_level("INFO", "inflight")
     parameters = {"decoding_mode": {"string_value": "auto"}}
     read(parameters=parameters)

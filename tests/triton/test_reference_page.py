@@ -15,7 +15,7 @@ def test_the_page_is_what_the_tables_say() -> None:
     assert text == fill_in(text, tensor_tables()), "run scripts/write_configs"
 
 
-def test_what_stands_around_the_tables_stays() -> None:
+def test_text_around_the_tables_stays() -> None:
     filled = fill_in("before\n<!-- tables: begin -->what it said before<!-- tables: end -->\nafter\n", "new")
     assert filled.startswith("before\n") and filled.endswith("\nafter\n") and "said before" not in filled
 

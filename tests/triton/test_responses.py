@@ -50,12 +50,12 @@ def test_only_what_was_requested(name: str) -> None:
     assert set(arrays_of(name)) == {name}
 
 
-def test_text_needs_text() -> None:
+def test_text_output_needs_a_tokenizer() -> None:
     assert "text_output" not in arrays_of(texts=None)
     assert "text_output" in arrays_of(texts=("",))
 
 
-def test_what_one_prompt_of_a_batch_wants_all_return() -> None:
+def test_outputs_that_one_prompt_of_a_batch_wants_come_for_all() -> None:
     plain = Output(make_prompt(frozenset({"output_ids"})), make_result(), None)
     curious = Output(
         make_prompt(frozenset({"output_ids", "cum_log_probs"})), make_result(cum_log_probs=(-1.5,)), None

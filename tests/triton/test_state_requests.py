@@ -57,7 +57,7 @@ def ask(stage: Stage) -> ResponseSender:
 
 @pytest.mark.parametrize("vocabulary", Vocabulary)
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_one_response_holds_it(build: Build, vocabulary: Vocabulary, decoupled: bool) -> None:
+def test_one_response_holds_the_state(build: Build, vocabulary: Vocabulary, decoupled: bool) -> None:
     stage = build(vocabulary, decoupled)
     stage.client.read_state = lambda timeout_s: '{"è": 1}'
     (sent,) = ask(stage).wait_final()
@@ -119,7 +119,7 @@ def test_a_client_that_is_gone_keeps_nobody_from_an_answer(build: Build) -> None
     assert value_of(ask(stage).wait_final()[0], "state") == [b"{}"]
 
 
-def test_what_waits_is_answered_by_the_end() -> None:
+def test_waiting_requests_are_answered_when_the_front_end_closes() -> None:
     stage = Stage()
     stage.client.description = make_description(state_enabled=True)
     stage.client.read_state = patient = Patient()

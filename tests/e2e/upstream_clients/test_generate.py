@@ -211,7 +211,7 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("path", ["generate", "generate_stream"])
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_is_not_known_is_refused_by_name(demo_server, path, name):
+def test_unknown_names_are_refused_by_name(demo_server, path, name):
     body = {"text_input": PROMPT, "max_tokens": 5, name: UNKNOWN[name]}
     status, text = post(demo_server, f"ensemble/{path}", body)
     assert status != 200 or path == "generate_stream"

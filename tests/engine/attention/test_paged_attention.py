@@ -77,7 +77,7 @@ def requests_of(model: ZooModel) -> list[Request]:
     "windows",
     with_all([{}, {"max_attention_window_size": (12, 40)}], [{"max_attention_window_size": (12, 40)}]),
 )
-def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo, way: str, windows: dict[str, Any]) -> None:
+def test_served_tokens_are_as_with_gathered_blocks(zoo: Zoo, way: str, windows: dict[str, Any]) -> None:
     model = zoo["llama-gqa"]
     requests = requests_of(model)
     expected = serve(
@@ -121,7 +121,7 @@ def test_a_kernel_is_tried_with_blocks_of_any_size(zoo: Zoo, tokens_per_block: i
         ({}, 16, AttentionWindow(5, 2), "no windows with sinks"),
     ],
 )
-def test_what_a_kernel_refuses_is_said(
+def test_the_refusal_of_a_kernel_is_reported(
     zoo: Zoo, changes: dict[str, Any], tokens_per_block: int, window: Any, message: str
 ) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
@@ -217,7 +217,7 @@ def test_torchs_alone_reads_blocks_in_place(zoo: Zoo, caplog: pytest.LogCaptureF
     assert "only support fp16" in second
 
 
-def test_what_cannot_read_in_place_gathers_and_says_so_once(
+def test_a_kernel_that_cannot_read_in_place_gathers_and_logs_once(
     zoo: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

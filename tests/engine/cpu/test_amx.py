@@ -168,7 +168,7 @@ def run_all(engine: ModelEngine, prompts: list[list[int]], steps: int) -> list[R
     return rows
 
 
-def test_what_a_row_gives_does_not_depend_on_the_others(
+def test_results_of_a_row_do_not_depend_on_the_others(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of one row, of less than a tile, of several tiles, and of contexts whole and in chunks."""

@@ -189,7 +189,7 @@ for load in range(2):
 
 
 @needs_native
-def test_what_is_loaded_from_memory_is_not_mixed_up(
+def test_libraries_loaded_from_memory_are_not_mixed_up(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loader knows libraries by their names, which for these are numbers of open files."""
@@ -203,7 +203,7 @@ def test_what_is_loaded_from_memory_is_not_mixed_up(
 
 
 @needs_native
-def test_what_was_prebuilt_needs_no_compiler(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prebuilt_library_needs_no_compiler(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.working_compiler()
     path = library.prebuild(library.find_target("float32"), "float32")
     assert machine.num_builds == 1
@@ -214,7 +214,7 @@ def test_what_was_prebuilt_needs_no_compiler(machine: Machine, monkeypatch: pyte
 
 
 @needs_native
-def test_what_was_prebuilt_from_other_sources_is_not_used(
+def test_a_library_prebuilt_from_other_sources_is_not_used(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.working_compiler()
@@ -238,7 +238,7 @@ def test_what_was_prebuilt_from_other_sources_is_not_used(
 
 @needs_native
 @pytest.mark.parametrize("harm", ["cut short", "no library"])
-def test_what_was_prebuilt_and_is_damaged_is_built_here(
+def test_a_damaged_prebuilt_library_is_built_here(
     machine: Machine, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that is no library has the right digest: the loader refuses it, as where the C library is too old."""
@@ -268,7 +268,7 @@ def test_of_prebuilt_libraries_the_processor_decides(
 
 
 @needs_native
-def test_what_was_prebuilt_is_left_aside_where_a_local_build_is_asked_for(
+def test_a_prebuilt_library_is_not_used_where_a_local_build_is_asked_for(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.working_compiler()
@@ -318,7 +318,7 @@ def test_a_build_for_many_processors_names_the_instructions_that_are_needed(
 
 
 @needs_native
-def test_what_was_begun_is_found(machine: Machine) -> None:
+def test_a_library_that_is_being_compiled_is_not_compiled_twice(machine: Machine) -> None:
     machine.working_compiler()
     begin_loading("float32")
     (begun,) = [thread for thread in threading.enumerate() if thread.name == "inflight-compile"]
@@ -392,7 +392,7 @@ def test_a_build_removes_what_nobody_has_used_for_a_month(machine: Machine) -> N
 
 
 @needs_native
-def test_what_is_loaded_counts_as_used(machine: Machine) -> None:
+def test_a_loaded_library_counts_as_used(machine: Machine) -> None:
     machine.working_compiler()
     load_library("float32")
     aged(machine.path, 400)
@@ -405,7 +405,7 @@ def test_what_is_loaded_counts_as_used(machine: Machine) -> None:
 
 
 @needs_native
-def test_what_another_process_runs_may_be_removed(machine: Machine) -> None:
+def test_a_library_that_another_process_runs_may_be_removed(machine: Machine) -> None:
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     other = machine.cache / "decoder-other.so"
@@ -425,7 +425,7 @@ def test_what_another_process_runs_may_be_removed(machine: Machine) -> None:
 
 
 @needs_native
-def test_what_is_removed_while_it_is_being_loaded_is_built_again(
+def test_a_library_removed_while_being_loaded_is_built_again(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process had looked at its age before it was marked as used."""
@@ -460,7 +460,7 @@ def test_processes_that_start_at_once_prune_and_load(machine: Machine) -> None:
     assert machine.num_builds == 2 and len(machine.kept()) == 2 and machine.path in machine.kept()
 
 
-def test_what_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 

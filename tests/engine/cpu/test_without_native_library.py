@@ -105,7 +105,7 @@ def test_a_machine_without_it_serves_and_says_why_once(
     assert reason in str(error.value)
 
 
-def test_who_asks_for_torch_is_told_and_not_warned(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_asking_for_torch_is_logged_as_info(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "inflight.engine.load_decoder"):
         load_engine(zoo["llama"].folder, kernels="torch")
     said = [record for record in caplog.records if "operators" in record.getMessage()]
@@ -114,7 +114,7 @@ def test_who_asks_for_torch_is_told_and_not_warned(zoo: Zoo, caplog: pytest.LogC
     ]
 
 
-def test_who_asks_for_torch_and_int8_is_warned(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_asking_for_torch_and_int8_is_logged_as_a_warning(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_engine(zoo["llama"].folder, kernels="torch", dtype="int8")
     (record,) = caplog.records

@@ -128,7 +128,7 @@ def test_long_chunks_and_several_of_them_are_replayed(zoo: Zoo) -> None:
         assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
 
 
-def test_what_has_more_rows_or_chunks_than_are_recorded_runs_without(
+def test_batches_with_more_rows_or_chunks_than_recorded_run_without_a_recording(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inflight.engine.cuda.iteration_graphs._MOST_CHUNKS", 2)
@@ -236,7 +236,9 @@ def test_a_row_without_a_block_is_refused_before_anything_is_written(zoo: Zoo) -
         engine.forward(short)
 
 
-def test_what_cannot_be_recorded_runs_without_and_says_so(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_sizes_that_cannot_be_recorded_run_without_a_recording_and_are_logged(
+    zoo: Zoo, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(operations: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 

@@ -63,7 +63,7 @@ def kinds_of(engine: ModelEngine) -> set[int]:
 
 @needs_native
 @pytest.mark.parametrize("name", KEPT)
-def test_compiled_layers_keep_them(
+def test_compiled_layers_keep_quantized_weights(
     zoo: Zoo, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
@@ -93,7 +93,7 @@ def test_float16_is_computed_in_bfloat16(zoo: Zoo, tmp_path: Path) -> None:
         ("gptq-any-order", "unpacked to bfloat16 (model.layers.0.self_attn.q_proj.weight): others that are"),
     ],
 )
-def test_what_they_do_not_keep_is_unpacked_and_said(
+def test_formats_that_compiled_layers_do_not_keep_are_unpacked_and_logged(
     zoo: Zoo, tmp_path: Path, name: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
@@ -275,7 +275,7 @@ def test_two_levels_are_in_a_byte(inputs: int, tile: int) -> None:
         ["gptq-act-order", "ct-int8", "fp8-block"],
     ),
 )
-def test_modules_keep_them(zoo: Zoo, tmp_path: Path, name: str) -> None:
+def test_modules_keep_quantized_weights(zoo: Zoo, tmp_path: Path, name: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
     engine = load_engine(tmp_path, kernels="torch")
     assert isinstance(engine.runner.decoder, Decoder)

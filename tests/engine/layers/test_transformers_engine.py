@@ -165,7 +165,7 @@ def test_error_in_bfloat16_is_bounded(zoo: Zoo, case: str) -> None:
     assert (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std() < BOUND
 
 
-def test_by_the_executor(zoo: Zoo) -> None:
+def test_an_executor_serves_a_family_without_a_map(zoo: Zoo) -> None:
     """From a folder to tokens through the loop, as a server goes."""
     model = zoo["glm"]
     config = trtllm.ExecutorConfig(max_batch_size=4, kv_cache_config=trtllm.KvCacheConfig(max_tokens=512))
@@ -180,7 +180,9 @@ def test_by_the_executor(zoo: Zoo) -> None:
 # ---------------------------------------------------------------------- which engine
 
 
-def test_the_log_says_why(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_that_transformers_code_runs_the_layers(
+    zoo: Zoo, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         loaded(zoo, "stablelm")
     assert re.search("StableLmForCausalLM has no map here: transformers' own code runs it", caplog.text)
@@ -255,7 +257,7 @@ def write_config(folder: Path, **values: Any) -> Path:
         ({"architectures": ["Theirs"]}, "has no code for it"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
+def test_unsupported_configurations_are_refused_by_name(
     tmp_path: Path, values: dict[str, Any], reason: str
 ) -> None:
     name = repr(values.get("model_type"))
@@ -294,9 +296,7 @@ def test_attention_that_is_not_ours_is_refused(
         load(tmp_path, 20, implementation="transformers")
 
 
-def test_what_runs_over_rows_of_others_is_refused_with_the_error(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_mixes_rows_is_refused_with_its_error(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that reads the row before its own, as convolutions do."""
     forward = modeling_stablelm.StableLmMLP.forward
     monkeypatch.setattr(

@@ -89,7 +89,9 @@ def test_weights_that_are_inputs_stay_packed_in_4_bits(zoo: Zoo, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", with_all(["awq", "gptq-act-order"], ["gptq-act-order"]))
-def test_ranks_cut_them(zoo: Zoo, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_cut_weights_of_4_bits(
+    zoo: Zoo, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """With act-order a rank has inputs of many groups, of some only a few: then they are unpacked."""
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
     with caplog.at_level(logging.WARNING):
@@ -107,7 +109,7 @@ def test_ranks_cut_them(zoo: Zoo, tmp_path: Path, name: str, caplog: pytest.LogC
             assert largest_error(model, texts) < EXACT
 
 
-def test_another_type_unpacks_them(zoo: Zoo, tmp_path: Path) -> None:
+def test_another_dtype_unpacks_weights_of_4_bits(zoo: Zoo, tmp_path: Path) -> None:
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS["awq"])
     (engine,) = build(model.folder, tmp_path / "engine", dtype="float32")
     assert not any(node.kind == "DEQUANTIZE" for node in engine.layers.nodes)

@@ -65,7 +65,7 @@ def test_every_family(zoo: Zoo, tmp_path: Path, case: str) -> None:
     assert largest_error(model, texts) < EXACT
 
 
-def test_what_is_refused_is_what_lacks_something(zoo: Zoo) -> None:
+def test_refused_families_are_those_that_lack_something(zoo: Zoo) -> None:
     assert {case for case in CASES if lacking(read_model_description(zoo[case].folder).decoder)} == REFUSED
 
 

@@ -205,7 +205,7 @@ def test_recordings_serve_some_of_everything(zoo: Zoo, plans: Plans, way: str) -
     assert min(replays.ran) < num_mixed <= max(replays.ran), "of both profiles"
 
 
-def test_what_plans_have_no_room_for_is_not_recorded(zoo: Zoo, plans: Plans) -> None:
+def test_batches_that_plans_have_no_room_for_are_not_recorded(zoo: Zoo, plans: Plans) -> None:
     """Rows that the plan does not take at once, more chunks than it takes, and no room behind sequences."""
     model, replays = zoo["llama-gqa"], Replays()
     engine = load(plans(model, max_num_tokens=40, max_seq_len=32, max_context_chunks=2), 60)

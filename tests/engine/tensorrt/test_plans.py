@@ -305,7 +305,9 @@ def test_a_broken_tensorrt_is_told_from_a_missing_one(monkeypatch: pytest.Monkey
         find_module("tensorrt")
 
 
-def test_the_command(zoo: Zoo, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_builds_plans_and_refuses_a_wrong_target(
+    zoo: Zoo, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     sizes = ["--max-batch-size", "3", "--max-seq-len", "32", "--max-num-tokens", "16"]
     where = ["--model", str(zoo["gpt2"].folder), "--output", str(tmp_path / "engine")]
     assert main([*where, *sizes, "--target", "sm89"]) == 0

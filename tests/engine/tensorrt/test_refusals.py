@@ -113,7 +113,9 @@ def test_a_plan_that_is_none(copied: Path) -> None:
         ),
     ],
 )
-def test_more_than_was_built(model: ZooModel, plans: Plans, changes: dict[str, Any], message: str) -> None:
+def test_limits_beyond_those_of_the_plans_are_refused(
+    model: ZooModel, plans: Plans, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load(plans(model), **changes)
 
@@ -134,7 +136,9 @@ def test_plans_of_another_number_of_ranks_are_refused(
         load_runner(LoadOptions(config, mapping))
 
 
-def test_another_checkpoint(zoo: Zoo, model: ZooModel, plans: Plans, tmp_path: Path) -> None:
+def test_plans_of_another_checkpoint_are_refused(
+    zoo: Zoo, model: ZooModel, plans: Plans, tmp_path: Path
+) -> None:
     config = EngineConfig(
         str(model.folder),
         engine_dir=str(plans(model)),
@@ -214,7 +218,7 @@ def test_a_load_without_tensorrt_is_refused(
 @pytest.mark.parametrize(
     ("capability", "hint"), [((9, 0), "TensorRT for RTX does not run"), ((7, 5), "build")]
 )
-def test_another_compute_capability(
+def test_plans_for_another_compute_capability_are_refused(
     model: ZooModel, plans: Plans, capability: tuple[int, int], hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
@@ -283,7 +287,7 @@ def test_another_engine_does_not_take_plans(model: ZooModel, plans: Plans, tmp_p
         )
 
 
-def test_what_no_hardware_has_run_is_said(
+def test_a_stand_in_for_tensorrt_is_logged(
     model: ZooModel, plans: Plans, caplog: pytest.LogCaptureFixture
 ) -> None:
     load(plans(model))

@@ -99,7 +99,7 @@ def test_renders_as_transformers(transformers_tokenizer: PreTrainedTokenizerBase
     assert num_rendered >= 18
 
 
-def test_there_are_enough_styles() -> None:
+def test_the_templates_cover_every_style() -> None:
     assert len(NAMES) >= 20
     styles = {template(name).style for name in NAMES}
     assert styles == {"", "hermes", "llama3_json", "mistral"}
@@ -203,7 +203,7 @@ def test_the_message_of_a_template_that_refuses_is_reported() -> None:
         template("gemma2").render([SYSTEM, USER])
 
 
-def test_continuing_is_not_beginning() -> None:
+def test_impossible_continuations_are_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"continue_final_message and add_generation_prompt"):
         template("chatml").render([USER], continue_final_message=True)
     with pytest.raises(InvalidArgument, match="the last message has no content"):
@@ -265,7 +265,7 @@ def test_a_message_that_a_template_leaves_out_is_refused() -> None:
             two.render([USER, {"role": role, "content": "x"}])
 
 
-def test_what_a_template_does_with_a_role_of_its_own_is_found_out_once(
+def test_a_templates_support_of_a_role_is_determined_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
@@ -410,7 +410,7 @@ def test_a_file_comes_before_the_checkpoint(tmp_path: Path) -> None:
     assert chat.render([{"role": "user", "content": "x"}]) == "OWNx"
 
 
-def test_no_template_is_none(tmp_path: Path) -> None:
+def test_a_folder_without_a_template_has_none(tmp_path: Path) -> None:
     assert load_chat_template(str(make_folder(tmp_path))) is None
 
 

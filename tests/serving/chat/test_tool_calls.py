@@ -95,7 +95,7 @@ def test_examples(parser: str, text: str, content: str, calls: list[str]) -> Non
 
 
 @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
-def test_what_is_left_of_a_forced_call_that_is_cut_is_no_content(parser: str) -> None:
+def test_the_rest_of_a_forced_call_that_is_cut_is_no_content(parser: str) -> None:
     calls = [("f", {"a": 1}), ("g", {"b": "}"})]
     text = write_calls(parser, calls).removeprefix(forced_prefix(parser))
     first = len(write_calls(parser, calls[:1]).removeprefix(forced_prefix(parser)).rstrip("]"))
@@ -248,7 +248,7 @@ def test_a_call_that_is_cut_leaves_nothing_of_itself(
         ("json", '[{"title": "f"', '[{"title": "f"'),
     ],
 )
-def test_what_is_cut_and_may_be_no_call_is_told(parser: str, text: str, content: str) -> None:
+def test_an_incomplete_call_that_is_cut_is_content(parser: str, text: str, content: str) -> None:
     stream = tool_call_stream(parser)
     deltas = [stream.add(text), stream.finish(is_cut=True)]
     assert "".join(delta.content for delta in deltas).rstrip() == content

@@ -199,7 +199,7 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
     why = _why_not_faster(targets[0], dtype, int8)
     for target in targets:
         library = _load(target, flags, dtype, int8, rounded_cache)
-        distrust = _distrust(library)
+        distrust = _PRODUCT_CHECKS[library.check_products()]
         if not distrust:
             library.description = _describe(target, why)
             return library
@@ -354,12 +354,6 @@ def _open(compiler: list[str], path: Path) -> CompiledCode:
     except OSError:
         path.unlink(missing_ok=True)
         raise
-
-
-@functools.cache
-def _distrust(library: CompiledCode) -> str:
-    """The reason why a library's products cannot be relied on; empty if they can."""
-    return _PRODUCT_CHECKS[library.check_products()]
 
 
 def _load_file(path: Path) -> CompiledCode:

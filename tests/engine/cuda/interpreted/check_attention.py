@@ -138,7 +138,7 @@ def test_a_chunk_is_the_same_however_it_is_cut(zoo: Zoo, window: AttentionWindow
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("rounding", [None, FP8_LEVELS])
-def test_what_lies_behind_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | None) -> None:
+def test_memory_behind_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | None) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
     packed = pack_rows((PackedChunk(0, 0, 5, 30),), (1,), (50,), rows.tables)
@@ -163,7 +163,7 @@ def test_tokens_are_the_models(zoo: Zoo, case: str) -> None:
 
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
-def test_what_is_served_is_as_with_gathered_blocks(zoo: Zoo) -> None:
+def test_served_tokens_are_as_with_gathered_blocks(zoo: Zoo) -> None:
     """Packed, in chunks, paused and searched with beams; one layer sees all, the others windows."""
     model, windows = zoo["llama-gqa"], {"max_attention_window_size": (12, 400, 40), "sink_token_length": 3}
     requests = requests_of(model)[:5]

@@ -141,7 +141,9 @@ def test_a_load_notices_each_that_is_off_or_raises(
         check_operations(*given)
 
 
-def test_what_a_kernel_stores_in_the_cache_is_looked_at(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_at_load_reads_what_a_kernel_stores_in_the_cache(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("inflight.engine.layers.layer_check._ROWS", (3,))
     decoder = decoder_of(zoo)
 

@@ -79,7 +79,7 @@ bool tiles_are_right() {
     return is_signed ? static_cast<double>(static_cast<int8_t>(stored)) : static_cast<double>(stored);
   };
   // The longer ones are cut into parts, so that sums wait for the next one.
-  for (int inner : {6, 100, static_cast<int>(kCache / 80)})
+  for (int inner : {6, 100, static_cast<int>(kCache / 100)})
     if (!multiplies_right<E, float>(inner, true, bfloat16, whole) ||
         !multiplies_right<Int8, int32_t>(2 * inner, true, byte, [&](bool) { return random() % 256; }))
       return false;

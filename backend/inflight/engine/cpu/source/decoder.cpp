@@ -54,10 +54,11 @@ constexpr Constant kConstants[] = {
 
 #pragma GCC visibility push(default)
 extern "C" {
-// Whether this library's products can be relied on, a ProductCheck: to be asked before anything else.
+// Whether this library's products can be relied on, a ProductCheck; called before anything else, and tried once.
 int check_products() {
 #ifdef INFLIGHT_AMX
-  return check_tiles<Element>();
+  static const ProductCheck found = check_tiles<Element>();
+  return found;
 #else
   return 0;
 #endif
