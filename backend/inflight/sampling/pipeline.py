@@ -5,7 +5,7 @@ biases, penalties, bans, guide, and top_n_sigma for rows that are sampled. A tok
 The pass over a row that applies a guide's mask also finds the highest logit, which no later step may change. Then
 a greedy row takes the token with the highest logit. A sampled row divides by the temperature and keeps the top_k
 highest, of these the smallest set of the most likely whose probability reaches top_p (after decay), and of these
-the ones not too unlikely beside the most likely (min_p). It samples by inverse CDF: one uniform number, over the
+the ones not too unlikely beside the most likely. It samples by inverse CDF: one uniform number, over the
 remaining tokens in ascending order of id (`top_k_top_p.py`). Rows of a beam search take log_softmax instead
 (`details.py`). Then draft tokens are accepted or not (`drafts.py`). End ids, stop words and lengths are handled by
 the scheduler.

@@ -21,7 +21,7 @@ from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.structs import AdapterStruct
 from inflight.engine.engine import ModelEngine
 from inflight.errors import StepFailed
-from tests.engine.cpu.targets import on_every_target
+from tests.engine.cpu.targets import on_own_and_generic
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import needs_native
 from tests.engine.merged import LLAMA, LLAMA_FUSED, Merged, make_adapter, modules_of
@@ -33,7 +33,7 @@ NUM_TOKENS = 12
 LOGITS = OutputOptions(return_generation_logits=True)
 CASES = ["llama-gqa", "qwen2", "qwen3", "gpt2", "gpt2-inner", "llama-odd-sizes", "llama-odd-heads"]
 
-pytestmark = [needs_native, on_every_target, pytest.mark.usefixtures("target")]
+pytestmark = [needs_native, on_own_and_generic, pytest.mark.usefixtures("target")]
 
 
 def load_native(model: ZooModel, dtype: str = "float32", **changes: Any) -> ModelEngine:
