@@ -6,9 +6,12 @@ Weights are drawn ten times wider than usual: with the usual 0.02 a random model
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -260,11 +263,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
-    "qwen3.5": ("Qwen3_5", _DELTA),
+    "qwen3.5": ("Qwen3_5", {**_DELTA, "initializer_range": 0.25}),
     "qwen3.5-moe": (
         "Qwen3_5Moe",
         {
             **_DELTA,
+            "initializer_range": 0.2,
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 40,
@@ -275,6 +279,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         {
             **_DELTA,
+            "initializer_range": 0.25,
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 40,
@@ -339,6 +344,16 @@ WITH_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Models whose heads are as wide as TensorRT's attention takes: a multiple of 8, from 16 on in half precision."""
 
 
+@contextmanager
+def _as_float64() -> Iterator[None]:
+    """Let code of transformers that computes in float32, whatever the model's dtype, do so in float64."""
+    with (
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+        patch.object(torch, "float32", torch.float64),
+    ):
+        yield
+
+
 @dataclass(frozen=True)
 class ZooModel:
     """A checkpoint folder and the transformers model that was saved in it.
@@ -365,7 +380,9 @@ class ZooModel:
             self.found["in float64"] = copy.deepcopy(self.oracle).double()
         key = ("logits", tuple(token_ids))
         if key not in self.found:
-            self.found[key] = self.found["in float64"](torch.tensor([token_ids])).logits[0].float()
+            with _as_float64():
+                logits = self.found["in float64"](torch.tensor([token_ids])).logits[0]
+            self.found[key] = logits.float()
         return self.found[key].clone()
 
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
