@@ -293,7 +293,7 @@ def test_closing_while_a_guide_compiles() -> None:
 
 
 def test_kept_guides_are_bounded_and_made_again() -> None:
-    grammars = Grammars(tiny_backend(), tiny_vocabulary(), most_kept=2)
+    grammars = Grammars(tiny_backend(), tiny_vocabulary(), max_guides=2)
     guides = [Guide(GuideKind.REGEX, letter) for letter in "abc"]
     for guide in guides:
         grammars.matcher(guide)
@@ -304,7 +304,7 @@ def test_kept_guides_are_bounded_and_made_again() -> None:
 
 def test_guides_of_requests_that_have_not_ended_are_kept() -> None:
     """However many there are between a guide that is ready and its request's turn."""
-    grammars = Grammars(tiny_backend(), tiny_vocabulary(), most_kept=2)
+    grammars = Grammars(tiny_backend(), tiny_vocabulary(), max_guides=2)
     guides = [Guide(GuideKind.REGEX, letter) for letter in "abcdef"]
     with compiling(grammars) as it:
         for number, guide in enumerate(guides):

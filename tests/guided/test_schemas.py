@@ -643,6 +643,7 @@ def test_an_equal_item_is_neither_allowed_nor_a_dead_end(backend: GuideBackend) 
     other.consume(list(b'a","aa'))
     errors = backend.fill([MaskJob(other, 0)], masks)
     assert "an item of an array has to be equal to one before it, and uniqueItems is true" in str(errors[0])
+    assert errors[0].names == ("guided_decoding_guide",)
     with pytest.raises(InvalidArgument, match="uniqueItems"):
         other.consume(list(b'"'))
 
