@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from benchmarks.measuring.options import new_parser
 from inflight.batch_manager import GptManager
 from inflight.config import SchedulingConfig
-from inflight.core.request.request import EngineDescription, Request
+from inflight.core.request.engine_description import EngineDescription
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.scheduler import Scheduler

@@ -16,7 +16,7 @@ import pydantic
 import pytest
 
 import inflight.executor as trtllm
-from inflight.core.request.request import EngineDescription, ModelLimits
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.errors import InflightError
 from inflight.executor.convert import to_core_request
 from inflight.openai.errors import describe_error, validation_error

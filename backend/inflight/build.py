@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         ReturnMetricsCallback,
         WaitUntilSent,
     )
-    from inflight.core.request.request import EngineDescription, Request
+    from inflight.core.request.engine_description import EngineDescription
+    from inflight.core.request.request import Request
     from inflight.core.schedule.batch import EngineLimits
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
@@ -317,7 +318,7 @@ def make_adapters(
 
 def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
     """The description of the engine for front ends."""
-    from inflight.core.request.request import EngineDescription
+    from inflight.core.request.engine_description import EngineDescription
 
     limits = model.engine.limits
     beside_weights = Path(native(model.model_path)) / "tokenizer.json"

@@ -18,7 +18,8 @@ from inflight.batch_manager.replay import (
     describe_batch,
 )
 from inflight.config import CapacityPolicy, SchedulingConfig
-from inflight.core.request.request import EngineDescription, IterationInput, Request
+from inflight.core.request.engine_description import EngineDescription
+from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextChunk, ScheduledBatch

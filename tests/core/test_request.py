@@ -9,7 +9,8 @@ import pytest
 
 from inflight.config import SchedulingConfig
 from inflight.core.request.adapter import PromptTable
-from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputOptions, Request
+from inflight.core.request.engine_description import ModelLimits
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
 from inflight.errors import InvalidArgument, Unsupported, error_from_kind

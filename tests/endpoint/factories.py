@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from inflight.core.request.adapter_command import AdapterState
-from inflight.core.request.request import EngineDescription, ModelLimits, Request
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.endpoint.local import LocalEngineClient

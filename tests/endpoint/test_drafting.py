@@ -13,8 +13,9 @@ import pytest
 from inflight.batch_manager import GptManager
 from inflight.config import SchedulingConfig
 from inflight.core.request.drafted import DraftedRequest
+from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription, FloatTensor, OutputOptions, Request
+from inflight.core.request.request import FloatTensor, OutputOptions, Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason

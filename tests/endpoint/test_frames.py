@@ -20,7 +20,8 @@ from inflight.core.request.adapter import (
     PromptTable,
     RawBuffer,
 )
-from inflight.core.request.request import EngineDescription, FloatTensor, Request
+from inflight.core.request.engine_description import EngineDescription
+from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import StopReason
 from inflight.endpoint import frames

@@ -15,7 +15,7 @@ import transformers
 from inflight.batch_manager import GptManager
 from inflight.config import SchedulingConfig
 from inflight.core.request.drafted import DraftedRequest
-from inflight.core.request.request import EngineDescription
+from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.drafting import DraftingClient

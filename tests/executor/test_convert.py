@@ -18,8 +18,9 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request import sampling_config
 from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawBuffer
+from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.guide import Guide, GuideKind
-from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputOptions
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
 from inflight.errors import InvalidArgument

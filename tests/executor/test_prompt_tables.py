@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import inflight.executor as trtllm
 from inflight.core.request.adapter import Matrix, RawBuffer
-from inflight.core.request.request import ModelLimits
+from inflight.core.request.engine_description import ModelLimits
 from inflight.errors import InvalidArgument
 from inflight.executor.convert import to_core_request
 from inflight.executor.trtllm_gpt_manager import (

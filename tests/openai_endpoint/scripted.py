@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from inflight.core.ports import EngineClient, SendResponseCallback
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription, ModelLimits, Request
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response, SequenceResult, TopLogProbs
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.text.tokenizer import Tokenizer

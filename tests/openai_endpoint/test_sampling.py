@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from inflight.core.request.request import EngineDescription, ModelLimits, Request
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
+from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument
 from inflight.openai.errors import ApiError
 from inflight.openai.protocol import ChatBody, CompletionBody

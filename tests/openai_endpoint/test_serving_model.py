@@ -17,7 +17,7 @@ import pytest
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
-from inflight.core.request.request import EngineDescription
+from inflight.core.request.engine_description import EngineDescription
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer

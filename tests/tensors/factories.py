@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from inflight.core.request.request import EngineDescription, ModelLimits, Request
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
+from inflight.core.request.request import Request
 from inflight.core.request.response import SequenceResult
 from inflight.core.request.stop import FinishReason
 from inflight.prompt import Prompt, ReplyOptions

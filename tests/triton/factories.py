@@ -11,8 +11,9 @@ import numpy as np
 from inflight.config import Parameters, Role, read_parameters
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
+from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription, Request
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import InflightError

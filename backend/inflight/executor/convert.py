@@ -21,8 +21,9 @@ from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, CapacityPolicy, Chunkin
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.adapter import ITEM_SIZES, LoraRequest, PromptTable
+from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.guide import Guide, GuideKind
-from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputOptions
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig

@@ -22,7 +22,8 @@ import numpy as np
 from inflight.batch_manager import GptManager as CoreGptManager
 from inflight.build import check_parameters, make_adapters
 from inflight.config import Parameters
-from inflight.core.request.request import ModelLimits, Request
+from inflight.core.request.engine_description import ModelLimits
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler

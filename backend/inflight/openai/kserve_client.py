@@ -35,8 +35,9 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
+from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription, Request
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, StopReason
 from inflight.errors import (

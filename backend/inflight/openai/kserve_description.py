@@ -13,7 +13,7 @@ from typing import Any
 
 from inflight.checkpoint_config import CheckpointFacts
 from inflight.config import PARAMETERS, Parameters, Role, read_parameters
-from inflight.core.request.request import EngineDescription, ModelLimits
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.schedule.batch import EngineLimits
 from inflight.text.tokenizer import Tokenizer
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.adapter import LoraRequest
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.request.guide import Guide
-from inflight.core.request.request import EngineDescription, ModelLimits, OutputOptions, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid, unsupported

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
-from inflight.core.request.request import EngineDescription
+from inflight.core.request.engine_description import EngineDescription
 from inflight.errors import Unavailable, Unsupported, without_places
 from inflight.hub import checkpoint_name
 from inflight.openai.errors import ApiError, unsupported

@@ -15,7 +15,8 @@ from typing import TypeVar
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.adapter import PromptTable
 from inflight.core.request.drafted import DraftedRequest
-from inflight.core.request.request import EngineDescription, ModelLimits, Request
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
+from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument, Name
 from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.tensors.kv_cache import read_identity, read_retention

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from inflight.core.ports import EngineClient
-from inflight.core.request.request import EngineDescription
+from inflight.core.request.engine_description import EngineDescription
 from inflight.errors import InflightError, Name, Unsupported, unexpected
 from inflight.prompt import Prompt
 from inflight.serving.client_lanes import ClientLanes
