@@ -61,7 +61,7 @@ class Levels:
     is_float4: bool = False
 
     def dequantized(self) -> Tensor:
-        """[outputs, inputs] float32."""
+        """The numbers that the levels stand for, [outputs, inputs] float32."""
         if self.is_float4:
             table = torch.tensor(FLOAT4, device=self.values.device)
             weight = table.index_select(0, self.values.flatten().int()).view(self.values.shape)
@@ -169,7 +169,7 @@ class GroupedMatrix:
         return self.kind, self.group_size, self.order is None, self.shape
 
     def dequantized(self) -> Tensor:
-        """[outputs, inputs] float32, in the order of the inputs."""
+        """The numbers that the levels stand for, [outputs, inputs] float32, in the order of the inputs."""
         weight = Levels(self.values, self.scales, self.zeros, None, self.bits, self.is_float4).dequantized()
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 

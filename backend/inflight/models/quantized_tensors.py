@@ -102,7 +102,7 @@ class _Parts:
         return self._checkpoint.read_stored(f"{self._module}.{kind}", self.infos[kind])
 
     def read_if_there(self, kind: str) -> Tensor | None:
-        """The same, or None."""
+        """A part as it is stored; None if the checkpoint has none of this kind."""
         return self.read(kind) if kind in self.infos else None
 
     def add(self, shape: tuple[int, int], kind: MatrixKind, make: Callable[[], Levels]) -> None:

@@ -42,7 +42,7 @@ class _NotKept(Exception):
 
 
 class WeightReader(Generic[LayerT, LinearT]):
-    """Reads weights.
+    """Reads a model's tensors from an open checkpoint, and gives each projection and layer to a sink.
 
     Args:
         checkpoint: Has all tensors that sources name.

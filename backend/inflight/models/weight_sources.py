@@ -48,7 +48,7 @@ class TensorSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the result."""
+        """Shape of the tensor once its rows and columns have been cut out."""
         rows = sum(end - begin for part in self.parts for begin, end in part.ranges)
         return (rows,) if self.columns is None else (rows, self.kept[1] - self.kept[0])
 
@@ -71,7 +71,7 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class LinearSource:
-    """A `Linear`; `is_gated`: gate above up of a gated MLP."""
+    """The stored weight and bias of a linear layer; `is_gated`: gate above up of a gated MLP."""
 
     weight: TensorSource
     bias: TensorSource | None
@@ -80,7 +80,7 @@ class LinearSource:
 
 @dataclass(frozen=True, slots=True)
 class StackSource:
-    """The same matrix of each expert.
+    """The stored matrices of one projection of a layer's experts, one for each expert.
 
     Attributes:
         bias: Of all experts behind each other; None if they have none.
@@ -95,7 +95,7 @@ class StackSource:
 
 @dataclass(frozen=True, slots=True)
 class NormSource:
-    """A `Norm`; `offset` is added to its weight, which is float32 then, unless it is 0."""
+    """The stored parameters of a norm; `offset` is added to its weight, which is float32 then, unless it is 0."""
 
     weight: TensorSource
     bias: TensorSource | None
@@ -104,7 +104,7 @@ class NormSource:
 
 @dataclass(frozen=True, slots=True)
 class LatentSources:
-    """`LatentWeights`."""
+    """The stored weights of a layer's latent attention (DeepSeek's MLA), beside `LayerSources.qkv`."""
 
     query_norm: NormSource | None
     query_up: LinearSource | None
@@ -114,7 +114,7 @@ class LatentSources:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSources:
-    """`ExpertWeights`."""
+    """The stored weights of a layer's router and of its experts, or of the rank's part of these."""
 
     router: LinearSource
     up: StackSource
@@ -125,7 +125,7 @@ class ExpertSources:
 
 @dataclass(frozen=True, slots=True)
 class LayerSources:
-    """A `Layer`, its tensors in the order in which they are read."""
+    """The stored tensors of a decoder layer, in the order in which they are read."""
 
     qkv: LinearSource
     latent: LatentSources | None
@@ -144,7 +144,7 @@ class LayerSources:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSources:
-    """`DecoderWeights`, its tensors in the order in which they are read.
+    """The stored tensors of a model, or of a rank's part of it, in the order in which they are read.
 
     The output projection comes before the layers: a matrix of it is not there twice when they are there too.
 

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -92,7 +93,9 @@ ProductCheck check_tiles() {
   const pid_t child = fork();
   if (child == 0) _exit(tiles_are_right<E>() ? kProductsAreRight : kProductsAreOff);
   int status = 0;
-  if (child < 0 || waitpid(child, &status, 0) != child || !WIFEXITED(status)) return kProductsCrash;
+  pid_t ended = child;
+  while (child > 0 && (ended = waitpid(child, &status, 0)) < 0 && errno == EINTR) continue;  // a signal came between
+  if (ended < 0 || !WIFEXITED(status)) return kProductsCrash;
   return WEXITSTATUS(status) == 0 ? kProductsAreRight : kProductsAreOff;
 }
 

@@ -18,7 +18,7 @@
 
 namespace inflight {
 
-constexpr int kPrefetch = 8192;        // bytes ahead
+constexpr int kPrefetch = 8192;  // bytes ahead
 
 // Packed activations, and how many of them a row of so many values has.
 template <class E>
@@ -48,8 +48,8 @@ struct Packed {
 };
 
 // Rows in blocks of nearly equal size: 13 are 7 and 6, not 12 and 1. All but the fewest are in two blocks at least, the
-// second of which is multiplied while memory brings what the first is multiplied by next.
-// Those of tiles are in as few as they fit in.
+// second of which is multiplied while memory brings what the first is multiplied by next. Those of tiles are in as few
+// as they fit in.
 struct RowBlocks {
   RowBlocks(int64_t rows, bool by_tiles)
       : rows(rows),
@@ -141,7 +141,7 @@ inline void run_tiles(TilesOfThread& tiles, const RowOperand<E>* block, int row,
                       const Part& part, const Ahead& ahead, typename E::Sums (*waiting)[2], const Done& done) {
   if (rows == 0) return;  // where no row's logits are wanted
   tiles.template multiply<E>(block + static_cast<int64_t>(part.begin) * rows, rows, w.part(panel, part.begin),
-                    part.end - part.begin, part.begin == 0, ahead, waiting);
+                             part.end - part.begin, part.begin == 0, ahead, waiting);
   if (part.end < part.inner) return;
   for (int i = 0; i < rows; ++i) done(row + i, panel, waiting[i][0], waiting[i][1]);
 }

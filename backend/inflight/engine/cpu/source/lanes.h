@@ -1,7 +1,8 @@
 // Sixteen float32 values at a time, `Floats`, their whole numbers, `Ints`, and which of them are meant, a `Mask`.
 //
 // Kernels are written in these and the functions on them; a target defines them by its registers: AVX-512 one, AVX2
-// two, NEON four, and any other processor as many as the compiler takes. What differs between targets beside these are the products' innermost loops (products.h).
+// two, NEON four, and any other processor as many as the compiler takes. What differs between targets beside these are
+// the products' innermost loops (products.h).
 #pragma once
 
 #include <cstddef>

@@ -40,6 +40,46 @@ struct LoneFloats {
   static Sums multiply_add(Sums total, Pairs a, Pairs b) { return fmadd(a, b, total); }
 };
 
+// Pairs of bfloat16, as targets without instructions for them have them: widened to float32, the first ones and the
+// second ones apart.
+struct WidenedBfloats {
+  using Stored = uint16_t;
+  using Operand = float;
+  using Sums = Floats;
+  static constexpr int kPair = 2, kWords = 2;
+
+  struct Pairs {
+    Floats first, second;
+  };
+  static Sums zero() { return floats(0.0f); }
+  // Sixteen pairs, as they lie in a packed operand.
+  static Pairs load_pairs(const Stored* source) { return widened(load(reinterpret_cast<const int32_t*>(source))); }
+  static Pairs load_pairs(const Stored* source, Mask mask) { return widened(load_words(source, mask)); }
+  // One pair in every lane.
+  static Pairs broadcast_pair(const Stored* source) {
+    int32_t pair;
+    std::memcpy(&pair, source, sizeof pair);
+    return widened(ints(pair));
+  }
+  // The rows of attention: queries, and the weights of values, which are not rounded here.
+  static void load_operand(Operand* target, const Stored* source, int count) {
+    for (int i = 0; i < count; ++i) {
+      const uint32_t wide = static_cast<uint32_t>(source[i]) << 16;
+      std::memcpy(target + i, &wide, sizeof wide);
+    }
+  }
+  static void store_operand(Operand* target, Floats values) { store(target, values); }
+  static Pairs broadcast_operand(const Operand* source) { return {floats(source[0]), floats(source[1])}; }
+  static Sums multiply_add(Sums total, Pairs a, Pairs b) {
+    return fmadd(a.second, b.second, fmadd(a.first, b.first, total));
+  }
+
+ private:
+  static Pairs widened(Ints pairs) {
+    return {as_floats(shift_left<16>(pairs)), as_floats(bit_and(pairs, ints(static_cast<int32_t>(0xffff0000))))};
+  }
+};
+
 }  // namespace inflight
 
 #if defined(INFLIGHT_GENERIC)

@@ -40,44 +40,9 @@ struct FloatRegisters {
   static Register multiply_add(Register total, Register a, Register b) { return _mm256_fmadd_ps(a, b, total); }
 };
 
-struct BfloatPairs : FloatRegisters {
-  using Stored = uint16_t;
-  using Operand = float;
-  using Sums = Floats;
-  static constexpr int kPair = 2, kWords = 2;
-
-  struct Pairs {
-    Floats first, second;
-  };
-  static Sums zero() { return floats(0.0f); }
-  // A register of 16 pairs, as they lie in a packed operand.
-  static Pairs load_pairs(const Stored* source) { return widened({load_register(source), load_register(source + 16)}); }
-  static Pairs load_pairs(const Stored* source, Mask mask) { return widened(load_words(source, mask)); }
-  // One pair in every lane.
-  static Pairs broadcast_pair(const Stored* source) {
-    int32_t pair;
-    std::memcpy(&pair, source, sizeof pair);
-    return widened(ints(pair));
-  }
-  // The rows of attention: queries, and the weights of values, which are not rounded here.
-  static void load_operand(Operand* target, const Stored* source, int count) {
-    for (int i = 0; i < count; ++i) {
-      const uint32_t wide = static_cast<uint32_t>(source[i]) << 16;
-      std::memcpy(target + i, &wide, sizeof wide);
-    }
-  }
-  static void store_operand(Operand* target, Floats values) { store(target, values); }
-  static Pairs broadcast_operand(const Operand* source) { return {floats(source[0]), floats(source[1])}; }
-  static Sums multiply_add(Sums total, Pairs a, Pairs b) {
-    return fmadd(a.second, b.second, fmadd(a.first, b.first, total));
-  }
-  using FloatRegisters::multiply_add;
+struct BfloatPairs : WidenedBfloats, FloatRegisters {
+  using FloatRegisters::multiply_add, WidenedBfloats::multiply_add;
   static Register load_word(const void* source, int word) { return widen(load_register(source), word); }
-
- private:
-  static Pairs widened(Ints pairs) {
-    return {{widen(pairs.low, 0), widen(pairs.high, 0)}, {widen(pairs.low, 1), widen(pairs.high, 1)}};
-  }
 };
 
 struct FloatPairs : LoneFloats, FloatRegisters {

@@ -30,7 +30,7 @@ inline Bytes float_levels(Bytes bits) {
 
 namespace inflight {
 
-using BfloatPairs = WidenedBfloats;
+using BfloatPairs = QuadBfloats;
 using Int8 = WidenedInt8;
 template <bool kIsFloat>
 struct LevelProducts : WidenedLevels<kIsFloat> {};

@@ -75,7 +75,7 @@ struct BfloatPairs {
   }
 };
 #else
-using BfloatPairs = WidenedBfloats;
+using BfloatPairs = QuadBfloats;
 #endif
 
 #if defined(__ARM_FEATURE_DOTPROD)

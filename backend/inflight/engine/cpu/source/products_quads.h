@@ -48,38 +48,8 @@ inline FloatQuad widen(IntQuad pairs, int word) {
   return (FloatQuad)(word == 0 ? (IntQuad)((BitQuad)pairs << 16) : pairs & same(static_cast<int32_t>(0xffff0000)));
 }
 
-struct WidenedBfloats {
-  using Stored = uint16_t;
-  using Operand = float;
-  using Sums = Floats;
-  static constexpr int kPair = 2, kWords = 2;
-
-  struct Pairs {
-    Floats first, second;
-  };
-  static Sums zero() { return floats(0.0f); }
-  // Sixteen pairs, as they lie in a packed operand.
-  static Pairs load_pairs(const Stored* source) { return load_pairs(source, first_lanes(kLanes)); }
-  static Pairs load_pairs(const Stored* source, Mask mask) { return widened(load_words(source, mask)); }
-  // One pair in every lane.
-  static Pairs broadcast_pair(const Stored* source) {
-    int32_t pair;
-    std::memcpy(&pair, source, sizeof pair);
-    return widened(ints(pair));
-  }
+struct QuadBfloats : WidenedBfloats {
   static Pairs to_pairs(Floats first, Floats second) { return {first, second}; }
-  // The rows of attention: queries, and the weights of values, which are not rounded here.
-  static void load_operand(Operand* target, const Stored* source, int count) {
-    for (int i = 0; i < count; ++i) {
-      const uint32_t wide = static_cast<uint32_t>(source[i]) << 16;
-      std::memcpy(target + i, &wide, sizeof wide);
-    }
-  }
-  static void store_operand(Operand* target, Floats values) { store(target, values); }
-  static Pairs broadcast_operand(const Operand* source) { return {floats(source[0]), floats(source[1])}; }
-  static Sums multiply_add(Sums total, Pairs a, Pairs b) {
-    return fmadd(a.second, b.second, fmadd(a.first, b.first, total));
-  }
 
   // A quad of columns, and four rows' words.
   using Quad = FloatQuad;
@@ -90,15 +60,10 @@ struct WidenedBfloats {
     const auto pairs = load_quad<IntQuad>(source);
     return {widen(pairs, 0), widen(pairs, 1)};
   }
+  using WidenedBfloats::multiply_add;
   template <int kLane>
   static Quad multiply_add(Quad total, const FloatQuad (&words)[kWords], Columns columns) {
     return multiply_add_lane<kLane>(multiply_add_lane<kLane>(total, columns.first, words[0]), columns.second, words[1]);
-  }
-
- private:
-  static Pairs widened(Ints pairs) {
-    return {in_quads<Floats>([&](int i) { return widen(pairs.of[i], 0); }),
-            in_quads<Floats>([&](int i) { return widen(pairs.of[i], 1); })};
   }
 };
 
