@@ -32,7 +32,7 @@ class ConfigFile:
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any], section: str = "") -> None:
-        """Wrap `values`, found in `path` under the key `section` ("" for the whole file)."""
+        """Wrap `values`, found in `path` under the keys `section`, with dots ("" for the whole file)."""
         self.path = path
         self.values = values
         self._section = section
@@ -53,7 +53,7 @@ class ConfigFile:
 
     def error(self, key: str, expected: str) -> ConfigError:
         """The error for a value that cannot be used."""
-        name = f"{self._section}.{key}" if self._section else key
+        name = self._path_of(key)
         if key not in self.values:
             return ConfigError(f"{self.path}: key {name!r} is missing, expected {expected}")
         return ConfigError(f"{self.path}: key {name!r} is {self.values[key]!r}, expected {expected}")
@@ -140,7 +140,10 @@ class ConfigFile:
         value = self.value(key)
         if not is_object(value):
             raise self.error(key, "a JSON object")
-        return ConfigFile(self.path, value, key)
+        return ConfigFile(self.path, value, self._path_of(key))
+
+    def _path_of(self, key: str) -> str:
+        return f"{self._section}.{key}" if self._section else key
 
 
 class CheckpointFacts:
@@ -230,12 +233,12 @@ class CheckpointFacts:
 
     @property
     def dtype(self) -> str | None:
-        """See `stated_dtype`."""
+        """The type that the weights are stored in, one of DTYPES; None also where it is stated as auto."""
         return stated_dtype(self._config)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """See `eos_token_ids`."""
+        """Ids of the tokens that end a sequence; empty if neither file states any."""
         return eos_token_ids(self._config)
 
     @property

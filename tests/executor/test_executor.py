@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -236,6 +237,17 @@ def test_a_request_that_has_ended_is_an_error(executor) -> None:
 
 def test_an_id_that_nobody_has_enqueued_has_no_responses(executor) -> None:
     assert executor.await_responses(1 << 40, NO_TIME) == []
+
+
+def test_an_adapter_for_an_engine_that_takes_none_is_an_error_of_its_request(
+    executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = executor._description
+    limits = replace(described.limits, max_adapter_rank=0)
+    monkeypatch.setattr(executor, "_description", replace(described, limits=limits))
+    adapted = executor.enqueue_request(request(lora_config=trtllm.LoraConfig(1)))
+    (response,) = responses_of(executor, adapted)
+    assert response.error_msg.startswith("lora_config.task_id: this engine takes no LoRA adapters")
 
 
 def test_how_many_responses_wait(executor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inflight.checkpoint_config import CheckpointFacts
+from inflight.checkpoint_config import CheckpointFacts, ConfigFile
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, read_model_description
 from tests.models.test_published_configs import PUBLISHED, READ
@@ -111,6 +111,12 @@ def test_the_first_folder_that_has_the_file_counts(tmp_path: Path) -> None:
 def test_end_ids_need_no_config_json(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert CheckpointFacts.read(tmp_path).eos_token_ids == (9,)
+
+
+def test_an_error_names_the_whole_path_of_a_key(tmp_path: Path) -> None:
+    config = ConfigFile(tmp_path / "config.json", {"rope_parameters": {"full_attention": {"factor": -1}}})
+    with pytest.raises(ConfigError, match=r"'rope_parameters\.full_attention\.factor' is -1"):
+        config.child("rope_parameters").child("full_attention").number("factor")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.engine_description import ModelLimits
@@ -24,6 +25,7 @@ from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import BadAdapter, InvalidArgument, error_from_kind
 from inflight.openai.errors import ApiError, describe_error
+from inflight.openai.kserve_client import KServeEngineClient
 from inflight.openai.options import OpenAiOptions
 from inflight.openai.planning import check_number_of_sequences
 from inflight.openai.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -353,6 +355,14 @@ def test_errors_of_an_adapter_name_the_parameter_model() -> None:
     """Its name is what the body has in `model`."""
     status, body = describe_error(BadAdapter("LoRA adapter sql: it has no weights"))
     assert (status, body["error"]["param"]) == (400, "model")
+
+
+def test_a_text_of_grpc_that_has_the_name_of_a_kind_in_it_is_no_error_of_the_server() -> None:
+    client = object.__new__(KServeEngineClient)
+    client._url = "far:1"
+    said = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:1: Socket closed"
+    error = client._error(InferenceServerException(said, "StatusCode.UNAVAILABLE"))
+    assert str(error) == f"the tritonserver at far:1 cannot be reached: {said}"
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])

@@ -32,7 +32,7 @@ from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.delivery import Delivery
-from inflight.errors import ConfigError, InflightError, InvalidArgument, Unavailable
+from inflight.errors import ConfigError, InflightError, InvalidArgument, Unavailable, Unsupported
 from inflight.executor import engines, reports
 from inflight.executor.config import ExecutorConfig
 from inflight.executor.convert import to_core_request, to_lora_request, to_parameters
@@ -81,7 +81,7 @@ class _Prepared:
     """
 
     request: CoreRequest | None
-    error: InvalidArgument | None
+    error: InvalidArgument | Unsupported | None
     answers: Answers
     post_processor: Callable[..., Any] | None = None
 
@@ -437,7 +437,7 @@ class Executor:
         limits = self._described().limits
         try:
             converted = to_core_request(request, limits)
-        except InvalidArgument as error:
+        except (InvalidArgument, Unsupported) as error:
             nothing = ResponseOptions(False, False, 0, 0, request.client_id, OutputOptions())
             return _Prepared(None, error, Answers(nothing, 1))
         if self._is_static and converted.streaming:  # as TensorRT-LLM does it

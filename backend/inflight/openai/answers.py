@@ -138,7 +138,7 @@ class Usage:
         return {"usage": None} if body.includes_usage else {}
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """The `usage` object of an answer, in OpenAI's form."""
         told: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

@@ -34,7 +34,7 @@ class Context:
 
 
 def context_of(request: Request) -> Context:
-    """The application's."""
+    """The context of the application that got this HTTP request."""
     return request.app.state.context
 
 
@@ -50,7 +50,7 @@ class Envelope:
 
     @classmethod
     def of(cls, prefix: str, kind: str, plan: AnswerPlan, request: Request) -> Envelope:
-        """A new one.
+        """The envelope of a new answer.
 
         Args:
             prefix: Of its id.

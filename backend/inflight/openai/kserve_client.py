@@ -290,7 +290,7 @@ class KServeEngineClient:
         else:
             assert isinstance(error, grpc.RpcError)
             message, status = error.details() or "", error.code().name
-        if structured := _STRUCTURED.search(message):
+        if structured := _STRUCTURED.match(message):
             with contextlib.suppress(ValueError):  # not this package's
                 return error_from_kind(structured[1], structured[2])
         if "protocol is restricted" in message:

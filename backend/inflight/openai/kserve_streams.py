@@ -58,7 +58,7 @@ class _EndedIdle(Exception):
 
 
 class _KServeStream:
-    """One stream.
+    """A gRPC stream to the server, which serves one request after another.
 
     Attributes:
         is_idle: Whether it can take a request, as far as is known.

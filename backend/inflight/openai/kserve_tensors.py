@@ -98,7 +98,7 @@ def output_names(request: Request) -> list[str]:
 def read_result(
     request: Request, outputs: Mapping[str, np.ndarray], is_final: bool, is_first: bool
 ) -> SequenceResult:
-    """One response.
+    """The engine's result that one response of the server stands for.
 
     Args:
         request: What was asked.

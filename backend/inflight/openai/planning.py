@@ -45,7 +45,7 @@ class AnswerPlan:
 def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> None:
     """Raise ApiError if a body asks for too many sequences: `n` for each of its prompts.
 
-    BodySettings before anything is tokenized, which takes long for many prompts.
+    Call it before anything is tokenized, which takes long for many prompts.
     """
     field = "n" if n > 1 else "prompt"
     try:

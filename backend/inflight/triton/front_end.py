@@ -157,8 +157,8 @@ class FrontEnd:
             return
         context = self._context(description, triton_request, parameters)
         check_texts(rows, context.encoder, description.limits)
-        entry = InFlightRequest(triton_request.request_id(), stream, Reply((), not self._model.decoupled))
-        entry.shown_name = rows[0].client_names()
+        reply = Reply((), not self._model.decoupled)
+        entry = InFlightRequest(triton_request.request_id(), stream, reply, rows[0].client_names())
         if not self._must_wait(rows, parameters):
             self._start(entry, rows, context)
             return

@@ -136,7 +136,7 @@ class _Dict:
         return dict(*values, **named)
 
     def fromkeys(self, *values: Any) -> dict[Any, Any]:
-        """As dict.fromkeys."""
+        """A dictionary with these keys and one value for all, as `dict.fromkeys` makes it."""
         return dict.fromkeys(*values)
 
 
