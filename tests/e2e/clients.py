@@ -105,6 +105,8 @@ class Stream:
 
     def __init__(self, url: str) -> None:
         self._answers: queue.Queue = queue.Queue()
+        self.num_open = 0
+        """Requests sent whose final answer has not been received."""
         self.client = grpc.InferenceServerClient(url)
         self.client.start_stream(lambda result, error: self._answers.put((result, error)))
 
@@ -128,6 +130,7 @@ class Stream:
     ) -> None:
         """`beside` has what tritonclient takes beside tensors: `timeout`, `priority`, `parameters`."""
         wanted = [grpc.InferRequestedOutput(name) for name in outputs] if outputs else None
+        self.num_open += 1
         self.client.async_stream_infer(
             model,
             make_inputs(grpc, **tensors),
@@ -141,19 +144,29 @@ class Stream:
         """The next answer, with the id of its request ("" where an error does not say)."""
         result, error = self._answers.get(timeout=timeout)
         if error is not None:
+            self.num_open -= 1
             return "", Answer({}, error, True)
         response = result.get_response()
         outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
         TRAFFIC.names.update(outputs)
-        return response.id, Answer(outputs, None, response.parameters["triton_final_response"].bool_param)
+        is_final = response.parameters["triton_final_response"].bool_param
+        self.num_open -= is_final
+        return response.id, Answer(outputs, None, is_final)
 
     def until_final(self) -> Iterator[Answer]:
         """Answers of the one open request."""
-        final = False
-        while not final:
-            _, answer = self.receive()
-            final = answer.final
+        assert self.num_open == 1, f"{self.num_open} requests are open"
+        for _, answer in self.until_all_final():
             yield answer
+
+    def until_all_final(self) -> Iterator[tuple[str, Answer]]:
+        """Answers until every request has its final one.
+
+        Tokens are sent together when a client reads slowly, so a request may end in any number of
+        answers: those received before count here too.
+        """
+        while self.num_open:
+            yield self.receive()
 
 
 def ask(

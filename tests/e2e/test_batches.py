@@ -145,10 +145,8 @@ def test_a_stop_ends_the_whole_batch(fake_server):
         stream.send("tensorrt_llm", "batch", **long)
         stream.receive()
         stream.send("tensorrt_llm", "batch", stop=True)
-        finals, reasons = 0, []
-        while finals < 2:
-            _, answer = stream.receive()
-            finals += answer.final
+        reasons = []
+        for _, answer in stream.until_all_final():
             if "finish_reason" in answer.outputs and answer.finish_reason != "NOT_FINISHED":
                 reasons.append((answer.outputs["batch_index"].item(), answer.finish_reason))
     assert {(0, "CANCELLED"), (2, "CANCELLED")} <= set(reasons)

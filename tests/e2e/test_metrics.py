@@ -199,10 +199,7 @@ def test_a_stop_is_counted_and_timed(fake_server):
         stream.send("tensorrt_llm", "stopped", input_ids=PROMPT, request_output_len=LONG, streaming=True)
         stream.receive()
         stream.send("tensorrt_llm", "stopped", stop=True, input_ids=[0], request_output_len=0)
-        finals = 0
-        while finals < 2:
-            _, answer = stream.receive()
-            finals += answer.final
+        assert {str(answer.error) for _, answer in stream.until_all_final()} == {"None"}
     after = wait_idle(fake_server, before, 1)
     assert grown(before, after, "inflight_finished_sequences_total", finish_reason="CANCELLED") == 1
     assert grown(before, after, "inflight_cancel_to_free_seconds_count") == 1

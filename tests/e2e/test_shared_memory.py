@@ -100,8 +100,9 @@ def test_room_that_is_gone_when_the_answer_is_there_is_an_error_for_its_client_a
     with ThreadPoolExecutor(1) as pool, Stream(server.grpc) as stream:
         answer = pool.submit(unary, server.grpc, **request(return_generation_logits=True))
         stream.send("tensorrt_llm", **request(streaming=True))
-        for _ in range(20):  # by now the other has been admitted, and it takes as long as this one
-            stream.receive()
+        num_tokens = 0
+        while num_tokens < 20:  # by then the other has been admitted, and it takes as long as this one
+            num_tokens += len(stream.receive()[1].ids)
         filler = server.shared_memory / "filler"
         try:
             with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
@@ -113,8 +114,7 @@ def test_room_that_is_gone_when_the_answer_is_there_is_an_error_for_its_client_a
             filler.unlink()
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
         assert "--shm-size" in str(caught.value)
-        while not stream.receive()[1].final:
-            pass
+        assert [answer.error for _, answer in stream.until_all_final() if answer.error] == []
 
 
 def test_an_answer_larger_than_shared_memory_is_refused_with_the_option_to_set(server) -> None:
@@ -171,8 +171,7 @@ def test_streams_in_flight_go_on_while_others_are_refused_and_answered(server) -
                 unary(server.grpc, **request(num_return_sequences=sequences, return_generation_logits=True))
         again = unary(server.grpc, **fitting_request())  # what has been sent once fits again
         assert again.as_numpy("context_logits").shape == (1, 600, 3072)
-        while not answers[-1].final:
-            answers.append(stream.receive()[1])
+        answers += [answer for _, answer in stream.until_all_final()]
     assert tokens_of(answers) == alone
     assert len(alone) == 400
     with grpc.InferenceServerClient(server.grpc) as client:

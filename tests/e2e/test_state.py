@@ -55,11 +55,8 @@ def test_it_says_who_runs_and_who_waits_and_disturbs_nobody(narrow_server):
         state = state_of(narrow_server, "ensemble")
         stream.send("tensorrt_llm", "waits", stop=True)
         stream.send("tensorrt_llm", "runs", stop=True)
-        num_finals = 0
-        while num_finals < 4:
-            _, answer = stream.receive()
+        for _, answer in stream.until_all_final():
             assert answer.error is None
-            num_finals += answer.final
     assert state["unanswered_requests"] == 2
     (running,), (waiting,) = (state["batcher"]["state"][name] for name in ("running", "waiting"))
     assert running["max_new_tokens"] == 400 and running["blocks"] > 0

@@ -99,14 +99,11 @@ def test_only_the_outputs_asked_for_come_back(fake_server):
 def test_many_requests_on_one_stream_each_get_their_own(fake_server):
     prompts = {str(number): [number + 1, number + 2, 3] for number in range(24)}
     received = {name: [] for name in prompts}
-    finals = 0
     with Stream(fake_server.grpc) as stream:
         for name, prompt in prompts.items():
             stream.send("tensorrt_llm", name, input_ids=prompt, request_output_len=30, streaming=True)
-        while finals < len(prompts):
-            name, answer = stream.receive()
+        for name, answer in stream.until_all_final():
             received[name] += answer.ids
-            finals += answer.final
     assert received == {name: alone(prompt, 30) for name, prompt in prompts.items()}
 
 
