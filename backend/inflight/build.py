@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
     from inflight.endpoint.supervision import Supervision
-    from inflight.engine.debug_tensors import DebugTensors, DebugTensorsPerIteration
+    from inflight.engine.debug_tensors import DebugTensors, IterationTensors
     from inflight.errors import InflightError
     from inflight.guided.compiler import ChildCompiler
     from inflight.load_model import LoadedModel, LoadModel
@@ -77,7 +77,7 @@ class RunningEngine:
     _endpoint: EndpointServer | None = None
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+    def latest_debug_tensors(self) -> list[IterationTensors]:
         """The debug tensors of the last iterations since the last call, oldest first. Any thread.
 
         At most debug_tensors_max_iterations of them, none without that parameter; of several ranks this one's.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -36,23 +37,23 @@ def object_with(count: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "field", "value", "said"),
+    ("kind", "field", "make", "said"),
     [
-        (CompletionBody, "prompt", many("[1]", MAX_CONTAINERS), "lists and objects"),
-        (CompletionBody, "prompt", many("1", MAX_VALUES + 3), "values"),
-        (CompletionBody, "prompt", many('"a"', MAX_TEXTS), "texts and keys"),
-        (ChatBody, "messages", many("{}", MAX_CONTAINERS), "lists and objects"),
-        (TokenizeBody, "messages", many('{"role":"user","content":"[,{"}', MAX_CONTAINERS), "lists"),
-        (DetokenizeBody, "tokens", many("1", MAX_VALUES + 3), "values"),
-        (ChatBody, "chat_template_kwargs", object_with(MAX_VALUES + 3), "(values|texts)"),
-        (ChatBody, "chat_template_kwargs", object_with(MAX_TEXTS), "texts and keys"),
+        (CompletionBody, "prompt", partial(many, "[1]", MAX_CONTAINERS), "lists and objects"),
+        (CompletionBody, "prompt", partial(many, "1", MAX_VALUES + 3), "values"),
+        (CompletionBody, "prompt", partial(many, '"a"', MAX_TEXTS), "texts and keys"),
+        (ChatBody, "messages", partial(many, "{}", MAX_CONTAINERS), "lists and objects"),
+        (TokenizeBody, "messages", partial(many, '{"role":"user","content":"[,{"}', MAX_CONTAINERS), "lists"),
+        (DetokenizeBody, "tokens", partial(many, "1", MAX_VALUES + 3), "values"),
+        (ChatBody, "chat_template_kwargs", partial(object_with, MAX_VALUES + 3), "(values|texts)"),
+        (ChatBody, "chat_template_kwargs", partial(object_with, MAX_TEXTS), "texts and keys"),
     ],
 )
 def test_a_body_with_too_many_values_is_refused_unread(
-    kind: type[Body], field: str, value: str, said: str
+    kind: type[Body], field: str, make: Callable[[], str], said: str
 ) -> None:
     with pytest.raises(ApiError, match=f"the body has [0-9]+ {said}.*: this server takes at most") as caught:
-        parse_body(kind, f'{{"{field}": {value}}}'.encode(), JSON)
+        parse_body(kind, f'{{"{field}": {make()}}}'.encode(), JSON)
     assert caught.value.status == 400
 
 

@@ -31,7 +31,7 @@ from inflight.ranks.launch import num_ranks_around
 from inflight.ranks.orchestrator import Orchestrator, Surroundings
 
 if TYPE_CHECKING:
-    from inflight.engine.debug_tensors import DebugTensorsPerIteration
+    from inflight.engine.debug_tensors import IterationTensors
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class ExecutorEngine(Protocol):
         """Takes requests; None on a rank that does not."""
         ...
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+    def latest_debug_tensors(self) -> list[IterationTensors]:
         """The debug tensors that the iterations since the last call have written on this rank, oldest first."""
         ...
 
@@ -116,7 +116,7 @@ class _InProcess:
     def client(self) -> EngineClient:
         return self._running.client
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+    def latest_debug_tensors(self) -> list[IterationTensors]:
         return self._running.latest_debug_tensors()
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class _Leading:
         assert self.running is not None, "it is used once it runs"
         return self.running.client
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+    def latest_debug_tensors(self) -> list[IterationTensors]:
         return [] if self.running is None else self.running.latest_debug_tensors()
 
     def lose(self, error: Unavailable) -> None:
@@ -186,7 +186,7 @@ class _Following:
     def client(self) -> None:
         return None
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+    def latest_debug_tensors(self) -> list[IterationTensors]:
         return []
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ class _Orchestrated:
     def client(self) -> EngineClient:
         return self._orchestrator.client
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+    def latest_debug_tensors(self) -> list[IterationTensors]:
         _log.warning("debug tensors stay with the ranks that an orchestrator starts: it has none")
         return []
 

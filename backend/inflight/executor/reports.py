@@ -24,7 +24,7 @@ from inflight.executor.kv_cache import (
 )
 
 if TYPE_CHECKING:
-    from inflight.engine import debug_tensors as core_debug
+    from inflight.engine.debug_tensors import IterationTensors
 
 ReadReports = Callable[[ReportKind, float | None], Reports]
 
@@ -85,7 +85,7 @@ def _event_data(event: KvEvent) -> KVCacheEventData:
     return KVCacheRemovedData(list(event.removed))
 
 
-def debug_tensors(written: core_debug.DebugTensorsPerIteration) -> DebugTensorsPerIteration:
+def debug_tensors(written: IterationTensors) -> DebugTensorsPerIteration:
     """The tensors that an iteration has written down."""
     import torch
 

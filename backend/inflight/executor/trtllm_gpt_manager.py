@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
@@ -41,7 +41,7 @@ from inflight.executor.fields import FieldChecker
 from inflight.executor.typed import Typed
 from inflight.load_model import LoadModel, load_model
 from inflight.prompt import Output, Prompt
-from inflight.tensors.inference_request import InferenceRequest as TensorMap
+from inflight.tensors.inference_request import InferenceRequest
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_arrays import make_array
 from inflight.tensors.output_table import OUTPUTS
@@ -91,19 +91,6 @@ class TrtGptModelOptionalParams(Typed):
 
 
 @dataclass(frozen=True)
-class InferenceRequest:
-    """One request.
-
-    Attributes:
-        request_id: Unique among requests in flight, 0 .. 2**64 - 1.
-        tensors: Of torch or numpy, by the names of the specification and of docs/tensors.md.
-    """
-
-    request_id: int
-    tensors: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class NamedTensor:
     """An output."""
 
@@ -112,7 +99,10 @@ class NamedTensor:
 
 
 GetInferenceRequestsCallback = Callable[[int], Iterable[InferenceRequest]]
-"""Takes how many requests fit now (negative: any number), and returns at most as many new ones."""
+"""Takes how many requests fit now (negative: any number), and returns at most as many new ones.
+
+Their tensors are torch's or numpy's.
+"""
 
 SendResponseCallback = Callable[[int, list[NamedTensor], bool, str], None]
 """Takes a request's id, outputs, whether this is its last response, and "" or an error, which is the last."""
@@ -321,7 +311,7 @@ class _Session:
         if request.request_id in self._prompts:
             raise AlreadyExists(f"a request with id {request.request_id} is being processed")
         arrays = {name: _to_numpy(name, tensor) for name, tensor in request.tensors.items()}
-        prompt = TensorMap(request.request_id, arrays).to_prompt(self._limits)
+        prompt = InferenceRequest(request.request_id, arrays).to_prompt(self._limits)
         self._prompts[request.request_id] = replace(prompt, request=prompt.request.without_weights())
         return prompt.request
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.request.request import Request
@@ -32,12 +31,13 @@ class InferenceRequest:
 
     Attributes:
         request_id: Unique among requests in flight, 0 .. 2**64 - 1.
-        tensors: By the names of docs/tensors.md and in its types. Arrays may come with or without the batch
+        tensors: numpy arrays by the names and in the types of docs/tensors.md, with or without the batch
             dimension: word lists as [2, n] or [1, 2, n], ids as [n] or [1, n]; scalars as [1, 1], [1] or [].
+            `executor.trtllm_gpt_manager` takes torch tensors too.
     """
 
     request_id: int
-    tensors: Mapping[str, np.ndarray]
+    tensors: Mapping[str, Any] = field(default_factory=dict)
 
     def to_request(self, limits: ModelLimits) -> Request:
         """The Request that GetInferenceRequests returns to a GptManager; see `to_prompt`."""
