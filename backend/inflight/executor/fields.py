@@ -1,7 +1,8 @@
-"""The treatment of each field of the Executor API, declared once: it works, is ignored, or is refused.
+"""The treatment of each field of the Executor API: it works, is ignored, or is refused.
 
-`FieldChecker` raises for what is refused and logs what is ignored; docs/executor-fields.md is written from the
-same table (`fields_page.py`). A value that asks for nothing, the default or one of `neutral`, passes in silence.
+`FieldChecker` raises for refused fields and logs ignored ones; docs/executor-fields.md is generated from the
+same table (`fields_page.py`). A neutral value, the default or one of `neutral`, is neither refused nor
+logged.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class FieldNote:
     """A field's treatment, and the reason for it.
 
     Attributes:
-        owner: The class that has it.
-        name: The field.
-        treatment: What becomes of it.
-        text: What it does, or why it does nothing: the sentence of the error, or of the log.
-        neutral: Values that ask for nothing, beside the default and None.
+        owner: Class of the field.
+        name: Name of the field.
+        treatment: Its treatment.
+        text: Its effect, or the reason why it has none, for errors and the log.
+        neutral: Values without effect, besides the default and None.
     """
 
     owner: type
@@ -72,7 +73,7 @@ class FieldNote:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A FieldNote before it has an owner and a name."""
+    """A FieldNote without owner and name."""
 
     treatment: Treatment
     text: str
@@ -92,7 +93,7 @@ def _refused(text: str, *neutral: Any) -> _Note:
 
 
 def _of(owner: type, **notes: _Note) -> list[FieldNote]:
-    """The notes of one class, by the names of its fields."""
+    """Return the notes of one class; keywords are names of its fields."""
     return [FieldNote(owner, name, note.treatment, note.text, note.neutral) for name, note in notes.items()]
 
 
@@ -384,14 +385,14 @@ _PARTS_OF_CONFIGURATION = [
 ]
 
 FIELDS: tuple[FieldNote, ...] = (*_REQUEST, *_PARTS_OF_REQUESTS, *_CONFIGURATION, *_PARTS_OF_CONFIGURATION)
-"""Every field of everything that a client hands in."""
+"""All fields of requests and configurations."""
 
 
 # ---------------------------------------------------------------------- the check
 
 
 class FieldChecker:
-    """Refuses and logs. One for each executor, so that each logs what it ignores once."""
+    """Checker of fields, which refuses or logs. One for each executor, which logs each ignored field once."""
 
     def __init__(self) -> None:
         self._notes = {
@@ -400,7 +401,7 @@ class FieldChecker:
         self._logged: set[str] = set()
 
     def check(self, given: Request | ExecutorConfig) -> None:
-        """Raise NotSupported for the first refused field that asks for something, and log what is ignored."""
+        """Raise NotSupported for the first refused field with an effective value, and log ignored ones."""
         for owner, each in _all_fields(given):
             note = self._notes.get((type(owner), each.name))
             if note is None or not _asks(getattr(owner, each.name), each, note):
@@ -420,17 +421,17 @@ class FieldChecker:
 
 
 def check_model_type(model_type: ModelType) -> None:
-    """Raise NotSupported unless it is a model without an encoder."""
+    """Raise NotSupported unless the model type has no encoder."""
     if model_type is not ModelType.DECODER_ONLY:
         raise NotSupported(f"ModelType.{model_type.name} is not supported: {_NO_ENCODER}")
 
 
 def _all_fields(owner: Any) -> Iterator[tuple[Any, Field[Any]]]:
-    """Every field of an object of the API and of those in it."""
+    """Yield every field of an object of the API and of the objects in it."""
     for each in fields(owner):
         yield owner, each
         value = getattr(owner, each.name)
-        # Objects stand alone or in a list of their like. Other lists may be long: a prompt is one.
+        # Objects are alone or in a list of their own kind. Other lists, such as prompts, may be long.
         parts = value if isinstance(value, list) else [value]
         if parts and isinstance(parts[0], Typed | Frozen):
             for part in parts:
@@ -438,7 +439,7 @@ def _all_fields(owner: Any) -> Iterator[tuple[Any, Field[Any]]]:
 
 
 def _asks(value: Any, each: Field[Any], note: FieldNote) -> bool:
-    """Whether a value asks for something. A tensor, which cannot be compared, does."""
+    """Return whether a value is not neutral. A tensor, which cannot be compared, is not."""
     if value is None:
         return False
     default = each.default if each.default_factory is MISSING else each.default_factory()

@@ -1,4 +1,4 @@
-"""docs/executor-fields.md, written from the table of fields so that they cannot disagree. Pure."""
+"""Generator of docs/executor-fields.md from the table of fields. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logged once. The default never is either.
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_HEAD]
     for owner, notes in groupby(FIELDS, key=lambda note: note.owner.__name__):
         parts += [f"## {owner}\n", *_rows(notes), ""]
