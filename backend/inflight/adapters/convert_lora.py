@@ -1,4 +1,4 @@
-"""`scripts/convert_lora`: a PEFT folder as the two files that requests of TensorRT-LLM's clients bring."""
+"""`scripts/convert_lora`: converts a PEFT folder to the two files of TensorRT-LLM's converter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inflight.models.registry import read_model_description
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Convert the folder that the command line names; returns the exit status."""
+    """Convert the folder named on the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="scripts/convert_lora",
         description=f"Write a PEFT folder's adapter as {WEIGHTS_FILE} and {CONFIG_FILE}: the tensors lora_weights "
