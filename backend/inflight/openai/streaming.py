@@ -63,9 +63,7 @@ class EventStream(Response):
         try:
             async for events in self._events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-        except (
-            Exception
-        ) as error:  # the status has been sent, so the client finds any error in the stream
+        except Exception as error:  # the status has been sent, so the client finds any error in the stream
             last = event(describe_error(error)[1])
             await send({"type": "http.response.body", "body": last, "more_body": True})
         finally:
