@@ -1,4 +1,4 @@
-"""The host's cache: who is stored, evicted, refused and waited for, with adapters that are made up."""
+"""The host cache with made-up adapters: storing, eviction, refusals and waiting requests."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_least_recently_used_of_the_idle_goes_first(make: Make) -> None:
     for task in (1, 2, 3):
         handles[task] = it.run(task, by_id(task, make_weights(task))).stored[0].handle
         it.cache.forget(task)
-    it.run(11, by_id(1, make_weights(99)))  # weights that come again freshen
+    it.run(11, by_id(1, make_weights(99)))  # weights sent again make the adapter the most recently used
     it.cache.forget(11)
     update = it.run(4, by_id(4, make_weights(4, 2)))
     assert update.dropped == (handles[2], handles[3])
@@ -293,7 +293,7 @@ def test_requests_that_wait_for_a_load_are_answered_when_the_cache_closes(make: 
 
 
 def test_names_cost_nothing_per_request(make: Make) -> None:
-    """The work of a request does not grow with the number of stored adapters: no other entry is looked at."""
+    """The work for a request does not grow with the number of stored adapters: no other entry is read."""
     it = make(2000)
 
     class Counting(dict[LoraRequest, Any]):

@@ -1,4 +1,4 @@
-"""The two converters: the server's script and the client's, which must not differ by a byte."""
+"""The server's and the client's converter, whose files must be equal byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of adapters against the model: TensorRT-LLM's words, and what makes two adapters equal."""
+"""Checks of adapters' tensors against the model, with TensorRT-LLM's messages, and the digest of adapters."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_one_changed_number_changes_the_digest(decoder: DecoderConfig) -> None:
 
 def test_the_same_numbers_elsewhere_are_another_adapter(decoder: DecoderConfig) -> None:
     numbers = np.ones((1, 1, 256), np.float32)
-    places = [(Q, 0), (Q, 1), (Module.ATTN_DENSE, 0)]  # of the same sizes
+    places = [(Q, 0), (Q, 1), (Module.ATTN_DENSE, 0)]  # of equal sizes
     made = [read_lora_tensors(numbers, np.array([[[*place, 2]]], np.int32)) for place in places]
     half = read_lora_tensors(numbers.astype(np.float16), np.array([[[Q, 0, 2]]], np.int32))
     assert len({check_adapter(each, decoder, 8).digest for each in (*made, half)}) == 4
@@ -147,7 +147,7 @@ def test_numbers_that_are_none_are_refused(decoder: DecoderConfig, dtype: torch.
 
 
 def test_numbers_behind_a_row_say_that_it_is_another(decoder: DecoderConfig) -> None:
-    """As a fused projection under the id of its first part would have them."""
+    """A fused projection under the id of its first part has them, for example."""
     weights, config = np.zeros((1, 1, 1000), np.float32), np.array([[[Q, 0, 1]]], np.int32)
     weights[0, 0, 128] = 1e-30
     assert "has 128 numbers by its adapter_size 1, and more behind them" in error_of(

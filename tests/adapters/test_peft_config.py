@@ -33,7 +33,7 @@ REFUSED: dict[str, Any] = {
     "arrow_config": {"top_k": 3},
     "kasa_config": {"x": 1},
 }
-"""Fields that a row cannot express, and a value that is refused."""
+"""Fields that a row cannot express, each with a refused value."""
 WRONG: dict[str, Any] = {
     "peft_type": "LOHA",
     "bias": "lora_only",
@@ -49,7 +49,7 @@ WRONG: dict[str, Any] = {
     "layers_pattern": [1],
     "init_lora_weights": "pissa_niter_4",
 }
-"""Fields that are honoured, and a value that is refused."""
+"""Fields that are honoured, each with a refused value."""
 
 
 def fields_of_peft() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows made of PEFT's folders give the weights that PEFT itself merges."""
+"""Rows read from PEFT's folders give the same weights as PEFT's own merge."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FILE = "adapter_model.safetensors"
 def split_weights(
     state: dict[str, torch.Tensor], model: ModelDescription
 ) -> dict[tuple[int, Module], torch.Tensor]:
-    """[out, in] of every linear layer of a model's tensors, query, key and value apart."""
+    """Return the weight [out, in] of every linear layer, with query, key and value separated."""
     decoder, found = model.decoder, {}
     for layer in range(decoder.num_layers):
         prefix = model.names.base + model.names.layers.format(layer)
@@ -210,7 +210,7 @@ def test_fused_projections_of_a_gated_model(zoo: Zoo, tmp_path: Path) -> None:
         torch.testing.assert_close(fused[1][module].b, each.b, rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refusals
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""From names, ids, paths and folders to adapters: the whole cache, on folders that are there."""
+"""Adapters by name, id, path and folder, through the whole cache, with real folders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def peft_folder(zoo: Zoo, tmp_path: Path) -> Path:
 
 
 class Served:
-    """A cache of folders, asked for one adapter at a time."""
+    """A cache of folders, used for one adapter at a time."""
 
     def __init__(self, model: ModelDescription, max_bytes: int = 8 * MIB, **folders: Any) -> None:
         self.notified: queue.SimpleQueue[None] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Weights that wait to be stored have a limit, and leave it whatever becomes of them."""
+"""The limit of waiting weights, and the ends of their counting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .caching import UNIT, WRONG, Caching, Make, by_id, errors, make_weights
 
 
 def bring(it: Caching, request_id: int, lora: LoraRequest) -> None:
-    """Bring weights as the engine's client does, then the loop."""
+    """Add weights like the engine's client, then like the loop."""
     AdapterCommands(it.cache, AdapterFolders()).expect_weights(request_id, lora.num_bytes)
     it.submit(request_id, lora)
 
@@ -33,7 +33,7 @@ def test_too_many_are_refused_by_the_limits_name(make: Make) -> None:
 
 
 def test_one_alone_may_always_wait(make: Make) -> None:
-    """So that it gets the cache's own answer."""
+    """So that the cache itself answers the request."""
     it = make(1)
     bring(it, 1, by_id(1, make_weights(1, units=2)))
     assert "PEFT Cache is full" in errors(it.next())[1]

@@ -33,14 +33,14 @@ def delta(text: str = "", ids: tuple[int, ...] = (), reason: str = "NOT_FINISHED
 
 
 def until_stopped(server: FakeServer, asked: Asked) -> Iterator[Response]:
-    """A first token, and then nothing until somebody ends the request."""
+    """Yield a first token, then nothing until the request is stopped."""
     yield response(asked, "a", "NOT_FINISHED")
     while not server.stopped.is_set() and not server.cancelled.is_set():
         server.stopped.wait(0.05)
     yield from answer_with(asked, [""], "CANCELLED")
 
 
-# -------------------------------------------------------------------- what is asked
+# -------------------------------------------------------------------- requests
 
 
 def test_text_goes_to_the_ensemble_under_its_names(server, client) -> None:
@@ -131,7 +131,7 @@ def test_an_unknown_option_is_an_error(client) -> None:
         client.generate("x", topk=5)
 
 
-# -------------------------------------------------------------------- what comes back
+# -------------------------------------------------------------------- responses
 
 
 @pytest.mark.parametrize("empty_final", [True, False])
@@ -249,7 +249,7 @@ def test_one_client_serves_many_threads(server, client) -> None:
 
 
 def refuse_texts(asked: Asked) -> Iterator[Response]:
-    """An answer to a prompt of ids, and a refusal of any other."""
+    """Answer a prompt of ids; refuse any other."""
     if "text_input" in asked.inputs:
         raise Refusal("UNAVAILABLE", "Exceeds maximum queue size")
     yield from answer_with(asked, [[5], [6, 7]])
@@ -293,7 +293,7 @@ def test_a_server_that_comes_back_gets_another_stream(server, client) -> None:
         client.generate("x")
     assert caught.value.status == "UNAVAILABLE"
     again = FakeServer(server.port)
-    deadline = time.monotonic() + PATIENCE_S  # gRPC connects again when it likes to
+    deadline = time.monotonic() + PATIENCE_S  # gRPC reconnects after a time of its own choice
     while True:
         try:
             assert client.generate("x").text == client.generate("y").text == "abc"
@@ -349,7 +349,7 @@ def test_prompts_and_integers_of_wrong_types_are_refused(client, prompt, options
 
 
 def test_an_exception_in_a_loop_over_a_stream_ends_the_program(server) -> None:
-    """And does not leave it waiting for a thread that reads the stream."""
+    """The program does not wait for the thread that reads the stream."""
     server.answer = lambda asked: until_stopped(server, asked)
     program = f"from inflight_client import Client\nfor _ in Client({server.url!r}).stream('x'): 1 / 0"
     done = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, capture_output=True)

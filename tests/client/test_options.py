@@ -1,4 +1,4 @@
-"""Options on the wire, and what comes back for them."""
+"""Options as sent to the server, and the results that they add."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUMBERS = {
 }
 IDS_NAMES = {name: control.tensor for name, control in OF_CONTROLS.items()}
 TEXT_NAMES = {"top_p_reset_id": "top_p_reset_ids"}
-# One value of each, in the shapes of a vocabulary of four.
+# One value of each, for a vocabulary of four.
 ARRAYS = {
     "embedding_bias": [0.0, 1.0, -1.0, 0.5],
     "allowed_token_ids": [3, 9],
@@ -71,7 +71,7 @@ def client(server: FakeServer) -> Client:
     return Client(server.url)
 
 
-# -------------------------------------------------------------------- what is asked
+# -------------------------------------------------------------------- requests
 
 
 def test_numbers_go_by_the_text_models_names(server, client) -> None:
@@ -183,7 +183,7 @@ def test_an_adapters_weights(server, client, dtype, datatype) -> None:
 
 
 def test_weights_of_bfloat16_cross_bit_by_bit() -> None:
-    bits = (WEIGHTS.view(np.uint32) >> 16).astype(np.uint16)  # exact: these have few digits
+    bits = (WEIGHTS.view(np.uint32) >> 16).astype(np.uint16)  # exact: the values have few digits
     call = generate_call([5], False, {"lora": 7, "lora_weights": (bits.view("V2"), ROWS[None])})
     (tensor,) = [each for each in call.inputs if each.name() == "lora_weights"]
     assert (tensor.datatype(), tensor.shape()) == ("BF16", [1, 2, 6])
@@ -401,7 +401,7 @@ def test_requested_outputs_are_named(server, client, options, outputs: list[str]
     assert server.asked[0].outputs == ["output_ids", "sequence_length", "finish_reason", *outputs]
 
 
-# -------------------------------------------------------------------- what comes back
+# -------------------------------------------------------------------- responses
 
 
 def answer(asked: Asked, *responses: dict[str, np.ndarray]) -> Iterator[Response]:
@@ -411,7 +411,7 @@ def answer(asked: Asked, *responses: dict[str, np.ndarray]) -> Iterator[Response
 
 
 def ids_of(*rows: list[int], reason: str = "NOT_FINISHED", **more: np.ndarray) -> dict[str, np.ndarray]:
-    """Rows of ids, filled up with -1 to the longest."""
+    """Return rows of ids, padded with -1 to the longest."""
     longest = max(map(len, rows))
     padded = [[*row, *[-1] * (longest - len(row))] for row in rows]
     return {
@@ -423,7 +423,7 @@ def ids_of(*rows: list[int], reason: str = "NOT_FINISHED", **more: np.ndarray) -
 
 
 def floats(values: list) -> np.ndarray:
-    """With the batch dimension, exact in float32."""
+    """Return float32 values with the batch dimension, which are exact."""
     return np.array([values], np.float32)
 
 
@@ -536,7 +536,7 @@ def test_sequences_that_come_in_one_response(server) -> None:
 def test_log_probs_of_a_stream_are_taken_once_though_its_responses_repeat_them(
     server, client, prompt, repeats
 ) -> None:
-    """A server may send those of all tokens so far in every response, or each response's own."""
+    """A server may repeat the log probs of all tokens so far in every response, or not."""
     parts = [(-0.5,), (-0.25, -1.0), ()]
     so_far = [(-0.5,), (-0.5, -0.25, -1.0), (-0.5, -0.25, -1.0)]
 

@@ -18,7 +18,7 @@ def parameters(cls: type) -> list[str]:
     return list(inspect.signature(cls).parameters)
 
 
-# By class: its fields in positional order, with their defaults; ... for one that has to be given.
+# Fields in positional order with their defaults, by class; ... for a required field.
 DEFAULTS: dict[type, dict[str, Any]] = {
     trtllm.DynamicBatchConfig: {
         "enable_batch_size_tuning": ...,

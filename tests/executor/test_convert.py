@@ -50,7 +50,7 @@ PLAIN = CoreRequest(0, (1, 2, 3), 5, sampling=CoreSamplingConfig(early_stopping=
 
 
 def test_a_plain_request() -> None:
-    """Without an end id, early stopping is the one default that the server's tensors do not have."""
+    """Without an end id, early stopping is the only default that differs from the server's tensors."""
     assert convert() == PLAIN
 
 
@@ -69,7 +69,7 @@ def test_an_adapter_comes_with_its_bytes(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     expected = LoraWeights(Matrix((2, 6), name, RawBuffer(raw)), ((1, 0, 2, 0), (3, 1, 1, 1)))
     assert convert(lora_config=trtllm.LoraConfig(7, weights, ROWS)).lora == LoraRequest(7, weights=expected)
-    turned = weights.T.contiguous().T  # not in one piece
+    turned = weights.T.contiguous().T  # not contiguous
     assert convert(lora_config=trtllm.LoraConfig(7, turned, ROWS)).lora == LoraRequest(7, weights=expected)
 
 
@@ -215,7 +215,7 @@ def test_every_field_that_works_is_converted_or_is_the_executors_own() -> None:
         assert working == names | own.get(owner, set())
 
 
-# ---------------------------------------------------------------- what is not one to one
+# ---------------------------------------------------------------- fields with converted meanings
 
 
 @pytest.mark.parametrize("end_id", [None, -1])

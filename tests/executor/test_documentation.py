@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/executor.md that need no server, as they are."""
+"""The Python blocks of README.md and docs/executor.md that need no server run unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answers that a program gets when it asks, and the requests that have ended."""
+"""The answers that a program takes, and which requests have ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.executor.results import Answers, EngineAnswer, ResponseOptions
 
 
 def answer(request_id: int, answers: Answers | None = None) -> EngineAnswer:
-    """A final one."""
+    """Return a final answer."""
     answers = answers or Answers(ResponseOptions(False, False, 1, 8, None, OutputOptions()), 1)
     return answers.add(Response(request_id, error=Unavailable("no"), is_final=True))
 

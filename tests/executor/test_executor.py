@@ -1,4 +1,4 @@
-"""Enqueue, await, cancel and shut down: what clients of TensorRT-LLM's Executor rely on."""
+"""Enqueue, await, cancel and shut down, for clients of TensorRT-LLM's Executor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.executor.conftest import PROMPT, VOCABULARY, make_config, make_execut
 
 NO_TIME = timedelta(0)
 A_MINUTE = timedelta(minutes=1)
-LONG = 30_000  # so that it is still in flight, however busy the machine is
+LONG = 30_000  # long enough to be still in flight on a busy machine
 
 
 def request(max_tokens: int = 6, **fields) -> trtllm.Request:
@@ -66,7 +66,7 @@ def test_all_generated_tokens_means_nothing_to_a_whole_answer(executor, referenc
 
 def test_an_end_id_and_a_stop_word_end_it(executor, reference) -> None:
     tokens = reference(PROMPT, 6)
-    end = tokens.index(tokens[3])  # the first time it comes
+    end = tokens.index(tokens[3])  # its first occurrence
     (ended,) = results_of(executor, request(end_id=tokens[3]))
     assert ended.output_token_ids == [PROMPT + tokens[:end]]
     assert ended.finish_reasons == [trtllm.FinishReason.END_ID]
@@ -312,7 +312,7 @@ def test_cancelling_nobody_is_ignored(executor) -> None:
     assert executor.await_responses(NO_TIME) == []
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refusals
 
 
 def test_a_request_that_cannot_be_served_is_answered_with_an_error(executor, reference) -> None:
@@ -383,7 +383,7 @@ def test_a_checkpoint_that_does_not_load(tmp_path: Path) -> None:
         trtllm.Executor(tmp_path, trtllm.ModelType.DECODER_ONLY, make_config())
 
 
-# ---------------------------------------------------------------------- the end
+# ---------------------------------------------------------------------- shutdown
 
 
 def test_after_the_end_every_call_raises(checkpoint: Path) -> None:
@@ -422,7 +422,7 @@ def test_shutdown_wakes_waiting_threads(checkpoint: Path, monkeypatch: pytest.Mo
         return take(*args)
 
     monkeypatch.setattr(executor._enqueued, "take", announced)
-    # Nothing but the end lets these go on, or the answer to the last request, which is an error then.
+    # Only the shutdown ends these waits, or the answer to the last request, which then is an error.
     waits = [lambda: executor.await_responses(1 << 40), lambda: executor.await_responses(request_id)]
     threads = [threading.Thread(target=lambda wait=wait: found.append(wait())) for wait in waits]
     for thread in threads:
@@ -454,14 +454,14 @@ print("done")
 
 
 def test_an_executor_that_nobody_has_ends_and_so_does_a_program_that_forgets_it(checkpoint: Path) -> None:
-    # In a process of its own: what pytest keeps of log records may keep an executor.
+    # In a process of its own: log records kept by pytest may refer to an executor.
     done = subprocess.run(
         [sys.executable, "-c", _FORGETFUL, checkpoint], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-# ---------------------------------------------------------------------- what there is to tell
+# ---------------------------------------------------------------------- reports
 
 
 def test_statistics_are_drained(executor) -> None:
@@ -526,7 +526,7 @@ def test_events_of_the_kv_cache(checkpoint: Path) -> None:
 
 
 def _events(manager, count: int) -> list[trtllm.kv_cache.KVCacheEvent]:
-    """Events as they come, until there are so many."""
+    """Return the first `count` events."""
     found: list[trtllm.kv_cache.KVCacheEvent] = []
     while len(found) < count:
         found += manager.get_latest_events()

@@ -1,4 +1,4 @@
-"""Every field of what a client hands in works, is ignored, or is refused, and the table and its page say which."""
+"""Every field of requests and configurations works, is ignored, or is refused, as the table says."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WITHOUT_NOTES = {
 
 
 def classes_of_a_client() -> set[type]:
-    """Every class of what is handed in."""
+    """Return all classes of requests and configurations."""
     named = {getattr(trtllm, name) for name in trtllm.__all__}
     ending = ("Config", "Params", "Input", "ModelOutput", "Request", "Defaults")
     found = {cls for cls in named if isinstance(cls, type) and cls.__name__.endswith(ending)}
@@ -192,7 +192,7 @@ NESTED: dict[str, trtllm.Request | trtllm.ExecutorConfig] = {
         cache_transceiver_config=trtllm.CacheTransceiverConfig(kv_transfer_timeout_ms=8)
     ),
 }
-# Setting one of these sets the mode too, which is refused first.
+# Setting one of these also sets the mode, which is refused first.
 BEHIND_THE_MODE = {"lookahead_decoding_config", "medusa_choices", "eagle_config"}
 
 

@@ -1,4 +1,4 @@
-"""`Executor.generate`: prompts as text or ids, alone or several, to texts."""
+"""`Executor.generate`: one or several prompts, as text or ids, to texts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_stop_string_cuts_the_texts_of_beams(executor) -> None:
 
 
 class _Handed:
-    """In the place of Generating: keeps the requests that it was to hand on."""
+    """A replacement of Generating that stores its requests."""
 
     requests: ClassVar[list[CoreRequest]] = []
 

@@ -1,4 +1,4 @@
-"""PromptTuningConfig: what the engine gets of it, and that its tokens are those of transformers' inputs_embeds."""
+"""PromptTuningConfig: its conversion, and tokens equal to those of transformers' inputs_embeds."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def make_request(rows: torch.Tensor, extra_ids: list[int] | None = None, **field
 
 @pytest.fixture(scope="module")
 def with_rows(checkpoint):
-    """Greedy tokens of IDS, by transformers."""
+    """Return a function for transformers' greedy tokens of IDS."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    model.generation_config.eos_token_id = None  # a shortest length would ban it instead
+    model.generation_config.eos_token_id = None  # a minimum length would ban the end id instead
 
     def greedy(rows: torch.Tensor, num_tokens: int = 8) -> list[int]:
         ids = torch.tensor(IDS)

@@ -18,7 +18,7 @@ from tests.ranks.mpirun import TIMEOUT_S, run_ranks, start_ranks
 from tests.tiers import with_all
 
 PROMPTS = [[token] * 5 for token in range(5, 11)]
-LONG = 30_000  # so that it is still in flight, however busy the machine is
+LONG = 30_000  # long enough to be still in flight on a busy machine
 
 
 @pytest.mark.parametrize("pp_size", with_all([1, 2], [1]))

@@ -1,4 +1,4 @@
-"""Request, SamplingConfig, OutputConfig and the configurations that only some requests have."""
+"""Request, SamplingConfig, OutputConfig, and the parts that only some requests have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GuideType = trtllm.GuidedDecodingParams.GuideType
 
 
 def keywords(cls: type) -> dict[str, Any]:
-    """Names of the constructor's keyword-only parameters."""
+    """Return the names of the constructor's keyword-only parameters."""
     parameters = inspect.signature(cls).parameters.values()
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
@@ -295,7 +295,7 @@ def test_sizes_of_lookahead_decoding_go_together(sizes: tuple[int, int, int], me
 def test_lookahead_decoding_computes_its_resources() -> None:
     config = trtllm.LookaheadDecodingConfig(3, 5, 7)
     assert (config.max_window_size, config.max_ngram_size, config.max_verification_set_size) == (3, 5, 7)
-    # 3 tokens of the first column, and 4 for each of 2 more columns and 7 guesses; one token beside them.
+    # 3 tokens of the first column, 4 for each of 2 more columns and 7 guesses, and one more token.
     assert config.calculate_speculative_resource() == (40, 5, 39, 4)
     assert trtllm.LookaheadDecodingConfig.calculate_speculative_resource_tuple(1, 1, 0) == (1, 1, 0, 0)
     defaults = (
@@ -527,7 +527,7 @@ def test_the_requests_own_number_of_sequences_is_deprecated_and_works() -> None:
 
 
 def test_a_request_keeps_copies() -> None:
-    """As the original's did: one configuration may be changed and used for many requests."""
+    """Like in the bindings, one configuration may be changed and used for many requests."""
     sampling, words = trtllm.SamplingConfig(), [[1]]
     request = trtllm.Request([1], 1, sampling_config=sampling, bad_words=words)
     sampling.top_k = 5

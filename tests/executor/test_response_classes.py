@@ -69,7 +69,7 @@ def test_a_result_crosses_as_bytes() -> None:
 
 
 class Harmful:
-    """Object whose unpickling runs code."""
+    """An object whose unpickling runs code."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return pytest.fail, ("this was executed",)

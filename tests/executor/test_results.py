@@ -1,4 +1,4 @@
-"""From the engine's responses to a client's, as an engine here rarely makes them: joined, ragged, with drafts."""
+"""Conversion of responses that an engine rarely makes: joined, ragged, with drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = 3
 
 
 def logits(*rows: float) -> FloatTensor:
-    """Rows of one value each."""
+    """Return rows with one value each."""
     return FloatTensor(
         (len(rows), VOCABULARY), array("f", [v for v in rows for _ in range(VOCABULARY)]).tobytes()
     )
@@ -27,7 +27,7 @@ def make_answers(streaming: bool = True, repeats: bool = False, **output) -> Ans
 
 
 def delta(*tokens: int, final: bool = False, index: int = 0, **fields) -> Response:
-    """Streamed tokens of one sequence."""
+    """Return a response with streamed tokens of one sequence."""
     reason = LENGTH if final else ON
     return Response(
         1, SequenceResult((tokens,), 2, (len(tokens),), (reason,), index, final, **fields), None, final
@@ -35,7 +35,7 @@ def delta(*tokens: int, final: bool = False, index: int = 0, **fields) -> Respon
 
 
 def results(answers: Answers, *responses: Response) -> list:
-    """Added in order, and converted the other way round."""
+    """Add responses in order, convert them in reverse order, and return the results."""
     added = [answers.add(response) for response in responses]
     return [answer.to_response().result for answer in reversed(added)][::-1]
 
@@ -124,7 +124,7 @@ def test_counts_of_blocks_and_drafts() -> None:
 def test_missed_blocks_are_all_of_the_prompt_that_were_not_found(
     num_tokens: int, num_reused: int, num_missed: int, rate: float
 ) -> None:
-    """The last one among them, be it full or not, as NVIDIA's tests want it."""
+    """As in NVIDIA's tests, the last block counts whether it is full or not."""
     asked = ResponseOptions(
         False, False, 4, VOCABULARY, None, OutputOptions(return_perf_metrics=True), tokens_per_block=4
     )

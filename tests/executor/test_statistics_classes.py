@@ -1,4 +1,4 @@
-"""Statistics can be written, and become JSON with TensorRT-LLM's keys."""
+"""Statistics are writable, and become JSON with TensorRT-LLM's keys."""
 
 from __future__ import annotations
 

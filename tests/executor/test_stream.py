@@ -13,7 +13,7 @@ from inflight.core.request.adapter import LoraRequest
 from inflight.errors import Unavailable
 from tests.executor.conftest import PROMPT, make_executor
 
-LONG = 30_000  # so that it is still in flight, however busy the machine is
+LONG = 30_000  # long enough to be still in flight on a busy machine
 
 
 async def collect(executor: trtllm.Executor, request: trtllm.Request) -> list[int]:

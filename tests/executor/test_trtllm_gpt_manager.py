@@ -1,4 +1,4 @@
-"""GptManager by its documented signature: a test for each promise of The Batch Manager."""
+"""GptManager with its documented signature: a test for each promise of The Batch Manager."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PARAMS = TrtGptModelOptionalParams(max_num_sequences=4)
 
 
 def load_fake(parameters: Parameters, version_dir: str, rank_context: object) -> LoadedModel:
-    """An engine that makes tokens up, with the room that the parameters say."""
+    """Return a fake engine with the room given in the parameters."""
     config = parameters.engine
     assert config.gpt_model_path == MODEL
     num_tokens = config.max_tokens_in_paged_kv_cache or config.max_num_sequences * 4096
@@ -81,7 +81,7 @@ class Answer:
 
 @dataclass
 class Client:
-    """The callbacks, what they return and what they got."""
+    """The callbacks, with the values that they return and received."""
 
     pending: queue.Queue[InferenceRequest] = field(default_factory=queue.Queue)
     answers: queue.Queue[Answer] = field(default_factory=queue.Queue)
@@ -122,7 +122,7 @@ class Client:
         return self.get, self.send, self.poll, self.report
 
     def all_of(self, request_id: int) -> list[Answer]:
-        """Every response to one request, of a client that has no other in flight."""
+        """Return all responses to one request of a client with no other in flight."""
         answers = [self.answers.get(timeout=TIMEOUT_S)]
         while not answers[-1].is_final:
             answers.append(self.answers.get(timeout=TIMEOUT_S))
@@ -161,7 +161,7 @@ def manager(client: Client) -> Iterator[GptManager]:
 
 
 def test_a_gpt_manager_is_constructed_as_documented(client: Client) -> None:
-    """Path, type, beam width, policy, most requests, Get and Send, in this order."""
+    """Path, type, beam width, policy, max_num_requests, Get and Send, in this order."""
     manager = GptManager(
         Path(MODEL),
         TrtGptModelType.InflightBatching,
@@ -300,7 +300,7 @@ def test_statistics_of_v1_batching(client: Client) -> None:
 
 
 def test_the_callbacks_of_an_iteration_come_in_order(client: Client, manager: GptManager) -> None:
-    """Get at the start; Send, and then Poll and ReturnBatchManagerStats, at the end."""
+    """Get at the start; Send, then Poll and ReturnBatchManagerStats, at the end."""
     client.ask(make_request(1, 1))
     manager.shutdown()
     calls = client.calls[client.calls.index("get") :]
@@ -331,14 +331,14 @@ def test_there_are_no_statistics_without_active_requests(client: Client, manager
     assert client.polled.wait(TIMEOUT_S), "an idle manager polls on"
     client.polled.clear()
     assert client.polled.wait(TIMEOUT_S)
-    assert len(client.stats) <= manager_calls + 1  # the last iteration's may come after its response
+    assert len(client.stats) <= manager_calls + 1  # the last iteration may be reported after its response
 
 
 @pytest.mark.parametrize("policy", list(SchedulerPolicy), ids=lambda policy: policy.name)
 def test_a_paused_request_is_resumed_and_its_tokens_are_the_same(
     client: Client, policy: SchedulerPolicy
 ) -> None:
-    """Room for two of three requests: one policy lets the third wait, the other pauses one that runs."""
+    """With room for two of three requests, one policy makes the third wait, the other pauses one."""
     small = TrtGptModelOptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=4 * 32, enable_block_reuse=False), max_num_sequences=3
     )
@@ -392,7 +392,7 @@ def test_a_callback_may_shut_it_down(client: Client) -> None:
 
 
 def test_blocks_and_slots_of_a_request_are_free_before_its_final_response(client: Client) -> None:
-    """Its id, its slot and its KV blocks: the callback of the final response hands over the next request."""
+    """The callback of the final response submits the next request, which needs its id, slot and KV blocks."""
     room_for_one = TrtGptModelOptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=32, enable_block_reuse=False), max_num_sequences=1
     )
@@ -429,7 +429,7 @@ def test_seeds_come_in_torchs_int64_too(client: Client, manager: GptManager) -> 
 
 
 def test_a_checkpoint_gives_the_tokens_that_transformers_gives(client: Client, tmp_path: Path) -> None:
-    torch.set_num_threads(1)  # a model this small only waits for itself on more
+    torch.set_num_threads(1)  # a model this small is slower with more threads
     model = make_model(tmp_path, "llama-gqa")
     prompt = model.prompt(7)
     ids = torch.tensor([prompt], dtype=torch.int32)
@@ -442,7 +442,7 @@ def test_a_checkpoint_gives_the_tokens_that_transformers_gives(client: Client, t
 
 
 def test_an_adapters_weights_come_once_and_then_its_id_is_enough(client: Client, tmp_path: Path) -> None:
-    """Specification: lora_task_id, lora_weights and lora_config the first time, then lora_task_id alone."""
+    """Specification: lora_task_id, lora_weights and lora_config the first time, then only lora_task_id."""
     torch.set_num_threads(1)
     model = make_model(tmp_path / "model", "llama-gqa")
     adapted = make_peft_model(model, r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])

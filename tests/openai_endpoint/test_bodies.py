@@ -1,4 +1,4 @@
-"""Bodies from bytes: their size and their counts, and that what waits of them is bounded."""
+"""Reading of bodies: limits on their size, on their number of values, and on waiting bodies."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ def test_content_types_that_need_no_preflight_are_refused(header: str) -> None:
 
 @pytest.fixture
 def session() -> Iterator[EngineSession]:
-    found = EngineSession(cast(EngineClient, None))  # nothing is submitted
+    found = EngineSession(cast(EngineClient, None))  # no request is submitted
     yield found
     found.close()
 
 
 def request_of(parts: Sequence[bytes | None], length: int | None = None) -> Request:
-    """A request whose body comes in parts; None: its client goes away."""
+    """Return a request whose body arrives in parts; at a part None its client disconnects."""
     left = list(parts)
 
     async def receive() -> dict[str, Any]:
@@ -174,7 +174,7 @@ def test_all_large_bodies_that_wait_are_bounded_and_small_ones_are_taken(session
     waiting = asyncio.Event()
 
     def begun() -> Request:
-        """Nearly all of a body, and a client that sends the rest later."""
+        """Return a request whose client sends nearly all of its body now, and the rest later."""
         begin = b'{"prompt": "' + b"x" * (size - 100)
 
         async def receive() -> dict[str, Any]:

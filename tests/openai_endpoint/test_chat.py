@@ -62,7 +62,7 @@ def test_a_stream_has_the_same_answer(client: openai.OpenAI) -> None:
 
 def test_the_stream_helper_of_the_client_accumulates_it(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**ASKED).choices[0].message.content or ""
-    end = whole[12:16]  # the helper takes an answer that was cut for an error
+    end = whole[12:16]  # the helper raises an error for an answer cut by its length
     with client.chat.completions.stream(**ASKED, stop=[end]) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.content == whole[: whole.find(end)]
@@ -174,7 +174,7 @@ def test_tokenize_tells_what_would_be_computed(fake_url: str) -> None:
 
 @pytest.mark.parametrize("writes_bos", [True, False])
 def test_a_chat_has_the_bos_of_its_template_alone(tmp_path: Path, writes_bos: bool) -> None:
-    """The tokenizer's own BOS, which it puts in front of other texts, is not added."""
+    """The tokenizer does not add its own BOS, as it does for other texts."""
     source = "{{ bos_token }}" * writes_bos + "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     folder = folder_with_bos(tmp_path, chat_template=source)
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
@@ -248,7 +248,7 @@ def test_unsupported_fields_are_refused(fake_url: str, changes: dict[str, Any], 
 def test_how_many_chats_without_a_length_run_at_once(
     template: Path, policy: str, default_max_tokens: int | None, num_running: int
 ) -> None:
-    """In a KV cache with room for two that fill the model's length."""
+    """The KV cache has room for two sequences of the model's length."""
     parameters = {"max_sequence_length": "512", "max_tokens_in_paged_kv_cache": "1024"}
     asked = {"messages": MESSAGES, "stream": True, "ignore_eos": True}
     with (
@@ -279,4 +279,4 @@ def test_how_many_chats_without_a_length_run_at_once(
             pool.submit(ask)
         begun = wait_until(lambda found: found[0] + found[1] == 6)[2]
         assert wait_until(lambda found: found[2] > begun + 2)[:2] == (num_running, 6 - num_running)
-        engine.close()  # which ends what still runs
+        engine.close()  # ends requests that still run

@@ -20,7 +20,7 @@ ASKED: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "t
 
 
 def texts_of(chunks: Any) -> dict[int, str]:
-    """The texts of a stream's choices, by index."""
+    """Return the texts of a stream's choices, by index."""
     texts: dict[int, str] = {}
     for chunk in chunks:
         for choice in chunk.choices:

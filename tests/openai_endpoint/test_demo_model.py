@@ -1,4 +1,4 @@
-"""The demo model on the real engine: what clients get is what the engine and transformers say."""
+"""The demo model on the real engine: clients get the values of the engine and of transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ids_of(answer: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def log_softmax() -> Iterator[Any]:
-    """Log probabilities after each token, by transformers."""
+    """Yield a function that returns transformers' log probs after each token."""
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
 
     def of(ids: list[int]) -> torch.Tensor:
@@ -162,7 +162,7 @@ GUIDED: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 80, "
     ],
 )
 def test_a_text_is_valid_by_its_schema(demo_client: openai.OpenAI, fields: dict[str, Any]) -> None:
-    # Without a space JSON cannot be spaced out to the end of the budget.
+    # Without spaces, JSON cannot be padded up to max_tokens.
     bias = {str(token_id): -100 for token_id in spaces()}
     answer = demo_client.completions.create(**GUIDED, logit_bias=bias, extra_body=fields)
     assert answer.choices[0].finish_reason == "stop"
@@ -170,7 +170,7 @@ def test_a_text_is_valid_by_its_schema(demo_client: openai.OpenAI, fields: dict[
 
 
 def spaces() -> list[int]:
-    """Tokens of nothing but white space."""
+    """Return the tokens that are only white space."""
     table = Tokenizer.from_dir(DEMO).token_bytes()
     return [token_id for token_id, text in enumerate(table) if text and not text.strip()]
 
@@ -289,10 +289,10 @@ WRITTEN = "".join(
 def test_calls_are_found_that_a_model_chose_to_write(
     demo_client: openai.OpenAI, parallel: bool, names: list[str]
 ) -> None:
-    """The guide stands for a model that has learnt to write calls; the parser knows nothing of it."""
+    """A guide replaces a model trained to write calls; the parser does not know of it."""
     asked: dict[str, Any] = {
         **CALLING,
-        "max_completion_tokens": 400,  # any tokens that spell the text may come, bytes among them
+        "max_completion_tokens": 400,  # any tokens that spell the text may be sampled, single bytes included
         "tool_choice": "auto",
         "parallel_tool_calls": parallel,
         "extra_body": {"guided_choice": [WRITTEN]},
@@ -310,7 +310,7 @@ def test_calls_are_found_that_a_model_chose_to_write(
 
 @pytest.mark.parametrize("text", ["<tool_call>never closed", "\U0001f642\U0001f643"])
 def test_ids_of_a_stream_come_also_while_text_is_held_back(demo_client: openai.OpenAI, text: str) -> None:
-    """Text that may become a call, and bytes of a character that is not whole yet."""
+    """Text is held if it may become a call, or is an incomplete character."""
     guide: dict[str, Any] = {**WITH_IDS, "guided_choice": [text]}
     asked: dict[str, Any] = {**CALLING, "extra_body": guide}
     whole = demo_client.chat.completions.create(**asked)
@@ -358,7 +358,7 @@ def test_an_adapter_is_a_model(demo_client: openai.OpenAI, adapter: Path) -> Non
 
 @pytest.fixture
 def styleless(request: Any, demo: tuple[EngineClient, str], tmp_path: Path) -> Iterator[openai.OpenAI]:
-    """A client of an application whose template says nothing of how calls are written, and ends as asked."""
+    """A client of an application whose template does not show how calls are written, and ends as given."""
     file = tmp_path / "template.jinja"
     messages = "{% for message in messages %}{{ message.content.split('</think>')[-1] }}{% endfor %}"
     file.write_text("{{ tools | tojson }}" + messages + request.param, encoding="utf-8")

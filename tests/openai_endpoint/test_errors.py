@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, and clients that go away; by raw HTTP, on the fake engine."""
+"""Errors in OpenAI's form, and disconnected clients; by raw HTTP, on the fake engine."""
 
 from __future__ import annotations
 
@@ -171,14 +171,14 @@ def test_ids_that_no_tokenizer_has_are_refused(fake_url: str) -> None:
     ],
 )
 def test_a_long_wrong_list_has_few_errors(kind: type[Body], body: dict[str, Any]) -> None:
-    """An error for every item would be made on the event loop, and stall everybody."""
+    """One error for every item would be made on the event loop, and delay all requests."""
     with pytest.raises(pydantic.ValidationError) as caught:
         kind.model_validate(body)
     assert caught.value.error_count() <= 4
 
 
 def test_a_body_without_its_header_is_told_which(fake_url: str) -> None:
-    form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d says without -H
+    form = {"content-type": "application/x-www-form-urlencoded"}  # curl -d sends this type without -H
     answer = httpx.post(f"{fake_url}/v1/completions", content=json.dumps(ASKED), headers=form)
     error = answer.json()["error"]
     assert answer.status_code == 400 and "Content-Type: application/json" in error["message"]
@@ -232,10 +232,10 @@ def test_health_version_and_metrics(fake_url: str) -> None:
 
 def test_the_metrics_page_is_fetched_past_any_proxy(fake_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")  # where nobody listens
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # no server listens on this port
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(urllib.request, "_opener", None)  # which keeps the proxies of its first use
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxies from its first use
     with fake_engine() as engine, served(engine, metrics_url=f"{fake_url}/version") as url:
         assert httpx.get(f"{url}/metrics", trust_env=False).json()["version"]
 
@@ -246,7 +246,7 @@ def test_without_an_engine_nothing_is_available(tmp_path: Path, caplog: pytest.L
         for answer in (httpx.get(f"{url}/health"), httpx.post(f"{url}/v1/completions", json=ASKED)):
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "unavailable"
             assert "nobody.sock" not in answer.text and str(tmp_path) not in answer.text
-        assert "nobody.sock" in caplog.text  # where the operator reads it
+        assert "nobody.sock" in caplog.text  # the operator reads the path in the log
     client.close()
 
 
@@ -281,7 +281,7 @@ def test_a_client_that_goes_away_ends_its_requests() -> None:
     asked = {**ASKED, "prompt": ["a", "b"], "max_tokens": 3000, "ignore_eos": True}
     with fake_engine(step_us=2000) as engine, served(engine) as url, httpx.Client(base_url=url) as client:
         with client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as stream:
-            lines = stream.iter_lines()  # which closes the stream when nobody has it any more
+            lines = stream.iter_lines()  # closes the stream when garbage-collected
             next(lines)
             assert num_unanswered(engine) == 2
         wait_until(lambda: num_unanswered(engine) == 0)
@@ -352,7 +352,7 @@ def test_the_engines_refusal_of_a_long_prompt_has_its_code_too() -> None:
 
 
 def test_errors_of_an_adapter_name_the_parameter_model() -> None:
-    """Its name is what the body has in `model`."""
+    """The body has the adapter's name in `model`."""
     status, body = describe_error(BadAdapter("LoRA adapter sql: it has no weights"))
     assert (status, body["error"]["param"]) == (400, "model")
 

@@ -1,4 +1,4 @@
-"""A client that goes away while its prompts are submitted: no more of them are, and those that run are stopped."""
+"""A client that disconnects while its prompts are submitted: the rest is not submitted, and all are stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.core.factories import make_request
 
 
 class BlockingClient:
-    """An engine client that answers nothing, and takes the third request only once the first is stopped."""
+    """An engine client that never answers, and takes the third request only after the first is stopped."""
 
     def __init__(self) -> None:
         self.num_submitted = 0

@@ -1,4 +1,4 @@
-"""Guides that bodies ask for, by both libraries that follow them."""
+"""Guides that bodies ask for, enforced by both libraries."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LARGE_BYTES = 64 << 20
 
 
 async def repeat(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with method and body; /stream in three parts of unknown length, /slow late, /large with a lot."""
+    """Answer with method and body; /stream in parts of unknown length, /slow late, /large with much data."""
     if scope["type"] != "http":
         return
     body = b""
@@ -57,17 +57,17 @@ async def repeat(scope: Any, receive: Any, send: Any) -> None:
 
 
 MOMENT_S = 0.1
-"""The patience of servers that are to lose it; less than /slow takes."""
+"""Timeout of servers whose timeout is tested; shorter than /slow takes."""
 
 
 class ShortForSilence(HttpProtocol):
-    """Waits a moment for the first request."""
+    """Times out soon before the first request."""
 
     head_timeout_s = MOMENT_S
 
 
 class ShortForHeads(HttpProtocol):
-    """Waits a moment for the rest of a head, from its last part on: it does not matter when that comes."""
+    """Times out soon after the last received part of a head."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -78,13 +78,13 @@ class ShortForHeads(HttpProtocol):
 
 
 class ShortForBodies(HttpProtocol):
-    """Waits a moment for the rest of a body."""
+    """Times out soon within a body."""
 
     body_timeout_s = MOMENT_S
 
 
 class ShortForReaders(HttpProtocol):
-    """Waits a moment for a client that does not read; `has_given_up` when the connection is gone."""
+    """Times out soon if its client does not read; `has_given_up` is set when the connection is closed."""
 
     send_timeout_s = MOMENT_S
     has_given_up = threading.Event()
@@ -95,7 +95,7 @@ class ShortForReaders(HttpProtocol):
 
 
 class ShortOnceAsked(HttpProtocol):
-    """Waits a moment for anything, but for the first head."""
+    """Times out soon everywhere, except before the first head."""
 
     body_timeout_s = send_timeout_s = MOMENT_S
 
@@ -106,7 +106,7 @@ class ShortOnceAsked(HttpProtocol):
 
 @contextmanager
 def serving(protocol: type[HttpProtocol]) -> Iterator[tuple[str, int]]:
-    """`repeat` behind a protocol; yields its address."""
+    """Serve `repeat` with a protocol; yield its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(repeat, http=protocol, ws="none", lifespan="off", log_level="warning")
     server = uvicorn.Server(config)
@@ -135,11 +135,11 @@ def connect(address: tuple[str, int]) -> socket.socket:
 
 
 def talk(address: tuple[str, int], *parts: str | bytes) -> bytes:
-    """All that comes back until the server closes the connection, which the last request has to ask for."""
+    """Return all received bytes until the server closes the connection, as the last request must ask for."""
     with connect(address) as connection:
         for part in parts:
             connection.sendall(part.encode() if isinstance(part, str) else part)
-            time.sleep(0.02)  # so that it comes as a part of its own, most of the time
+            time.sleep(0.02)  # so that it usually arrives as a separate part
         return read_to_end(connection)
 
 
@@ -152,7 +152,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 
 def read_answer(connection: socket.socket) -> bytes:
-    """One answer that says its length."""
+    """Return one answer with a Content-Length."""
     with connection.makefile("rb") as file:
         head = b"".join(iter(file.readline, b"\r\n"))
         (length,) = re.findall(rb"(?im)^content-length: (\d+)", head)
@@ -164,7 +164,7 @@ def post(body: str, more: str = "", path: str = "/", version: str = "1.1") -> st
 
 
 def told(answer: bytes) -> list[Any]:
-    """The bodies of all answers, which are one JSON object each."""
+    """Return the bodies of all answers, each of them one JSON object."""
     return [json.loads(part.split(b"\r\n\r\n", 1)[1]) for part in answer.split(b"HTTP/1.1 ")[1:]]
 
 

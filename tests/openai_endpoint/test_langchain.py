@@ -61,7 +61,7 @@ def move(to: Literal["left", "right"]) -> str:
 
 @pytest.fixture
 def calling(chat: ChatOpenAI) -> ChatOpenAI:
-    """Without tokens that are nothing but space, which a model that has learnt no calls would fill them with."""
+    """A chat without white-space tokens, with which a model not trained for calls would fill them."""
     bias = {str(each): -100 for each in spaces()}
     return chat.model_copy(update={"max_tokens": 120, "model_kwargs": {"logit_bias": bias}})
 
@@ -74,7 +74,7 @@ def test_a_bound_tool_is_called_and_its_answer_gone_on_with(calling: ChatOpenAI,
     (call,) = message.tool_calls
     tool: Any = {"draw": draw, "move": move}[call["name"]]
     assert choice in (call["name"], "any") and call["id"]
-    told = tool(**call["args"])  # the arguments are the function's
+    told = tool(**call["args"])  # the arguments match the function's parameters
     assert told in (
         "left",
         "right",
@@ -93,7 +93,7 @@ def test_a_bound_tool_is_called_and_its_answer_gone_on_with(calling: ChatOpenAI,
 
 
 def test_a_model_may_choose_to_call_bound_tools(chat: ChatOpenAI) -> None:
-    """The guide stands for a model that has learnt to write calls; the parser knows nothing of it."""
+    """A guide replaces a model trained to write calls; the parser does not know of it."""
     written = "".join(
         f'<tool_call>{{"name": "move", "arguments": {{"to": "{to}"}}}}</tool_call>'
         for to in ("left", "right")

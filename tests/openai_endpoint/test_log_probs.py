@@ -1,4 +1,4 @@
-"""Log probabilities in the forms of both routes, token by token."""
+"""Log probs in the formats of both routes, token by token."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def test_the_likeliest_of_a_prompt_are_those_of_torch(num_top: int) -> None:
 
 
 def test_ranks_of_a_prompt_count_who_is_likelier() -> None:
-    logits = (
-        np.random.default_rng(1).integers(0, 4, size=(6, 8)).astype(np.float32)
-    )  # with many that are equal
+    logits = np.random.default_rng(1).integers(0, 4, size=(6, 8)).astype(np.float32)  # many of them equal
     tensor, ids = FloatTensor(logits.shape, logits.tobytes()), [3, 1, 7, 0, 5, 5]
     tops = top_of_prompt(tensor, ids, 8)
     assert ranks_in_prompt(tensor, ids) == [

@@ -1,4 +1,4 @@
-"""vLLM's metrics are what the server's page says, under vLLM's names, with its types and labels."""
+"""Values of the server's metrics page under vLLM's names, types and labels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OF_ADAPTERS = {"max_lora": "8", "running_lora_adapters": "terse,tidy", "waiting_
 
 @pytest.fixture
 def triton_page() -> Iterator[tuple[str, str]]:
-    """A page, and the URL where a made-up Triton has it."""
+    """Yield a page, and the URL at which a fake Triton serves it."""
     text = page_of(observed().snapshot())
 
     class Handler(BaseHTTPRequestHandler):
@@ -151,7 +151,7 @@ def test_a_draft_engine_is_not_taken_for_the_served_model(draft: str, is_first: 
 
 
 def test_the_endpoint_answers_with_both(triton_page):
-    """Triton's page as it is, and vLLM's names with the name of the model in /v1."""
+    """It returns Triton's page unchanged, then vLLM's names with the model name of /v1."""
     text, triton_url = triton_page
     with fake_engine() as client, served(client, metrics_url=triton_url) as url:
         answer = httpx.get(f"{url}/metrics", timeout=30)

@@ -1,4 +1,4 @@
-"""API keys, cross-origin requests and HEAD, around an application that repeats what it gets."""
+"""API keys, cross-origin requests and HEAD, with an application that returns what it receives."""
 
 from __future__ import annotations
 

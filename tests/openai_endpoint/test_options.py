@@ -135,7 +135,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def refusal(command: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the error of a command that exits with status 2 before it has started anything."""
+    """Return the error of a command that exits with status 2 before it starts a server."""
     try:
         status: object = COMMANDS[command](flags)
     except SystemExit as ended:

@@ -1,4 +1,4 @@
-"""The requests that bodies become, where answers do not show them."""
+"""Conversion of bodies to requests, for values that answers do not show."""
 
 from __future__ import annotations
 

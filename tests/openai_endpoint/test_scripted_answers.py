@@ -1,4 +1,4 @@
-"""Delivery of scripted answers to clients: reasoning, tool calls, stop strings, characters in pieces."""
+"""Delivery of scripted answers: reasoning, tool calls, stop strings, and characters split over tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LLAMA = (
 
 
 def chat(url: str, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The whole answer to a chat, and the chunks of the same as a stream, which has to end as streams do."""
+    """Return the answer to a chat, and the chunks of its stream, whose end is asserted."""
     asked = {"messages": MESSAGES, "max_tokens": 100, **body}
     whole = httpx.post(f"{url}/v1/chat/completions", json=asked)
     assert whole.status_code == 200, whole.text
@@ -42,7 +42,7 @@ def chat(url: str, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def joined(chunks: list[dict[str, Any]], index: int = 0) -> tuple[dict[str, Any], list[str]]:
-    """The message that a stream's chunks add up to, and the finish reasons."""
+    """Return the message that a stream's chunks join to, and the finish reasons."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     reasons: list[str] = []
     for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
@@ -60,7 +60,7 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> tuple[dict[str, Any]
 
 
 def check(url: str, expected: dict[str, Any], reason: str, **body: Any) -> None:
-    """Assert what is answered, whole and streamed."""
+    """Assert the whole and the streamed answer."""
     expected = {"content": "", "reasoning_content": "", "tool_calls": [], **expected}
     whole, chunks = chat(url, **body)
     (choice,) = whole["choices"]
@@ -187,7 +187,7 @@ def test_stop_strings_across_tokens(tmp_path: Path, stop: str) -> None:
 
 
 def test_stop_strings_that_are_special_tokens(tmp_path: Path) -> None:
-    """They end the answer, also where special tokens are no part of the text."""
+    """They end the answer even if the text has no special tokens."""
     tokenizer, marker = Tokenizer.from_dir(DEMO), "<s>"
     ids = [*tokenizer.encode("one "), BOS_ID, *tokenizer.encode("two")]
     with scripted(ids, folder_with_bos(tmp_path), chat_template=template(tmp_path, TEMPLATE)) as url:
@@ -199,7 +199,7 @@ def test_stop_strings_that_are_special_tokens(tmp_path: Path) -> None:
 
 
 def test_answers_of_requests_that_name_no_length(tmp_path: Path) -> None:
-    """By default 16 tokens of completions, and all that fit of chats."""
+    """By default, 16 tokens for completions, and all that fit for chats."""
     file = template(tmp_path, "{{ messages[0].content }}")
 
     def lengths(url: str, **body: Any) -> list[int]:
@@ -281,7 +281,7 @@ def test_tokens_of_thoughts_are_told(tmp_path: Path) -> None:
             usage = whole["usage"]
             assert chunks[-1]["usage"] == usage
             told = usage["completion_tokens_details"]["reasoning_tokens"]
-            # A token may have the mark's last character and what comes behind it.
+            # A token may contain the mark's last character and following text.
             assert told in (count * body.get("n", 1), (count - 1) * body.get("n", 1))
             assert told < usage["completion_tokens"]
     for options in ({}, {"reasoning_parser": "none"}):
@@ -311,7 +311,7 @@ def test_chunks_that_tell_the_prompt_are_made_beside_the_event_loop(
             streamed = httpx.post(f"{url}/v1/{route}", json=asked).text
             assert streamed.count('"prompt_token_ids"') == 1
             assert streamed.index('"prompt_token_ids"') < streamed.index("\n\n")
-            assert made_on[0] != made_on[-1]  # the last one tells little, and is made on the loop
+            assert made_on[0] != made_on[-1]  # the last chunk is small, and is made on the event loop
 
 
 def test_a_stop_string_waits_for_min_tokens(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_every_answer_has_an_id_and_a_fingerprint(tmp_path: Path) -> None:
         assert completion.json()["id"] == f"cmpl-{mine['x-request-id']}"
         named = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "request_id": "me"}, headers=mine)
         assert named.json()["id"] == "cmpl-me"
-        # The third fails: this engine cannot list adapters.
+        # The third request fails: this engine cannot list adapters.
         for path in ("/v1/nothing", "/health", "/v1/models"):
             assert httpx.get(url + path, headers=mine).headers["x-request-id"] == mine["x-request-id"]
             assert len(httpx.get(url + path).headers["x-request-id"]) == 32

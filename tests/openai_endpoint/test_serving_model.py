@@ -1,4 +1,4 @@
-"""Caching of a checkpoint's tokenizer and settings, and its expiry."""
+"""Caching of a checkpoint's tokenizer and settings, and the end of its validity."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ASKED: dict[str, Any] = {"messages": CHAT, "max_tokens": 5, "return_token_ids": 
 
 
 class Reloaded:
-    """A client whose engine can be loaded again."""
+    """A client whose engine can be reloaded."""
 
     def __init__(self, description: EngineDescription) -> None:
         self.description = description
@@ -62,7 +62,7 @@ def test_a_reloaded_engine_is_served_with_its_own_files(tmp_path: Path) -> None:
     assert model.tokenizer() is tokenizer and model.token_bytes is model.token_bytes
     assert model.names == ("old",) and model.chat_template().render(CHAT) == "old hello"
 
-    checkpoint(tmp_path / "old", "changed {{ messages[0].content }}")  # the same folder, loaded again
+    checkpoint(tmp_path / "old", "changed {{ messages[0].content }}")  # the same folder, reloaded
     engine.description = replace(engine.description)
     assert model.chat_template().render(CHAT) == "changed hello"
 
@@ -93,7 +93,7 @@ def test_a_broken_template_of_the_checkpoint_is_logged_at_once_and_refuses_chats
         assert answers[0].json()["error"] == error
         assert (answers[1].status_code, error["code"]) == (500, "chat_template_error")
         assert "chats cannot be answered" in error["message"] and "--chat-template" in error["message"]
-        assert folder not in error["message"] and folder in lines[0]  # clients are told no places, the log is
+        assert folder not in error["message"] and folder in lines[0]  # clients get no paths, the log has them
         assert client.get("/playground/model").json() == {"has_chat_template": False}
     assert len(lines) == 1 == len(caplog.records) and lines[0].startswith("chats will be refused: ")
     if isinstance(template, str):
@@ -114,7 +114,7 @@ def test_a_model_with_another_checkpoint_is_chatted_with_in_its_own_words(
     path: str,  # noqa: F811 - the fixture
     tmp_path: Path,
 ) -> None:
-    """An engine behind a socket goes, and another one with another template and tokenizer comes in its place."""
+    """The engine behind a socket is replaced by one with another template and tokenizer."""
     old = checkpoint(tmp_path / "old", "old {{ messages[0].content }}")
     new = checkpoint(tmp_path / "new", "new words: {{ messages[0].content }}!")
     make_tokenizer(DEMO_VOCABULARY).save(str(tmp_path / "new" / "tokenizer.json"))
@@ -138,11 +138,11 @@ def test_a_model_with_another_checkpoint_is_chatted_with_in_its_own_words(
 
 
 class Slow:
-    """An engine client that takes its time to say what it is asked, and counts the questions.
+    """A slow engine client that counts its calls.
 
     Attributes:
-        may_answer: Nothing is told about adapters until it is set.
-        takes_s: Seconds that a description takes; from the second one on there is none.
+        may_answer: Adapters are listed only after it is set.
+        takes_s: Seconds for the first description; later calls raise Unavailable.
     """
 
     def __init__(self, engine: EngineClient) -> None:
@@ -196,7 +196,7 @@ def test_an_adapter_is_not_looked_for_with_every_request(monkeypatch: pytest.Mon
         model = ServingModel(cast(EngineClient, slow), OpenAiOptions(served_model_names=("demo",)))
         assert [model.adapter_of("sql") for _ in range(50)] == ["sql"] * 50 and slow.num_lists == 1
         assert model.adapter_of("demo") == "" and slow.num_lists == 1
-        slow.names.append("new")  # one that was loaded just now is found at once
+        slow.names.append("new")  # a newly loaded adapter is found at once
         assert model.adapter_of("new") == "new" and slow.num_lists == 2
         slow.names.clear()
         monkeypatch.setattr(serving_model, "_ADAPTERS_FRESH_S", 0.0)
@@ -217,10 +217,10 @@ def test_an_engine_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.M
             return str(away.value)
 
         assert set(pool.map(ask, range(8))) == {"no packet comes back"} and slow.num_descriptions == 1
-        time.sleep(0.8)  # then it is asked again
+        time.sleep(0.8)  # after this time the engine is asked again
         slow.is_away, slow.takes_s = False, 0.0
         assert model.describe() is engine.describe() and slow.num_descriptions == 2
-        slow.is_away = True  # one that is refused at once costs nobody anything
+        slow.is_away = True  # an immediate refusal delays no request
         for _ in range(3):
             ask(0)
         slow.is_away = False

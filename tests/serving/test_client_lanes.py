@@ -1,4 +1,4 @@
-"""Jobs on threads of their own: side by side, and in order for each client."""
+"""Jobs on threads: concurrent for different clients, in order for each client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of completions: the tokenizer that is loaded, the parts of text_output, and the cut at a stop string."""
+"""Texts of completions: loading of the tokenizer, parts of text_output, and the cut at a stop string."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_one_streamed_beam_says_everything_too() -> None:
         assert only_text(text, make_result(ids_of(so_far), is_cumulative=True)) == so_far
 
 
-# Words that stop strings are made of, bytes that are characters only together, and an invalid one.
+# Parts of stop strings, bytes that form characters only together, and an invalid byte.
 TOKENIZERS = ["byte_level", "llama", "gemma"]
 DATA = st.lists(st.sampled_from([b"a", b"ab", b"b", b" ", "🎉".encode(), "é".encode(), b"\xff"]), max_size=14)
 STOPS = st.lists(st.sampled_from(["a", "ab", "aab", "ba", "b a", "🎉", "é", "🎉a", "\ufffd"]), max_size=4)
@@ -154,7 +154,7 @@ def test_text_and_tokens_are_the_same_in_any_portions(
     assert decoded.startswith(text)
     assert not any(stop in text for stop in stops)
     if stopped:
-        # Not one token less than it takes: without the last there is no stop string yet.
+        # All kept tokens are needed: without the last one there is no stop string yet.
         assert not outcome(name, kept[:-1], stops, [], is_final=False)[2]
     else:
         assert (text, kept) == (decoded, ids)
@@ -163,7 +163,7 @@ def test_text_and_tokens_are_the_same_in_any_portions(
 def outcome(
     name: str, ids: tuple[int, ...], stops: list[str], sizes: list[int], is_final: bool = True
 ) -> tuple[str, tuple[int, ...], bool]:
-    """Text, kept ids and whether a stop string has ended them, for ids that come in portions of these sizes."""
+    """Return text, kept ids and whether a stop string ended them, for ids in portions of these sizes."""
     prompt = tuple(tokenizer(name).encode("the"))
     text = CompletionText(tokenizer(name), prompt, stop_strings=StopStrings(stops))
     shown, kept, stopped, position = "", (), False, 0
@@ -184,7 +184,7 @@ def outcome(
 
 
 def detailed(*tokens: int) -> SequenceResult:
-    """A result of everything that can be asked for, the prompt's ids included."""
+    """Return a result with every output, the prompt's ids included."""
     count = len(tokens)
     log_probs = tuple(-0.5 * (i + 1) for i in range(count))
     return make_result(
@@ -212,7 +212,7 @@ def test_a_cut_result_says_what_the_kept_tokens_say() -> None:
 
 
 def test_the_sum_of_a_cut_result_is_of_the_models_own_log_probs() -> None:
-    """Beside normalized ones, which are another distribution's."""
+    """The sum is not of normalized log probs, which belong to another distribution."""
     normalized = replace(detailed(5, 6, 7), model_log_probs=((-1.0, -2.0, -4.0),), cum_log_probs=(-7.0,))
     result = cut_at_stop(normalized, (TextDelta("", 2, stopped=True),))
     assert result.log_probs == ((-0.5, -1.0),) and result.model_log_probs == ((-1.0, -2.0),)
@@ -284,7 +284,7 @@ SPECIAL_ID = 2  # "</s>" of the tiny tokenizers
 
 
 def spelled(name: str, *parts: str | int) -> tuple[int, ...]:
-    """Ids of texts, and ids as they are."""
+    """Return the ids of texts; ids are returned unchanged."""
     ids: list[int] = []
     for part in parts:
         ids += [part] if isinstance(part, int) else tokenizer(name).encode(part, add_special_tokens=False)
@@ -294,7 +294,7 @@ def spelled(name: str, *parts: str | int) -> tuple[int, ...]:
 def run_to_stop(
     name: str, ids: tuple[int, ...], stops: tuple[str, ...], skip: bool, size: int
 ) -> tuple[str, int, bool]:
-    """Text, kept tokens and whether it stopped, of results with `size` tokens each."""
+    """Return text, number of kept tokens and whether it stopped, for results with `size` tokens each."""
     text = CompletionText(tokenizer(name), (), stop_strings=StopStrings(stops), skip_special_tokens=skip)
     shown, kept, stopped = "", 0, False
     for start in range(0, len(ids), size):
@@ -313,7 +313,7 @@ def test_a_special_token_stops(name: str, skip: bool, size: int) -> None:
     shown, kept, stopped = run_to_stop(name, ids, ("</s>",), skip, size)
     assert stopped
     assert shown.rstrip() == tokenizer(name).decode(before, skip).rstrip()
-    if name != "word_suffix":  # whose text is known at the end alone
+    if name != "word_suffix":  # its text is known only at the end
         assert kept == len(before) + 1
 
 
@@ -323,7 +323,7 @@ def test_a_special_token_stops(name: str, skip: bool, size: int) -> None:
 def test_a_special_token_within_a_stop_string(name: str, skip: bool, size: int) -> None:
     space = (
         "" if name in ("byte_level", "gemma") else " "
-    )  # that the others put before a word that is spelled alone
+    )  # the other tokenizers put a space before a word that is spelled alone
     ids = spelled(name, "the fox", SPECIAL_ID, "the dog", SPECIAL_ID, "the end")
     special = "" if skip else "</s>"
     for stop, expected in (
@@ -380,7 +380,7 @@ def test_special_tokens_are_shown_where_they_are_not_skipped(lead: bool) -> None
 def test_a_stop_string_ends_nothing_before_min_tokens(
     min_tokens: int, shown: str, kept: int, size: int
 ) -> None:
-    """One that begins before them and is complete behind them counts; tokens of this tokenizer are letters."""
+    """A stop string begun earlier and completed later counts; tokens of this tokenizer are letters."""
     text = CompletionText(
         letter_tokenizer(), ids_of("ab"), None, False, StopStrings(("ab",)), min_tokens=min_tokens
     )

@@ -16,7 +16,7 @@ from tests.triton.factories import FakeEngineClient, make_prompt, make_response
 from tests.triton.letters import letter_tokenizer
 
 Told = list[list[tuple[int, int, tuple[int, ...]]]]
-"""Outputs that came together: batch index, sequence index, token ids."""
+"""Outputs received together: batch index, sequence index, token ids."""
 
 
 def told(outputs: list[Output]) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -30,7 +30,7 @@ async def read(stream: OutputStream) -> Told:
 
 
 def run(story: Callable[[EngineSession, FakeEngineClient], Awaitable[None]]) -> FakeEngineClient:
-    """Tell `story` on an event loop; returns the client once what is to be stopped has been."""
+    """Run `story` on an event loop; return the client after all requested stops."""
     client = FakeEngineClient(answers_stops=False)
 
     async def main() -> None:

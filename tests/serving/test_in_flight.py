@@ -1,4 +1,4 @@
-"""Ids in flight: duplicates, stops, cancellation, and what is forgotten when."""
+"""Ids in flight: duplicates, stops, cancellation, and when entries are forgotten."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.triton.fake_pb_utils import ResponseSender
 
 
 def ignore(response: Response) -> None:
-    """Takes a response that no test looks at."""
+    """Ignore a response."""
 
 
 def make_in_flight(client: FakeEngineClient | None = None) -> tuple[InFlight, FakeEngineClient]:
@@ -88,7 +88,7 @@ def test_an_abandoned_batch_ends_what_still_runs_and_is_forgotten() -> None:
 
 
 def test_a_batch_is_refused_as_a_whole() -> None:
-    """Requests of the batch that the engine has taken already must not run on."""
+    """Requests of the batch that the engine has already taken must not run on."""
 
     class FullClient(FakeEngineClient):
         def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
@@ -193,7 +193,7 @@ def test_nothing_is_registered_when_the_engine_refuses() -> None:
 
 
 def test_a_response_before_submit_returns_finds_its_entry() -> None:
-    """The engine's thread may be faster than ours: whoever looks then waits for the registration."""
+    """The engine's thread may be faster than this one: `arrive` then waits for the registration."""
     found: list[Arrival | None] = []
     lookers: list[threading.Thread] = []
 
@@ -235,7 +235,7 @@ def test_a_closed_front_end_admits_no_request() -> None:
         start(in_flight)
 
 
-# -------------------------------------------------------------------- before the engine knows of a request
+# -------------------------------------------------------------------- before the engine has the request
 
 
 def register(

@@ -1,4 +1,4 @@
-"""Replies: deltas as they come, answers gathered into one, and nothing after a stop string."""
+"""Replies: deltas, answers gathered into one response, and the end at a stop string."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def new_text(*stop_strings: str, prompt: str = "", lead: bool = False) -> Callab
 
 
 def delta(text: str, reason: FinishReason = NOT_FINISHED, **changes: object) -> SequenceResult:
-    """A result that says how likely each letter was: -1, -2, … by its place in the alphabet."""
+    """Return a result with a log prob for each letter: -1, -2, … by its place in the alphabet."""
     ids = ids_of(text)
     log_probs = tuple(-1.0 - token_id for token_id in ids)
     made = make_result(
@@ -52,7 +52,7 @@ def delta(text: str, reason: FinishReason = NOT_FINISHED, **changes: object) -> 
 
 
 class Talk:
-    """One prompt's replies, taken one after another."""
+    """The replies of one prompt, added one after another."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Talk:
         return outputs[0] if outputs else None
 
     def said(self, *results: SequenceResult) -> list[tuple[str, tuple[str, ...] | None, str]]:
-        """(ids as text, text, finish reason) of every output."""
+        """Return (ids as text, text, finish reason) of every output."""
         outputs = [output for result in results if (output := self.take(result))]
         return [
             (text_of(o.result.output_token_ids[0]), o.texts, o.result.finish_reasons[0].name) for o in outputs
@@ -131,7 +131,7 @@ def test_details_of_tokens_are_cut_with_them() -> None:
 
 
 def test_after_a_stop_string_the_sum_of_log_probs_stays() -> None:
-    """The engine's sum over tokens behind the stop string does not count."""
+    """The engine's sum over tokens after the stop string does not count."""
     talk = Talk(new_text("de"))
     talk.take(delta("cdefg"))
     metrics = PerfMetrics(last_token_time_ns=5)
@@ -205,7 +205,7 @@ def test_a_gathered_answer_that_is_cut_short_has_what_there_was(reason: FinishRe
 
 
 def test_sequences_end_apart() -> None:
-    """The first one's stop string is not the second one's."""
+    """A stop string of the first sequence does not end the second one."""
     talk = Talk(new_text("d"), sampling=SamplingConfig(num_return_sequences=2, top_k=5))
     said = talk.said(
         delta("cd", sequence_index=0),
@@ -271,14 +271,14 @@ def test_a_batch_that_comes_apart_is_tagged() -> None:
     assert output.batch_index == 1
 
 
-# ---------------------------------------------------------------- what a stream says again
+# ---------------------------------------------------------------- values that a stream repeats
 
 CURIOUS = OutputOptions(return_log_probs=True, return_prompt_log_probs=True, return_context_logits=True)
 PROMPT_LOGITS = FloatTensor((2, 1), bytes(8))
 
 
 def streamed(*results: SequenceResult, repetition: Repetition = AS_UPSTREAM) -> list[SequenceResult]:
-    """Return the stream of one prompt that asked for every output, for these results of the engine."""
+    """Return the stream of one prompt with all outputs, for these results of the engine."""
     talk = Talk(new_text("xyz"), output=CURIOUS, repetition=repetition)
     first, *others = results
     first = replace(first, context_logits=PROMPT_LOGITS, prompt_log_probs=(0.0, -1.0))

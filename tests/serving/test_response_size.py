@@ -1,4 +1,4 @@
-"""How large a response can get, and what is refused for it; /dev/shm is two numbers here."""
+"""Sizes of responses, and the requests refused for them; /dev/shm is two numbers here."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from inflight.serving.response_size import (
 )
 
 MIB = 1 << 20
-VOCABULARY = 1 << 18  # a row of logits is 1 MiB
+VOCABULARY = 1 << 18  # a row of logits has 1 MiB
 
 
 class Memory:
-    """Numbers for /dev/shm, which count how often they are asked for."""
+    """A fake /dev/shm, which counts how often it is measured."""
 
     def __init__(self, total_mib: int = 64, free_mib: int = 40) -> None:
         self.total, self.free = total_mib * MIB, free_mib * MIB
@@ -46,7 +46,7 @@ def make_request(
 
 
 def with_logits(mib: int) -> Request:
-    """A request whose response has so many MiB of logits."""
+    """Return a request whose response has this many MiB of logits."""
     return make_request(new=mib, return_generation_logits=True)
 
 
@@ -67,7 +67,7 @@ def send(budget: ResponseBudget, ticket: int, mib: int) -> None:
         pass
 
 
-# -------------------------------------------------------------------- how large
+# -------------------------------------------------------------------- sizes
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_stream_has_no_more_logits_at_a_time_than_are_joined() -> None:
     assert sizes_of(long, streaming=True)["generation_logits"] == MAX_JOINED_LOGITS_BYTES
     assert sizes_of(short, streaming=True)["generation_logits"] == 2 * MIB
     drafted = make_request(new=100, draft=20, return_generation_logits=True)
-    assert sizes_of(drafted, streaming=True)["generation_logits"] == 21 * MIB  # they come together
+    assert sizes_of(drafted, streaming=True)["generation_logits"] == 21 * MIB  # joined into one response
     beams = make_request(sampling=SamplingConfig(beam_width=2), return_generation_logits=True)
     assert sizes_of(beams, streaming=True)["generation_logits"] == 0
 
@@ -119,7 +119,7 @@ def test_the_prompt_counts_where_it_comes_back() -> None:
     assert whole["output_ids and text"] == 11 * streamed["output_ids and text"]
 
 
-# -------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------- refusals
 
 
 def test_a_small_request_costs_nothing() -> None:
@@ -173,7 +173,7 @@ def test_more_than_is_free_may_work_later() -> None:
     memory = Memory(total_mib=64, free_mib=40)
     budget = ResponseBudget(memory)
     with pytest.raises(Unavailable, match=r"40\.0 MiB are free and 0\.0 MiB may be needed"):
-        reserve(budget, with_logits(37))  # and 4 for the step in which the pool grows
+        reserve(budget, with_logits(37))  # and 4 for the pool's growth step
     memory.free = 41 * MIB + SMALL_BYTES
     assert reserve(budget, with_logits(37))
 
@@ -228,7 +228,7 @@ def test_a_response_is_not_sent_where_the_room_has_gone() -> None:
     with pytest.raises(Unavailable, match="--shm-size"), budget.sending(ticket, sizes_with_logits(30)):
         sent.append(30)
     assert not sent
-    send(budget, ticket, 0)  # an error, say, is small
+    send(budget, ticket, 0)  # an error, for example, is small
 
 
 def test_a_response_that_could_not_be_sent_is_no_proof_of_room() -> None:

@@ -1,4 +1,4 @@
-"""The engine's activity as the page gets it, with an engine and a clock of the test's own."""
+"""The engine's activity as the page gets it, with a fake engine and a fake clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = {
 
 
 class Session:
-    """An engine that says what `told` has, which is what `EngineClient.state` gives."""
+    """An engine whose state is `told`, as `EngineClient.state` returns it."""
 
     def __init__(self) -> None:
         self.client = self

@@ -1,4 +1,4 @@
-"""The page as a document: nothing from elsewhere, nothing run of what models say, fields, keys, widths, themes."""
+"""The page as a document: its content policy, model output, fields, keys, widths and themes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_nothing_that_a_model_says_is_run(open_page) -> None:
     assert "<script>" in page.locator("#python").inner_text()
     assert page.locator("img, b:not([data-figure]), script").count() == 1  # the page's own script
     assert page.evaluate("window.ran") is None
-    # And were there a mistake: a text does not become HTML.
+    # Even after a mistake in the script, text is not parsed as HTML.
     attempt = (
         "text => { try { document.body.innerHTML = text; return ''; } catch (error) { return error.name; } }"
     )
@@ -137,7 +137,7 @@ def test_every_setting_becomes_its_field_and_empty_ones_are_not_sent(open_page) 
 
 
 def test_a_key_is_asked_for_when_the_server_wants_one(open_page, engine_client) -> None:
-    """This server has no chat template either: completions are what the page begins with."""
+    """Without a chat template, the page begins with completions."""
     with served(engine_client, api_keys=("secret",)) as url:
         page = open_page(url)
         page.fill("#key", "wrong")
@@ -216,7 +216,7 @@ def watch_states(asked: list[str]):
 
 
 def test_keys_and_names(open_page) -> None:
-    """Shift and Enter break the line, arrows go from token to token, and whatever takes input has a name."""
+    """Shift+Enter breaks the line, arrows move between tokens, and every input has an accessible name."""
     page = open_page()
     page.press("#input", "a")
     page.press("#input", "Shift+Enter")

@@ -1,4 +1,4 @@
-"""Reasoning told apart from answers, in any pieces, alone and with tool calls behind it."""
+"""Separation of reasoning from answers, in any pieces, alone and before tool calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_reasoning_is_the_same_however_the_text_is_cut(
     parts = [text[start:end] for start, end in zip([0, *places], [*places, len(text)])]
     assert split(parts, starts_inside) == split([text], starts_inside) == split(list(text), starts_inside)
     reasoning, content = split(parts, starts_inside)
-    # By str.partition instead: nothing but white space and the two marks is lost.
+    # Compared with str.partition: only white space and the two marks are dropped.
     inside = text if starts_inside else text.lstrip().removeprefix("<think>")
     if starts_inside or inside != text.lstrip():
         thought, _, rest = inside.partition("</think>")

@@ -1,4 +1,4 @@
-"""Tool calls out of texts, whole and in pieces: against calls that json.dumps has written, cut in any way."""
+"""Parsing of tool calls, whole and in pieces, compared with calls written by json.dumps."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def test_a_text_without_calls_is_content_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("parser", "text", "content", "calls"),
     [
-        # Content around calls, and the white space between.
+        # Content around calls, and white space between them.
         ("hermes", 'See.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n', "See.", ["f"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n Done. ', "Done. ", ["f"]),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", ["f"]),
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", ["f"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", ["f"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "}"}</tool_call>', "", ["f"]),
-        # A missing end, and one that is cut.
+        # A missing or incomplete end.
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool', "", ["f"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}} and on', "and on", ["f"]),
-        # Texts that are no calls.
+        # Texts without calls.
         ("hermes", "<tool_call>\nsearch()\n</tool_call>", "<tool_call>\nsearch()\n</tool_call>", []),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
         ("hermes", '<tool_call> <tool_call>{"name": "f"}</tool_call>', "<tool_call>", ["f"]),
@@ -136,7 +136,7 @@ def test_an_unknown_parser_is_refused() -> None:
 
 
 def test_markers_that_are_special_tokens() -> None:
-    """Mistral's marker is one, and would be missing from a text without special tokens."""
+    """Mistral's marker is one, and is missing in a text without special tokens."""
     plain = tiny_tokenizers.tokenizer("byte_level")
     file = json.loads(tiny_tokenizers.backend("byte_level").to_str())
     for token in ("[TOOL_CALLS]", "</think>"):
@@ -196,7 +196,7 @@ def test_calls_are_the_same_however_the_text_is_cut(
     content, calls = whole
     if not calls:
         assert content == text
-    # Every character of the content, and of a call's arguments, is one of the text, in its order.
+    # Every character of the content and of a call's arguments is in the text, in the same order.
     assert is_subsequence(content, text)
     for call in calls:
         assert call["arguments"] in text or json.loads(call["arguments"]) is not None
@@ -221,7 +221,7 @@ def is_subsequence(part: str, text: str) -> bool:
 def test_a_call_that_is_cut_leaves_nothing_of_itself(
     parser: str, calls: list[tuple[str, dict[str, Any]]], length: int, forced: bool
 ) -> None:
-    """At whatever place: one that has not begun yet is not told at all, but for a single character."""
+    """Cut anywhere: a call that has not begun is dropped, except for a single character."""
     text = write_calls(parser, calls)
     if forced:
         text = text.removeprefix(forced_prefix(parser))
@@ -260,7 +260,7 @@ def test_an_incomplete_call_that_is_cut_is_content(parser: str, text: str, conte
 def test_a_delta_has_one_entry_for_each_call(
     parser: str, calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
 ) -> None:
-    """Clients put entries of one index in one chunk together in different ways, and lose some."""
+    """Clients join several entries for one index in a chunk in different ways, and lose some."""
     stream = tool_call_stream(parser)
     deltas = [*map(stream.add, cut(write_calls(parser, calls), data)), stream.finish()]
     for delta in (*deltas, ChatDelta.joined(deltas)):
