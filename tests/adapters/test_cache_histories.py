@@ -64,7 +64,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize("seed", with_all(range(30), range(10)))
-def test_any_history_is_as_the_oracle_has_it(make: Make, seed: int) -> None:
+def test_random_histories_match_the_oracle(make: Make, seed: int) -> None:
     chance = random.Random(seed)
     max_units = chance.randint(2, 12)
     it, oracle = make(max_units), Oracle(max_units)
@@ -109,7 +109,7 @@ def test_any_history_is_as_the_oracle_has_it(make: Make, seed: int) -> None:
         )
 
 
-def test_many_threads_at_once_leave_everything_in_order(make: Make) -> None:
+def test_the_cache_is_consistent_after_many_threads(make: Make) -> None:
     """Requests, and threads that list, load and unload: no adapter stays in use, and the bytes add up."""
     it = make(6)
     it.folders.adapters |= {LoraRequest(name=f"n{n}"): make_weights(n, 1 + n % 3) for n in range(6)}

@@ -123,7 +123,7 @@ class Load:
 
 
 @pytest.mark.parametrize("num_requests", with_all([300, 2000], [300]))
-def test_no_wrong_token_and_nothing_is_left(
+def test_no_wrong_token_and_no_leak(
     engine: RunningEngine, expected: dict[str, list[int]], num_requests: int
 ) -> None:
     load = Load(engine, expected, seed=0)

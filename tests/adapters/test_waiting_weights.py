@@ -18,7 +18,7 @@ def bring(it: Caching, request_id: int, lora: LoraRequest) -> None:
     it.submit(request_id, lora)
 
 
-def test_too_many_are_refused_by_the_limits_name(make: Make) -> None:
+def test_too_many_weights_are_refused_with_the_limits_name(make: Make) -> None:
     it = make(4)
     with it.paused():
         bring(it, 1, by_id(1, make_weights(1, units=3)))
@@ -32,7 +32,7 @@ def test_too_many_are_refused_by_the_limits_name(make: Make) -> None:
     bring(it, 4, by_id(4, make_weights(4, units=4)))
 
 
-def test_one_alone_may_always_wait(make: Make) -> None:
+def test_a_single_requests_weights_may_always_wait(make: Make) -> None:
     """So that the cache itself answers the request."""
     it = make(1)
     bring(it, 1, by_id(1, make_weights(1, units=2)))

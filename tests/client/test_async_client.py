@@ -191,7 +191,7 @@ def test_a_stream_serves_one_request_after_another(server: FakeServer) -> None:
     assert all(server.ended.acquire(timeout=PATIENCE_S) for _ in range(3))
 
 
-def test_a_server_that_comes_back_gets_another_stream(server: FakeServer) -> None:
+def test_a_restarted_server_gets_a_new_stream(server: FakeServer) -> None:
     async def ask() -> int:
         async with AsyncClient(server.url) as client:
             await client.generate("x")

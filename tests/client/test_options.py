@@ -159,7 +159,7 @@ def test_the_servers_other_names_are_known(other: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["x", [5]])
-def test_an_adapter_goes_by_a_name_or_an_id(server, client, prompt) -> None:
+def test_an_adapter_has_a_name_or_an_id(server, client, prompt) -> None:
     client.generate(prompt, lora="sql")
     client.generate(prompt, lora=2**64 - 1)
     by_name, by_id = server.asked
@@ -202,7 +202,7 @@ def test_weights_of_bfloat16_cross_bit_by_bit() -> None:
         (7, (WEIGHTS, ROWS + 0.5), "lora_config must be"),
     ],
 )
-def test_weights_that_cannot_be_an_adapters(client, lora, weights, message) -> None:
+def test_invalid_adapter_weights_are_refused(client, lora, weights, message) -> None:
     with pytest.raises(ValueError, match=message):
         client.generate("x", lora=lora, lora_weights=weights)
 
@@ -265,7 +265,7 @@ def test_words_as_texts_and_ids(server, client) -> None:
         (np.zeros(4, np.int32), r"2-dimensional array, got the shape \[4\]"),
     ],
 )
-def test_words_that_make_no_sense_are_not_sent(server, client, words, message: str) -> None:
+def test_invalid_words_are_not_sent(server, client, words, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         client.generate("x", stop_words=words)
     assert not server.asked
@@ -301,7 +301,7 @@ def test_words_that_make_no_sense_are_not_sent(server, client, words, message: s
         ),
     ],
 )
-def test_values_that_do_not_fit_are_not_sent(server, client, options, message: str) -> None:
+def test_invalid_values_are_not_sent(server, client, options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         client.generate("x", **options)
     assert not server.asked
@@ -342,7 +342,7 @@ def test_retention_has_a_tensor_for_each_part_of_a_range(server, client, prompt)
     assert asked.shapes["retention_token_range_starts"] == [1, 2]
 
 
-def test_no_ranges_are_no_tensors(server, client) -> None:
+def test_empty_ranges_send_no_tensors(server, client) -> None:
     client.generate("x", retention_token_ranges=[])
     assert not any(name.startswith("retention") for name in server.asked[0].inputs)
 
@@ -364,14 +364,14 @@ def test_a_bias_by_words(server, client) -> None:
         {"beam_width": 2, "return_log_probs": True},
     ],
 )
-def test_a_text_with_what_ensemble_lacks_goes_to_the_id_model(server, client, options) -> None:
+def test_a_text_with_tensors_that_ensemble_lacks_goes_to_the_id_model(server, client, options) -> None:
     assert client.generate("x", **options).text == "abc"
     (asked,) = server.asked
     assert asked.model == "tensorrt_llm"
     assert asked.inputs["text_input"] == ["x"] and "request_output_len" in asked.inputs
 
 
-def test_a_model_that_lacks_a_tensor_is_not_asked(server) -> None:
+def test_a_model_that_lacks_a_tensor_gets_no_request(server) -> None:
     text_client = Client(server.url, model="ensemble")
     with pytest.raises(ValueError, match="ensemble does not take draft_input_ids: tensorrt_llm does"):
         text_client.generate("x", draft_input_ids=[1])
@@ -476,7 +476,7 @@ def test_perf_metrics_are_the_last_ones(server, client) -> None:
     assert client.generate([1], return_perf_metrics=True).perf_metrics == wanted
 
 
-def test_sequences_are_sorted_out(server, client) -> None:
+def test_sequences_are_separated(server, client) -> None:
     def part(index: int, *ids: int, reason: str = "NOT_FINISHED") -> dict[str, np.ndarray]:
         return ids_of(list(ids), reason=reason, sequence_index=np.array([[index]], np.int32))
 
@@ -533,9 +533,7 @@ def test_sequences_that_come_in_one_response(server) -> None:
 
 @pytest.mark.parametrize("repeats", [True, False])
 @pytest.mark.parametrize("prompt", ["x", [1]])
-def test_log_probs_of_a_stream_are_taken_once_though_its_responses_repeat_them(
-    server, client, prompt, repeats
-) -> None:
+def test_repeated_log_probs_of_a_stream_are_read_once(server, client, prompt, repeats) -> None:
     """A server may repeat the log probs of all tokens so far in every response, or not."""
     parts = [(-0.5,), (-0.25, -1.0), ()]
     so_far = [(-0.5,), (-0.5, -0.25, -1.0), (-0.5, -0.25, -1.0)]
@@ -557,7 +555,7 @@ def test_log_probs_of_a_stream_are_taken_once_though_its_responses_repeat_them(
 
 
 @pytest.mark.parametrize("prompt", ["x", [5]])
-def test_additional_outputs_are_asked_for_by_name(server, client, prompt) -> None:
+def test_additional_outputs_are_requested_by_name(server, client, prompt) -> None:
     client.generate(prompt, **ADDITIONAL)
     (asked,) = server.asked
     assert set(ADDITIONAL["additional_outputs"]) <= set(asked.outputs)

@@ -56,7 +56,7 @@ def test_the_bound_counts_what_has_not_ended() -> None:
     assert enqueued.announce(100, most=None)
 
 
-def test_nobody_waits_once_it_is_closed() -> None:
+def test_take_returns_at_once_after_close() -> None:
     enqueued = EnqueuedRequests()
     enqueued.close()
     assert enqueued.take(None) == [] and enqueued.take(None, 1) == []

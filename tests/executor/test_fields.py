@@ -49,7 +49,7 @@ def test_every_field_of_every_class_is_in_the_table() -> None:
     assert len(NOTED) == len(FIELDS)
 
 
-def test_the_page_is_what_the_table_says() -> None:
+def test_the_page_matches_the_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run scripts/write_configs"
 
 
@@ -122,7 +122,7 @@ def of(owner: type, treatment: Treatment) -> set[str]:
     return {note.name for note in FIELDS if note.owner is owner and note.treatment is treatment}
 
 
-def test_the_refused_fields_of_requests_are_these() -> None:
+def test_every_refused_field_of_requests_is_tested_here() -> None:
     assert set(REFUSED_OF_REQUESTS) == of(trtllm.Request, Treatment.REFUSED)
 
 
@@ -196,7 +196,7 @@ NESTED: dict[str, trtllm.Request | trtllm.ExecutorConfig] = {
 BEHIND_THE_MODE = {"lookahead_decoding_config", "medusa_choices", "eagle_config"}
 
 
-def test_the_refused_fields_beside_requests_are_these() -> None:
+def test_every_other_refused_field_is_tested_here() -> None:
     refused = {
         f"{note.owner.__name__}.{note.name}"
         for note in FIELDS
@@ -212,7 +212,7 @@ def test_a_refused_field_within_a_part_says_where_it_is(place: str) -> None:
 
 
 @pytest.mark.parametrize("config", [MEDUSA, EAGLE], ids=["Medusa", "EAGLE"])
-def test_ways_to_draft_that_are_not_built_are_refused(config: trtllm.DecodingConfig) -> None:
+def test_unimplemented_drafting_methods_are_refused(config: trtllm.DecodingConfig) -> None:
     with pytest.raises(trtllm.NotSupported, match="external_draft_tokens_config"):
         check(trtllm.ExecutorConfig(decoding_config=config))
 

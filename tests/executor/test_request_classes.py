@@ -52,13 +52,13 @@ SAMPLING = {
 }
 
 
-def test_beam_width_is_the_one_positional_argument_of_sampling() -> None:
+def test_beam_width_is_the_only_positional_argument_of_sampling() -> None:
     assert trtllm.SamplingConfig(3).beam_width == 3
     with pytest.raises(TypeError, match="positional"):
         trtllm.SamplingConfig(1, 5)
 
 
-def test_sampling_is_left_open_by_default() -> None:
+def test_sampling_fields_are_none_by_default() -> None:
     config = trtllm.SamplingConfig()
     assert config.beam_width == 1
     assert all(getattr(config, name) is None for name in SAMPLING)
@@ -108,7 +108,7 @@ def test_a_number_out_of_its_range_is_refused_where_it_is_given(name: str, value
         setattr(config, name, value)
 
 
-def test_no_more_beams_come_back_than_there_are() -> None:
+def test_no_more_beams_are_returned_than_searched() -> None:
     with pytest.raises(RuntimeError, match=r"num_return_sequences must be at most beam_width \(2\)"):
         trtllm.SamplingConfig(2, num_return_sequences=3)
     assert trtllm.SamplingConfig(1, num_return_sequences=3).num_return_sequences == 3
@@ -148,7 +148,7 @@ def test_a_value_of_another_type_is_a_type_error(name: str, value: object, annot
         trtllm.SamplingConfig(**{name: value})
 
 
-def test_numbers_of_numpy_become_pythons() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     config = trtllm.SamplingConfig(
         top_k=np.int32(5), top_p=np.float32(0.5), beam_width_array=np.array([1, 2])
     )
@@ -239,7 +239,7 @@ def test_the_offset_of_mrope_may_come_as_a_tensor() -> None:
     assert config.mrope_position_deltas == -50
 
 
-def test_an_adapter_may_be_named_alone() -> None:
+def test_an_adapter_may_be_only_a_task_id() -> None:
     config = trtllm.LoraConfig(1)
     assert (config.task_id, config.weights, config.config) == (1, None, None)
 
@@ -265,7 +265,7 @@ INT32 = torch.int32
         (torch.ones(1, 2), torch.ones(1, 3, dtype=INT32, device="meta"), "lora config to be in CPU memory"),
     ],
 )
-def test_an_adapters_tensors_belong_together(weights: Any, config: Any, message: str) -> None:
+def test_an_adapters_tensors_must_match(weights: Any, config: Any, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         trtllm.LoraConfig(1, weights, config)
 
@@ -287,7 +287,7 @@ def test_the_id_of_an_adapter_has_64_bits(task_id: int) -> None:
         ((2, 1, 0), "ngramSize=1 requires windowSize=1"),
     ],
 )
-def test_sizes_of_lookahead_decoding_go_together(sizes: tuple[int, int, int], message: str) -> None:
+def test_invalid_lookahead_sizes_are_refused(sizes: tuple[int, int, int], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         trtllm.LookaheadDecodingConfig(*sizes)
 
@@ -312,7 +312,7 @@ def test_eagle_has_defaults() -> None:
     assert values == [None, True, None, False, None]
 
 
-def test_every_guide_but_json_has_a_text() -> None:
+def test_every_guide_except_json_needs_a_text() -> None:
     assert trtllm.GuidedDecodingParams(GuideType.JSON).guide is None
     for guide_type in GuideType:
         assert trtllm.GuidedDecodingParams(guide_type, guide="x").guide == "x"
@@ -378,13 +378,13 @@ def test_priorities_are_from_0_to_100(priority: int) -> None:
         ([(5, 5)], "positive, non-zero length"),
     ],
 )
-def test_ranges_that_cannot_be_are_refused(ranges: list[tuple[int, int | None]], message: str) -> None:
+def test_invalid_ranges_are_refused(ranges: list[tuple[int, int | None]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trtllm.KvCacheRetentionConfig([TokenRange(start, end, 10) for start, end in ranges], 50)
 
 
 @pytest.mark.parametrize("ranges", [[(0, None)], [(50, 100), (30, 40)], [(0, 30), (30, 50), (60, 80)]])
-def test_ranges_that_do_not_overlap_are_taken(ranges: list[tuple[int, int | None]]) -> None:
+def test_ranges_that_do_not_overlap_are_accepted(ranges: list[tuple[int, int | None]]) -> None:
     config = trtllm.KvCacheRetentionConfig([TokenRange(start, end, 10) for start, end in ranges])
     assert len(config.token_range_retention_configs) == len(ranges)
 
@@ -453,7 +453,7 @@ def test_a_field_of_a_request_can_be_constructed_assigned_and_pickled(name: str)
     assert same(getattr(pickle.loads(pickle.dumps(assigned)), name), VALUES[name])
 
 
-def test_the_types_keyword_is_type() -> None:
+def test_the_keyword_of_request_type_is_type() -> None:
     context_only = trtllm.RequestType.REQUEST_TYPE_CONTEXT_ONLY
     request = trtllm.Request([1], 1, type=context_only)
     assert request.request_type is context_only
@@ -520,7 +520,7 @@ def test_guides_and_beams_exclude_each_other() -> None:
         )
 
 
-def test_the_requests_own_number_of_sequences_is_deprecated_and_works() -> None:
+def test_a_requests_num_return_sequences_is_deprecated_and_works() -> None:
     with pytest.warns(DeprecationWarning, match="set it in SamplingConfig"):
         request = trtllm.Request([1], 1, num_return_sequences=3)
     assert request.sampling_config.num_return_sequences == 3

@@ -51,7 +51,7 @@ def test_several_tokens_of_one_iteration() -> None:
     assert (first.avg_decoded_tokens_per_iter, last.avg_decoded_tokens_per_iter) == (2.0, 1.5)
 
 
-def test_everything_so_far_of_each_sequence() -> None:
+def test_streams_may_repeat_all_tokens_of_each_sequence() -> None:
     found = results(
         make_answers(repeats=True, return_log_probs=True),
         delta(5, log_probs=((-1.0,),)),
@@ -74,7 +74,7 @@ def test_a_last_response_without_tokens() -> None:
     assert last.context_logits[:, 0].tolist() == [8, 9]
 
 
-def test_streamed_beams_replace_what_was_before_but_for_the_prompt() -> None:
+def test_streamed_beams_replace_earlier_ones_except_context_outputs() -> None:
     def beams(count: int, **fields) -> Response:
         ids = tuple(tuple(range(beam, beam + count)) for beam in (5, 8))
         log_probs = tuple((-1.0,) * count for _ in ids)
@@ -98,7 +98,7 @@ def test_streamed_beams_replace_what_was_before_but_for_the_prompt() -> None:
     assert all(each.context_logits.shape == (2, VOCABULARY) for each in found)
 
 
-def test_rows_of_beams_that_end_early_are_filled_up() -> None:
+def test_rows_of_beams_that_end_early_are_padded() -> None:
     tensors = (logits(1, 2, 3), logits(4))
     whole = SequenceResult(
         ((5, 6, 7), (8,)), 2, (3, 1), (LENGTH, LENGTH), is_sequence_final=True, generation_logits=tensors
@@ -121,7 +121,7 @@ def test_counts_of_blocks_and_drafts() -> None:
     ("num_tokens", "num_reused", "num_missed", "rate"),
     [(2, 0, 1, 0.0), (8, 0, 2, 0.0), (9, 2, 1, 2 / 3), (9, 3, 0, 1)],
 )
-def test_missed_blocks_are_all_of_the_prompt_that_were_not_found(
+def test_missed_blocks_include_the_prompts_last_block(
     num_tokens: int, num_reused: int, num_missed: int, rate: float
 ) -> None:
     """As in NVIDIA's tests, the last block counts whether it is full or not."""

@@ -50,7 +50,7 @@ assert trtllm.kv_cache.KVCacheEvent is KVCacheEvent and trtllm.SamplingConfig is
     )
 
 
-def test_there_is_one_version(installed: Path) -> None:
+def test_all_modules_have_one_version(installed: Path) -> None:
     program = """
 import tensorrt_llm, tensorrt_llm.version, tensorrt_llm.bindings.executor as trtllm
 print(tensorrt_llm.__version__ == tensorrt_llm.version.__version__ == trtllm.__version__)
@@ -58,7 +58,7 @@ print(tensorrt_llm.__version__ == tensorrt_llm.version.__version__ == trtllm.__v
     assert run(installed, program).strip() == "True"
 
 
-def test_objects_that_the_examples_make_without_an_executor(installed: Path) -> None:
+def test_objects_of_the_examples_need_no_executor(installed: Path) -> None:
     """The path of a worker program, which does not exist here, is accepted."""
     run(
         installed,
@@ -89,7 +89,7 @@ assert copy.client_id == 123 and type(copy).__module__ == "inflight.executor.req
     )
 
 
-def test_gpt_manager_and_what_it_takes_are_in_the_bindings(installed: Path) -> None:
+def test_gpt_manager_and_its_argument_types_are_in_the_bindings(installed: Path) -> None:
     run(
         installed,
         """

@@ -179,12 +179,12 @@ def test_a_gpt_manager_is_constructed_as_documented(client: Client) -> None:
     assert set(client.asked_for) <= {3, 2}
 
 
-def test_the_most_requests_may_be_left_out(client: Client, manager: GptManager) -> None:
+def test_max_num_requests_may_be_left_out(client: Client, manager: GptManager) -> None:
     client.ask(make_request(1))
     assert set(client.asked_for) == {-1}, "a negative value indicates that any number can be accepted"
 
 
-def test_the_get_callback_returns_no_more_than_it_is_told(client: Client) -> None:
+def test_the_get_callback_is_called_with_the_room_for_requests(client: Client) -> None:
     for request_id in range(6):
         client.pending.put(make_request(request_id))
     with make_manager(client, max_num_requests=2):
@@ -238,7 +238,9 @@ def test_outputs_have_the_specifications_shapes(client: Client, manager: GptMana
     assert beams.tensors["sequence_length"].tolist() == [num_ids, num_ids]
 
 
-def test_an_error_is_the_last_response_and_touches_no_other(client: Client, manager: GptManager) -> None:
+def test_an_error_is_the_last_response_and_affects_no_other_request(
+    client: Client, manager: GptManager
+) -> None:
     client.pending.put(make_request(1, beam_widht=torch.tensor([1])))
     client.pending.put(make_request(2))
     first, second = (client.answers.get(timeout=TIMEOUT_S) for _ in range(2))
@@ -352,7 +354,7 @@ def test_a_paused_request_is_resumed_and_its_tokens_are_the_same(
     assert most_at_once == (3 if policy is SchedulerPolicy.MAX_UTILIZATION else 2)
 
 
-def test_the_worker_ends_when_nobody_has_the_manager_and_nothing_is_active(client: Client) -> None:
+def test_the_worker_ends_when_the_manager_is_unreferenced_and_idle(client: Client) -> None:
     manager = make_manager(client)
     client.pending.put(make_request(1, 100, streaming=torch.tensor([True])))
     first = client.answers.get(timeout=TIMEOUT_S)
@@ -364,7 +366,7 @@ def test_the_worker_ends_when_nobody_has_the_manager_and_nothing_is_active(clien
     assert worker not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_request_with_the_terminating_id_ends_it(client: Client) -> None:
+def test_a_request_with_the_terminating_id_ends_the_manager(client: Client) -> None:
     manager = make_manager(client, terminate_req_id=99)
     client.pending.put(make_request(1))
     client.pending.put(InferenceRequest(99))
@@ -373,7 +375,7 @@ def test_a_request_with_the_terminating_id_ends_it(client: Client) -> None:
     assert client.answers.empty()
 
 
-def test_a_callback_may_shut_it_down(client: Client) -> None:
+def test_a_callback_may_shut_the_manager_down(client: Client) -> None:
     managers: list[GptManager] = []
 
     def send(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
@@ -412,12 +414,12 @@ def test_blocks_and_slots_of_a_request_are_free_before_its_final_response(client
     assert [(answer.request_id, answer.error) for answer in answers] == [(5, "")] * 4
 
 
-def test_a_model_that_cannot_be_loaded_says_why(client: Client) -> None:
+def test_a_model_that_cannot_be_loaded_raises_the_reason(client: Client) -> None:
     with pytest.raises(ConfigError, match="Bla"):
         GptManager("Bla", TrtGptModelType.V1, 1, SchedulerPolicy.GUARANTEED_NO_EVICT, client.get, client.send)
 
 
-def test_an_optional_parameter_that_means_nothing_here_is_refused(client: Client) -> None:
+def test_an_unsupported_optional_parameter_is_refused(client: Client) -> None:
     params = TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(host_cache_size=1 << 20))
     with pytest.raises(NotSupported, match=r"KvCacheConfig\.host_cache_size is not supported"):
         make_manager(client, optional_params=params)
@@ -441,7 +443,7 @@ def test_a_checkpoint_gives_the_tokens_that_transformers_gives(client: Client, t
     assert answer.ids == [*prompt, *model.greedy(prompt, 12)]
 
 
-def test_an_adapters_weights_come_once_and_then_its_id_is_enough(client: Client, tmp_path: Path) -> None:
+def test_an_adapters_weights_are_needed_only_once(client: Client, tmp_path: Path) -> None:
     """Specification: lora_task_id, lora_weights and lora_config the first time, then only lora_task_id."""
     torch.set_num_threads(1)
     model = make_model(tmp_path / "model", "llama-gqa")

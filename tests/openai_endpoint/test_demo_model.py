@@ -213,7 +213,7 @@ class Shape(pydantic.BaseModel):
     exact: bool
 
 
-def test_parse_gives_an_object_of_the_clients_class(demo_client: openai.OpenAI) -> None:
+def test_parse_returns_an_object_of_the_clients_class(demo_client: openai.OpenAI) -> None:
     answer = demo_client.chat.completions.parse(
         model="demo",
         messages=[{"role": "user", "content": "Which shape?"}],
@@ -224,7 +224,7 @@ def test_parse_gives_an_object_of_the_clients_class(demo_client: openai.OpenAI) 
     assert isinstance(parsed, Shape) and parsed.shape in ("circle", "square")
 
 
-def test_a_bad_guide_names_its_field(demo_client: openai.OpenAI) -> None:
+def test_an_invalid_guide_is_refused_with_its_field(demo_client: openai.OpenAI) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
             demo_client.completions.create(**GUIDED, stream=stream, extra_body={"guided_regex": "("})
@@ -269,7 +269,7 @@ def test_a_named_tool_is_called(demo_client: openai.OpenAI, name: str) -> None:
     assert streamed.finish_reason == "tool_calls"
 
 
-def test_some_tool_is_called_where_one_is_required(demo_client: openai.OpenAI) -> None:
+def test_a_tool_is_called_if_tool_choice_is_required(demo_client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {**CALLING, "tool_choice": "required", "parallel_tool_calls": False, "n": 3}
     asked["logit_bias"] = {str(token_id): -100 for token_id in spaces()}
     for choice in demo_client.chat.completions.create(**asked).choices:
@@ -286,7 +286,7 @@ WRITTEN = "".join(
 @pytest.mark.parametrize(
     ("parallel", "names"), [(True, ["draw_circle", "draw_square"]), (False, ["draw_circle"])]
 )
-def test_calls_are_found_that_a_model_chose_to_write(
+def test_calls_are_parsed_without_a_tool_choice(
     demo_client: openai.OpenAI, parallel: bool, names: list[str]
 ) -> None:
     """A guide replaces a model trained to write calls; the parser does not know of it."""
@@ -309,7 +309,7 @@ def test_calls_are_found_that_a_model_chose_to_write(
 
 
 @pytest.mark.parametrize("text", ["<tool_call>never closed", "\U0001f642\U0001f643"])
-def test_ids_of_a_stream_come_also_while_text_is_held_back(demo_client: openai.OpenAI, text: str) -> None:
+def test_a_stream_has_token_ids_while_text_is_held(demo_client: openai.OpenAI, text: str) -> None:
     """Text is held if it may become a call, or is an incomplete character."""
     guide: dict[str, Any] = {**WITH_IDS, "guided_choice": [text]}
     asked: dict[str, Any] = {**CALLING, "extra_body": guide}
@@ -331,14 +331,14 @@ def test_ids_of_a_stream_come_also_while_text_is_held_back(demo_client: openai.O
     assert [extra["prompt_token_ids"] for extra in extras if "prompt_token_ids" in extra] == [expected]
 
 
-def test_a_model_may_answer_beside_its_tools(demo_client: openai.OpenAI) -> None:
+def test_a_model_with_tools_may_answer_with_text(demo_client: openai.OpenAI) -> None:
     for tool_choice in ("auto", "none"):
         asked = {**CALLING, "tool_choice": tool_choice, "max_completion_tokens": 5}
         choice = demo_client.chat.completions.create(**asked).choices[0]
         assert choice.finish_reason == "length" and not choice.message.tool_calls and choice.message.content
 
 
-def test_an_adapter_is_a_model(demo_client: openai.OpenAI, adapter: Path) -> None:
+def test_an_adapter_is_served_as_a_model(demo_client: openai.OpenAI, adapter: Path) -> None:
     ids = Tokenizer.from_dir(DEMO).encode(PROMPT)
     base = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     adapted: Any = peft.PeftModel.from_pretrained(base, adapter)
@@ -385,7 +385,7 @@ def test_calls_are_forced_on_a_model_without_a_style(styleless: openai.OpenAI) -
 
 
 @pytest.mark.parametrize("styleless", ["<think>"], indirect=True)
-def test_a_guide_ends_the_thinking_first(styleless: openai.OpenAI) -> None:
+def test_a_guide_ends_the_reasoning_first(styleless: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "yes?"}]
     extra: dict[str, Any] = {"guided_choice": ["yes", "no"]}
     message = (

@@ -50,7 +50,7 @@ async def no_events(pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_client_that_goes_away_while_its_prompts_are_submitted(is_streamed: bool) -> None:
+def test_a_client_lost_during_submission_stops_its_prompts(is_streamed: bool) -> None:
     client = BlockingClient()
     session = EngineSession(cast(EngineClient, client))
 

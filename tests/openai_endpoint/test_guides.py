@@ -48,7 +48,7 @@ def test_a_choice_may_have_any_characters(library: str, choice: str) -> None:
     assert first == {ord("o"), choice.encode()[0]}
 
 
-def test_white_space_as_vllm_asks_for_it() -> None:
+def test_vllms_white_space_options_are_followed() -> None:
     schema = {"type": "array", "items": {"type": "integer"}}
     for fields, spaced, is_allowed in (
         ({"structured_outputs": {"json": schema}}, "[ 1]", True),
@@ -93,14 +93,14 @@ def test_white_space_as_vllm_asks_for_it() -> None:
         ({"structured_outputs": {"json": "{", "whitespace_pattern": " "}}, "must have a JSON schema"),
     ],
 )
-def test_white_space_is_asked_for_where_there_is_json(fields: dict[str, Any], message: str) -> None:
+def test_white_space_options_are_refused_without_json(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError, match=message):
         read_guide(CompletionBody.model_validate({"prompt": "x", **fields}))
 
 
 @pytest.mark.parametrize("library", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize("count", [2000, 2500])
-def test_a_choice_may_be_of_thousands(library: str, count: int) -> None:
+def test_a_choice_may_have_thousands_of_texts(library: str, count: int) -> None:
     if library == "xgrammar":
         pytest.importorskip("xgrammar", reason="the other library is not installed")
     backend = make_backend(library, BYTES)

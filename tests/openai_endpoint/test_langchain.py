@@ -67,7 +67,7 @@ def calling(chat: ChatOpenAI) -> ChatOpenAI:
 
 
 @pytest.mark.parametrize("choice", ["draw", "any"])
-def test_a_bound_tool_is_called_and_its_answer_gone_on_with(calling: ChatOpenAI, choice: str) -> None:
+def test_a_bound_tool_is_called_and_its_result_answered(calling: ChatOpenAI, choice: str) -> None:
     bound = calling.bind_tools([draw, move], tool_choice=choice, strict=True, parallel_tool_calls=False)
     message = bound.invoke("Which shape?")
     assert isinstance(message, AIMessage) and not message.invalid_tool_calls
@@ -106,7 +106,7 @@ def test_a_model_may_choose_to_call_bound_tools(chat: ChatOpenAI) -> None:
     assert len({call["id"] for call in message.tool_calls}) == 2
 
 
-def test_the_prompt_is_counted_as_the_tokenizer_does(chat: ChatOpenAI) -> None:
+def test_prompt_tokens_are_counted_like_the_tokenizer(chat: ChatOpenAI) -> None:
     message = chat.invoke("one two three")
     rendered = "<|user|>one two three\n<|assistant|>"
     expected = len(Tokenizer.from_dir(DEMO).encode(rendered, add_special_tokens=False))

@@ -73,7 +73,7 @@ def test_a_reloaded_engine_is_served_with_its_own_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["{% for message in messages %}\n{{ message }", 17])
-def test_a_broken_template_of_the_checkpoint_is_logged_at_once_and_refuses_chats_alone(
+def test_a_broken_template_is_logged_at_load_and_refuses_only_chats(
     template: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = checkpoint(tmp_path / "broken", template)
@@ -100,7 +100,7 @@ def test_a_broken_template_of_the_checkpoint_is_logged_at_once_and_refuses_chats
         assert "line 2: unexpected '}'" in lines[0] and "line 2: unexpected '}'" in error["message"]
 
 
-def test_a_template_that_was_spoilt_after_the_start_is_told_too(tmp_path: Path) -> None:
+def test_a_template_broken_after_the_start_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages }")
     with fake_engine() as engine:
@@ -110,7 +110,7 @@ def test_a_template_that_was_spoilt_after_the_start_is_told_too(tmp_path: Path) 
             model.chat_template()
 
 
-def test_a_model_with_another_checkpoint_is_chatted_with_in_its_own_words(
+def test_another_engines_template_and_tokenizer_are_used(
     path: str,  # noqa: F811 - the fixture
     tmp_path: Path,
 ) -> None:
@@ -170,7 +170,7 @@ class Slow:
         return tuple(AdapterState(name, None, "/a", True, 8, 100) for name in self.names)
 
 
-def test_requests_that_wait_for_the_engine_delay_no_other() -> None:
+def test_requests_waiting_for_the_engine_delay_no_others() -> None:
     with (
         fake_engine() as engine,
         ThreadPoolExecutor(12) as pool,
@@ -189,7 +189,7 @@ def test_requests_that_wait_for_the_engine_delay_no_other() -> None:
         assert {each.result().status_code for each in waiting} == {404}
 
 
-def test_an_adapter_is_not_looked_for_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_not_listed_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_engine() as engine:
         slow = Slow(engine)
         slow.may_answer.set()
@@ -204,7 +204,7 @@ def test_an_adapter_is_not_looked_for_with_every_request(monkeypatch: pytest.Mon
             model.adapter_of("sql")
 
 
-def test_an_engine_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_engine_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_model, "_SLOW_S", 0.8)
     with fake_engine() as engine, ThreadPoolExecutor(8) as pool:
         slow = Slow(engine)

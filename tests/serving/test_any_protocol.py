@@ -103,7 +103,7 @@ def test_a_stop_string_ends_the_text_and_the_request(server: LineServer) -> None
     assert "".join(lines.read()) == ""
 
 
-def test_an_id_in_flight_is_taken_unless_its_client_is_gone(server: LineServer) -> None:
+def test_an_id_in_flight_is_refused_unless_its_client_is_gone(server: LineServer) -> None:
     first, first_id = server.ask("a")
     with pytest.raises(AlreadyExists):
         server.ask("a")

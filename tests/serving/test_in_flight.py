@@ -76,7 +76,7 @@ def test_stop_and_cancel_reach_every_prompt() -> None:
     assert client.stopped == [(engine_id, StopReason.CANCELLED) for engine_id in ids]
 
 
-def test_an_abandoned_batch_ends_what_still_runs_and_is_forgotten() -> None:
+def test_an_abandoned_batch_ends_its_prompts_and_is_forgotten() -> None:
     in_flight, client = make_in_flight(FakeEngineClient(answers_stops=False))
     entry = start_batch(in_flight, 3, "a")
     in_flight.arrive(entry.engine_ids[1], is_final=True)
@@ -126,7 +126,7 @@ def test_an_id_may_be_used_again_after_its_final_response() -> None:
     start(in_flight, "a")
 
 
-def test_an_id_whose_client_is_gone_gives_way() -> None:
+def test_the_id_of_a_gone_client_may_be_reused() -> None:
     in_flight, client = make_in_flight()
     sender = ResponseSender()
     first = start(in_flight, "a", sender)
@@ -141,7 +141,7 @@ def test_an_id_whose_client_is_gone_gives_way() -> None:
     assert client.stopped[-1] == (second.engine_ids[0], StopReason.CANCELLED)
 
 
-def test_an_id_that_is_being_cancelled_gives_way_without_asking_again() -> None:
+def test_the_id_of_a_cancelled_request_may_be_reused_without_asking() -> None:
     in_flight, client = make_in_flight()
     sender = ResponseSender()
     in_flight.cancel(start(in_flight, "a", sender))
@@ -149,12 +149,12 @@ def test_an_id_that_is_being_cancelled_gives_way_without_asking_again() -> None:
     assert sender.times_asked == 0 and len(client.stopped) == 1
 
 
-def test_any_number_without_an_id() -> None:
+def test_requests_without_an_id_are_not_limited() -> None:
     in_flight, _ = make_in_flight()
     assert len({start(in_flight).engine_ids for _ in range(3)}) == 3
 
 
-def test_stop_by_id_leaves_the_last_response_a_normal_one() -> None:
+def test_a_request_stopped_by_id_has_a_normal_last_response() -> None:
     in_flight, client = make_in_flight()
     entry = start(in_flight, "a")
     in_flight.stop("a")
@@ -285,7 +285,7 @@ def test_a_request_that_is_cancelled_before_the_start_never_starts() -> None:
     assert not client.submitted
 
 
-def test_an_id_whose_client_is_gone_before_the_start_gives_way() -> None:
+def test_the_id_of_a_client_gone_before_the_start_may_be_reused() -> None:
     in_flight, client = make_in_flight()
     sender = ResponseSender()
     gone = register(in_flight, "a", sender)

@@ -119,7 +119,7 @@ def test_the_templates_cover_every_style() -> None:
         ("gpt_oss", {"reasoning_effort": "high"}),
     ],
 )
-def test_further_variables(
+def test_extra_variables_are_rendered(
     transformers_tokenizer: PreTrainedTokenizerBase, name: str, variables: Mapping[str, Any]
 ) -> None:
     messages = [SYSTEM, USER]
@@ -140,12 +140,12 @@ def test_further_variables(
         ("qwen3", {"enable_thinking": object()}, r"object in it"),
     ],
 )
-def test_variables_without_a_place_are_refused(name: str, variables: Mapping[str, Any], message: str) -> None:
+def test_unknown_variables_are_refused(name: str, variables: Mapping[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         template(name).render([USER], template_kwargs=variables)
 
 
-def test_tools_without_a_place_are_refused() -> None:
+def test_tools_are_refused_by_a_template_without_tools() -> None:
     for name in NAMES:
         if name in WITHOUT_TOOLS:
             with pytest.raises(InvalidArgument, match="no place for tools"):
@@ -154,7 +154,7 @@ def test_tools_without_a_place_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parts_are_taken_or_joined(transformers_tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+def test_parts_are_rendered_or_joined(transformers_tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     parts = [{"type": "text", "text": "Two"}, {"type": "text", "text": "parts."}]
     text = template(name).render([{"role": "user", "content": parts}])
     joined = template(name).render([{"role": "user", "content": "Two\nparts."}])
@@ -191,12 +191,12 @@ def test_parts_are_taken_or_joined(transformers_tokenizer: PreTrainedTokenizerBa
         ([{"role": "assistant", "content": "x", "reasoning_content": 5}], r"reasoning_content is '5'"),
     ],
 )  # fmt: skip
-def test_messages_of_another_form_are_refused(messages: Any, message: str) -> None:
+def test_malformed_messages_are_refused(messages: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         template("qwen3").render(messages)
 
 
-def test_the_message_of_a_template_that_refuses_is_reported() -> None:
+def test_a_templates_own_error_is_reported() -> None:
     with pytest.raises(InvalidArgument, match="rendered by the chat template: A system role is not known"):
         template("gemma2").render([SYSTEM, USER])
 
@@ -245,7 +245,7 @@ def test_a_call_without_content_is_rendered(reads: str, as_text: bool) -> None:
 
 
 @pytest.mark.parametrize("role", ["wizard", ""])
-def test_a_role_that_nobody_knows_is_refused(role: str) -> None:
+def test_an_unknown_role_is_refused(role: str) -> None:
     for name in NAMES:
         with pytest.raises(
             InvalidArgument, match=rf"messages\[1\].role is '{role}'|messages cannot be rendered"
@@ -316,7 +316,7 @@ OBJECT = "{{ {'name': call.function.name, 'KEY': call.function.arguments} | tojs
         (f"<|tool_call|>[{OBJECT}]", ""),
     ],
 )  # fmt: skip
-def test_how_calls_are_written_is_found_by_writing_one(thinks: str, call: str, style: str) -> None:
+def test_the_call_style_is_detected_by_rendering_a_call(thinks: str, call: str, style: str) -> None:
     """Words of other styles in the template do not matter."""
     source_text = TOOL_CHAT.replace("CALL{%", call.replace("KEY", "arguments") + "{%").replace(
         "THINK", thinks
@@ -335,7 +335,7 @@ def test_how_calls_are_written_is_found_by_writing_one(thinks: str, call: str, s
         ("<|start_header_id|> parameters", ""),
     ],
 )
-def test_a_template_that_writes_no_calls_is_known_by_its_example(said: str, style: str) -> None:
+def test_the_call_style_is_detected_from_instructions(said: str, style: str) -> None:
     chat = of_source(
         "{% if tools %}{{ SAID }}{% endif %}{{ messages[0].content }}".replace("SAID", repr(said))
     )
@@ -344,7 +344,7 @@ def test_a_template_that_writes_no_calls_is_known_by_its_example(said: str, styl
 
 
 @pytest.mark.parametrize("name", ["xml_tools", "python_tools"])
-def test_tools_are_given_as_the_template_calls_them(name: str) -> None:
+def test_tools_are_passed_under_the_templates_name(name: str) -> None:
     """SmolLM3 has the first two, and in later versions all three."""
     shown = "{% for tool in (NAME or [])[:] %}{{ tool | string }}{% endfor %}{{ messages[0].content }}"
     chat = of_source(shown.replace("NAME", name))
@@ -400,7 +400,7 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path: Path, files
         assert chat.render([USER], tools=tools, add_generation_prompt=False) == wanted
 
 
-def test_a_file_comes_before_the_checkpoint(tmp_path: Path) -> None:
+def test_a_template_file_overrides_the_checkpoints(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "checkpoint", settings={"chat_template": TEXT})
     (tmp_path / "own.jinja").write_text("OWN{{ messages[0].content }}")
     chat = load_chat_template(str(folder), tmp_path / "own.jinja")
