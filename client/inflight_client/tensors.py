@@ -224,7 +224,7 @@ class _Outputs:
         return rows[row] if length is None else rows[row][:length]
 
     def _log_probs(self, row: int, length: int | None) -> np.ndarray | None:
-        """Return log probabilities of this response's tokens; a stream may repeat those of earlier tokens."""
+        """Return log probs of this response's tokens; a stream may repeat those of earlier tokens."""
         rows = self.rows("output_log_probs")
         if rows is None or length is None or len(rows) > 1:
             return self._part(row, "output_log_probs", length)

@@ -1,4 +1,4 @@
-"""A client that disconnects while its prompts are submitted: the rest is not submitted, and all are stopped."""
+"""A client that disconnects while its prompts are submitted: all of its prompts end, and no more start."""
 
 from __future__ import annotations
 

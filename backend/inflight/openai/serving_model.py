@@ -204,7 +204,7 @@ class _Checkpoint:
         self._token_bytes: list[bytes] | None = None
 
     def load(self) -> None:
-        """Read the tokenizer and the chat template once; `tokenizer` and `template` raise what went wrong."""
+        """Read the tokenizer and the chat template once; `tokenizer` and `template` raise their errors."""
         with self._lock:
             folder = self.description.tokenizer_dir
             if self._is_loaded:
