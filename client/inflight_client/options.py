@@ -78,7 +78,7 @@ CHOOSING = {
     "logits_post_processor_name": _number(
         "logits_post_processor_name",
         np.object_,
-        help="change logits by this function of the server's operator",
+        help="logits post-processor, a function of the server's operator",
     ),
 }
 """Options of sampling."""
@@ -91,7 +91,7 @@ ENDING = {
 QUEUEING = {
     "priority": _number("priority", _FLOAT, help="0 to 1, 0.5 by default; higher ones start first"),
     "client_id": _number("client_id", np.uint64, help="clients of one priority take turns"),
-    "allotted_time_ms": _number("allotted_time_ms", _INT, help="end with TIMED_OUT after so long"),
+    "allotted_time_ms": _number("allotted_time_ms", _INT, help="end with TIMED_OUT after this time"),
     "cache_salt_id": _number("cache_salt_id", np.uint64, help="share cached prompts under this number only"),
     "retention_decode_priority": _number("retention_decode_priority", _INT),
     "retention_decode_duration_ms": _number("retention_decode_duration_ms", _INT),

@@ -21,10 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
         "and lora_config of a request. As the folder N of lora_prefetch_dir they are the adapter of task id N.",
     )
     parser.add_argument(
-        "folder", type=Path, metavar="PEFT_FOLDER", help="what PEFT's save_pretrained has made"
+        "folder", type=Path, metavar="PEFT_FOLDER", help="the folder written by PEFT's save_pretrained"
     )
     parser.add_argument(
-        "out", type=Path, metavar="OUT", help="the folder for both files; made if it is missing"
+        "out", type=Path, metavar="OUT", help="the folder for both files; created if it is missing"
     )
     parser.add_argument(
         "--model",
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--storage-type",
         choices=ITEM_SIZES,
         default="float16",
-        help="of the numbers; lora_weights has to be declared so (default: %(default)s)",
+        help="type of the numbers; lora_weights must have the same (default: %(default)s)",
     )
     given = parser.parse_args(arguments)
     try:

@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m inflight.openai",
-        description="Serve OpenAI's protocol (/v1) on an engine. scripts/serve starts this by itself; alone it "
-        "stands in front of a tritonserver on another host.",
+        description="Serve OpenAI's protocol (/v1) for an engine. scripts/serve starts this itself; started alone, "
+        "it serves an engine on another host.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "--triton-model",
         default="tensorrt_llm",
         metavar="NAME",
-        help="the model with the engine (%(default)s)",
+        help="the Triton model of the engine (%(default)s)",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add(

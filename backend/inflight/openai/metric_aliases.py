@@ -111,7 +111,9 @@ _ALIASES: tuple[_Alias, ...] = (
     _gauge("num_requests_running", "Sequences in the last iteration", _REQUESTS, request_type="scheduled"),
     _gauge("num_requests_waiting", "Sequences that do not run", _REQUESTS, request_type="waiting"),
     _gauge("kv_cache_usage_perc", "Used KV blocks, 0 to 1", _BLOCKS, kv_cache_block_type="fraction"),
-    _gauge("gpu_cache_usage_perc", "The same, as it was called", _BLOCKS, kv_cache_block_type="fraction"),
+    _gauge(
+        "gpu_cache_usage_perc", "Former name of kv_cache_usage_perc", _BLOCKS, kv_cache_block_type="fraction"
+    ),
     _counter("num_preemptions_total", "Pauses", "inflight_preemptions_total"),
     _counter("prompt_tokens_total", "Prompt tokens processed", "inflight_processed_prompt_tokens_total"),
     _counter("generation_tokens_total", "Tokens generated", "inflight_generated_tokens_total"),
@@ -138,7 +140,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     ),
     "time_per_output_token_seconds": (
         "inflight_inter_token_latency_seconds",
-        "The same, as it was called",
+        "Former name of inter_token_latency_seconds",
     ),
     "e2e_request_latency_seconds": (
         "inflight_end_to_end_seconds",

@@ -80,7 +80,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         nargs="+",
         default=[],
-        help="what requests to /v1 call the model; several: the first one is in the answers (default: the name of "
+        help="names of the model in requests to /v1; the first one is in the answers (default: the name of "
         "the checkpoint's folder)",
     )
     add(
