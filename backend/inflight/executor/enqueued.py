@@ -23,7 +23,7 @@ class EnqueuedRequests:
         self._num_unfinished = 0
 
     def announce(self, num_sequences: int, most: int | None) -> bool:
-        """Count sequences before they are enqueued; return False if the count would exceed `most`."""
+        """Count sequences to be enqueued; count none and return False if that would exceed `most`."""
         with self._lock:
             if most is not None and self._num_unfinished + num_sequences > most:
                 return False

@@ -384,12 +384,18 @@ class Executor:
     # ---------------------------------------------------------------- reports
 
     def get_latest_iteration_stats(self) -> list[IterationStats]:
-        """Return statistics of iterations since the last call, oldest first."""
+        """Return statistics of iterations since the last call, oldest first.
+
+        At most `iter_stats_max_iterations` of them are kept.
+        """
         told = self._reports(ReportKind.ITERATIONS)
         return [iteration_stats(each, told.memory) for each in told.iterations]
 
     def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
-        """Return statistics of requests in iterations since the last call, oldest first."""
+        """Return statistics of requests in iterations since the last call, oldest first.
+
+        At most `request_stats_max_iterations` of them are kept.
+        """
         return [request_stats(each) for each in self._reports(ReportKind.REQUESTS).requests]
 
     def get_latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:

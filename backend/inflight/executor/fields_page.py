@@ -11,9 +11,9 @@ from inflight.executor.fields import FIELDS, FieldNote, Treatment
 
 _HEAD = """# Fields of the Executor API
 
-The effect of each field of `inflight.executor` here. A **refused** field raises `NotSupported` with the given
-reason when an `Executor` is created or a request enqueued. An *ignored* field affects only time and memory, and
-is logged once. Default values are neither refused nor logged.
+The effect of each field of `inflight.executor` here. A **refused** field raises `NotSupported` with the
+given reason when an `Executor` is created or a request enqueued. An *ignored* field affects only time and
+memory, and is logged once. Default values are neither refused nor logged.
 
 `scripts/write_configs` writes this page.
 """

@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m inflight.openai",
-        description="Serve OpenAI's protocol (/v1) for an engine. scripts/serve starts this itself; started alone, "
-        "it serves an engine on another host.",
+        description="Serve OpenAI's protocol (/v1) for an engine. scripts/serve starts this itself; started "
+        "alone, it serves an engine on another host.",
         allow_abbrev=False,
     )
     add = parser.add_argument

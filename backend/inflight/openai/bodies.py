@@ -56,7 +56,10 @@ class BodyReader:
         self._return: asyncio.TimerHandle | None = None
 
     async def read(self, kind: type[_Body], request: Request) -> _Body:
-        """Return the body of `request`, keep none of its bytes; raise ApiError, Unavailable or Cancelled"""
+        """Return the body of `request`; raise ApiError, Unavailable or Cancelled.
+
+        Keeps no reference to the received bytes.
+        """
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
             raise self._too_large()
