@@ -33,7 +33,7 @@ _ADAPTERS_TIMEOUT_S = 10.0
 _ADAPTERS_FRESH_S = 1.0
 """Seconds for which a listed adapter is assumed to exist; the engine refuses one that does not."""
 _SLOW_S = 1.0
-"""A slower failure to reach the engine is repeated for this time, so that not every request waits."""
+"""Seconds after which a failed attempt to reach the engine counts as slow; for as long it is not repeated."""
 
 
 def package_version() -> str:
