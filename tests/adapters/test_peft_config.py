@@ -141,7 +141,9 @@ def test_patterns_match_like_pefts(patterns: list[str]) -> None:
     layers=st.one_of(st.none(), st.integers(0, 12), st.lists(st.integers(0, 12), max_size=3)),
     pattern=st.sampled_from([None, "", [], "layers", "h", ["h", "layers"], "blocks"]),
 )
-def test_targets_are_those_that_peft_adapts(targets: Any, excluded: Any, layers: Any, pattern: Any) -> None:
+def test_targets_equal_the_modules_that_peft_adapts(
+    targets: Any, excluded: Any, layers: Any, pattern: Any
+) -> None:
     if isinstance(targets, str):
         layers = None
     if layers is None:

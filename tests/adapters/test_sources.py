@@ -228,7 +228,7 @@ def test_a_cache_without_room_for_one_adapter_fails_the_load(model: ModelDescrip
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_files_come_back_as_they_were_written(
+def test_written_files_are_read_back_unchanged(
     model: ModelDescription, peft_folder: Path, tmp_path: Path, dtype: str
 ) -> None:
     adapter = read_peft_folder(peft_folder, model, dtype)

@@ -43,7 +43,7 @@ def until_stopped(server: FakeServer, asked: Asked) -> Iterator[Response]:
 # -------------------------------------------------------------------- requests
 
 
-def test_text_goes_to_the_ensemble_under_its_names(server, client) -> None:
+def test_text_is_sent_to_the_ensemble_under_its_names(server, client) -> None:
     client.generate("déjà vu 🎉", max_tokens=7, **OPTIONS)
     (asked,) = server.asked
     assert asked.model == "ensemble"
@@ -61,7 +61,7 @@ def test_text_goes_to_the_ensemble_under_its_names(server, client) -> None:
     }
 
 
-def test_ids_go_to_the_engine_s_model_under_its_names(server, client) -> None:
+def test_ids_are_sent_to_the_engine_s_model_under_its_names(server, client) -> None:
     list(client.stream([5, 6, 7], max_tokens=7, **OPTIONS))
     (asked,) = server.asked
     assert asked.model == "tensorrt_llm"
@@ -167,7 +167,7 @@ def test_an_error_has_the_server_s_status_and_message(server, client, stream: bo
     assert caught.value.status == "INVALID_ARGUMENT"
 
 
-def test_an_error_after_some_deltas_comes_after_them(server, client) -> None:
+def test_an_error_after_some_deltas_is_raised_after_them(server, client) -> None:
     def break_off(asked: Asked) -> Iterator[Response]:
         yield response(asked, "a", "NOT_FINISHED")
         raise Refusal("UNAVAILABLE", "the generation loop died")
@@ -324,7 +324,7 @@ def test_streams_end_with_their_client(server, how: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer"])
-def test_a_text_goes_to_the_engine_s_models_under_their_names(server, model: str) -> None:
+def test_a_text_is_sent_to_the_engine_s_models_under_their_names(server, model: str) -> None:
     assert Client(server.url, model).generate("x", max_tokens=7, top_k=2).text == "abc"
     (asked,) = server.asked
     assert (asked.model, asked.outputs) == (model, ["text_output", "sequence_length", "finish_reason"])

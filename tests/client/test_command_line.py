@@ -26,7 +26,7 @@ from tests.client.test_client import until_stopped
 
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
-def test_text_is_printed_as_it_is(server: FakeServer, capsys, stream: list[str]) -> None:
+def test_text_is_printed_unchanged(server: FakeServer, capsys, stream: list[str]) -> None:
     server.answer = lambda asked: answer_with(asked, [" Hé", "\n🎉"])
     assert main(["generate", "a prompt", "--url", server.url, "--max-tokens", "5", *stream]) == 0
     assert capsys.readouterr().out == " Hé\n🎉\n"
@@ -35,7 +35,7 @@ def test_text_is_printed_as_it_is(server: FakeServer, capsys, stream: list[str])
 
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
-def test_ids_are_printed_as_they_are_given(server: FakeServer, capsys, stream: list[str]) -> None:
+def test_ids_are_printed_as_ids(server: FakeServer, capsys, stream: list[str]) -> None:
     server.answer = lambda asked: answer_with(asked, [[5, 6], [], [7]])
     assert main(["generate", "--ids", "1,2,3", "--url", server.url, *stream]) == 0
     assert capsys.readouterr().out == "5,6,7\n"

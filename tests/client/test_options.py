@@ -74,7 +74,7 @@ def client(server: FakeServer) -> Client:
 # -------------------------------------------------------------------- requests
 
 
-def test_numbers_go_by_the_text_models_names(server, client) -> None:
+def test_numbers_are_sent_under_the_text_models_names(server, client) -> None:
     client.generate("x", **NUMBERS)
     (asked,) = server.asked
     assert asked.model == "ensemble"
@@ -82,7 +82,7 @@ def test_numbers_go_by_the_text_models_names(server, client) -> None:
         assert asked.inputs[TEXT_NAMES.get(name, name)] == [value]
 
 
-def test_numbers_go_by_the_id_models_names(server, client) -> None:
+def test_numbers_are_sent_under_the_id_models_names(server, client) -> None:
     client.generate([5], **NUMBERS)
     (asked,) = server.asked
     assert asked.model == "tensorrt_llm"
@@ -525,7 +525,7 @@ def test_texts_of_beams(server, client) -> None:
     assert [s.text for s in client.generate("x", beam_width=2).sequences] == ["one", "zwei"]
 
 
-def test_sequences_that_come_in_one_response(server) -> None:
+def test_sequences_in_one_response_are_separated(server) -> None:
     server.answer = lambda asked: answer(asked, ids_of([5, 6], [7], reason="LENGTH"))
     done = Client(server.url, model="tensorrt_llm_infer").generate([1], num_return_sequences=2)
     assert [s.token_ids for s in done.sequences] == [(5, 6), (7,)]
@@ -563,6 +563,6 @@ def test_additional_outputs_are_requested_by_name(server, client, prompt) -> Non
 
 
 @pytest.mark.parametrize("names", [["last_hidden_state"], "logits", [3]])
-def test_a_name_that_no_additional_output_has_is_refused_before_it_is_sent(names) -> None:
+def test_an_invalid_additional_output_name_is_not_sent(names) -> None:
     with pytest.raises(ValueError, match="additional_outputs must be names of outputs, context_<name> or"):
         read_options({"additional_outputs": names})

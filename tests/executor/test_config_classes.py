@@ -272,7 +272,7 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(("cls", "name", "value"), OUT_OF_RANGE)
-def test_a_number_out_of_its_range_is_refused_where_it_is_given(cls: type, name: str, value: object) -> None:
+def test_a_number_out_of_range_is_refused_at_assignment(cls: type, name: str, value: object) -> None:
     with pytest.raises(RuntimeError, match=f"{cls.__name__}.{name} must be"):
         cls(**{name: value})
     made = cls()

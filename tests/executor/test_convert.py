@@ -219,7 +219,7 @@ def test_every_working_field_is_converted_or_handled_by_the_executor() -> None:
 
 
 @pytest.mark.parametrize("end_id", [None, -1])
-def test_an_end_id_that_is_none_or_negative_ends_nothing(end_id: int | None) -> None:
+def test_an_end_id_of_none_or_negative_is_ignored(end_id: int | None) -> None:
     assert convert(end_id=end_id).end_ids == ()
 
 
@@ -231,7 +231,7 @@ def test_with_an_end_id_the_minimum_length_is_1_by_default() -> None:
 
 
 @pytest.mark.parametrize("pad_id", [-1, -2, None])
-def test_a_pad_id_that_is_none_or_negative_is_left_out(pad_id: int | None) -> None:
+def test_a_pad_id_of_none_or_negative_is_left_out(pad_id: int | None) -> None:
     assert convert(pad_id=pad_id).pad_id is None
 
 

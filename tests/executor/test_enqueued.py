@@ -46,7 +46,7 @@ def test_an_answer_may_be_taken_before_the_request_is_opened() -> None:
     assert enqueued.is_ended(1)
 
 
-def test_the_bound_counts_what_has_not_ended() -> None:
+def test_the_queue_limit_counts_unfinished_sequences() -> None:
     enqueued = EnqueuedRequests()
     assert enqueued.announce(2, most=3)
     assert not enqueued.announce(2, most=3)

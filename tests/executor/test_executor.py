@@ -81,7 +81,7 @@ def test_a_deadline_ends_a_request(executor) -> None:
     assert len(result.output_token_ids[0]) < len(PROMPT) + LONG
 
 
-def test_the_client_id_comes_back(executor) -> None:
+def test_the_client_id_is_returned(executor) -> None:
     responses = responses_of(executor, executor.enqueue_request(request(client_id=77, streaming=True)))
     assert {response.client_id for response in responses} == {77}
     assert first_response(executor, executor.enqueue_request(request())).client_id is None
@@ -138,7 +138,7 @@ def test_several_sequences_have_one_id(executor, streaming: bool) -> None:
     assert {len(tokens) for tokens in outputs.values()} == {6 if streaming else len(PROMPT) + 6}
 
 
-def test_log_probs_are_those_of_all_tokens_so_far(executor) -> None:
+def test_log_probs_cover_all_tokens_so_far(executor) -> None:
     config = trtllm.OutputConfig(return_log_probs=True, return_generation_logits=True)
     sampling = trtllm.SamplingConfig(top_k=VOCABULARY, seed=1)
     (whole,) = results_of(executor, request(output_config=config, sampling_config=sampling))

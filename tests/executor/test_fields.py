@@ -127,7 +127,7 @@ def test_every_refused_field_of_requests_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED_OF_REQUESTS)
-def test_a_refused_field_of_a_request_says_why(name: str) -> None:
+def test_a_refused_field_of_a_request_is_an_error_with_the_reason(name: str) -> None:
     with pytest.raises(trtllm.NotSupported) as raised:
         check(make_request(**{name: REFUSED_OF_REQUESTS[name]}))
     assert str(raised.value) == f"Request.{name} is not supported: {NOTED[trtllm.Request, name].text}"
@@ -206,7 +206,7 @@ def test_every_other_refused_field_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("place", NESTED)
-def test_a_refused_field_within_a_part_says_where_it_is(place: str) -> None:
+def test_a_refused_field_within_a_part_is_an_error_with_its_path(place: str) -> None:
     with pytest.raises(trtllm.NotSupported, match=rf"^{place} is not supported: "):
         check(NESTED[place])
 

@@ -34,7 +34,7 @@ def test_ids_to_ids_and_text(executor, reference, tokenizer) -> None:
     assert whole == tokenizer.decode(PROMPT, skip_special_tokens=True) + answer.text
 
 
-def test_several_prompts_come_back_in_order(executor, reference, tokenizer) -> None:
+def test_several_prompts_are_answered_in_order(executor, reference, tokenizer) -> None:
     texts = ["some words here", "others", "more of them and more"]
     answers = executor.generate(texts, max_tokens=5, end_id=-1)
     ids = [tokenizer.encode(text) for text in texts]

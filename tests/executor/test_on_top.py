@@ -178,7 +178,7 @@ def test_guides_use_a_configured_vocabulary(tokenizer) -> None:
 # ---------------------------------------------------------------------- tensors
 
 
-def test_outputs_of_the_model_are_those_of_transformers(checkpoint: Path, reference) -> None:
+def test_outputs_of_the_model_equal_transformers(checkpoint: Path, reference) -> None:
     outputs = [
         trtllm.AdditionalModelOutput("last_hidden_state", True),
         trtllm.AdditionalModelOutput("hidden_states_1"),

@@ -100,7 +100,7 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
-def test_a_number_out_of_its_range_is_refused_where_it_is_given(name: str, value: float) -> None:
+def test_a_number_out_of_range_is_refused_at_assignment(name: str, value: float) -> None:
     with pytest.raises(RuntimeError, match=rf"SamplingConfig\.{name} must be .*, got {value}"):
         trtllm.SamplingConfig(**{name: value})
     config = trtllm.SamplingConfig()
@@ -234,7 +234,7 @@ def test_a_draft_has_defaults_and_a_row_of_logits_for_each_token() -> None:
         trtllm.ExternalDraftTokensConfig([])
 
 
-def test_the_offset_of_mrope_may_come_as_a_tensor() -> None:
+def test_the_offset_of_mrope_may_be_a_tensor() -> None:
     config = trtllm.MropeConfig(torch.ones(1, 8), torch.tensor([-50]))
     assert config.mrope_position_deltas == -50
 
@@ -537,7 +537,7 @@ def test_a_request_keeps_copies() -> None:
     assert request.sampling_config.top_k == 7, "what it has is its own, and not another copy"
 
 
-def test_ids_may_come_as_an_array_or_a_tensor() -> None:
+def test_ids_may_be_an_array_or_a_tensor() -> None:
     for ids in (np.array([1, 2]), torch.tensor([1, 2]), (1, 2), range(1, 3)):
         assert trtllm.Request(ids, 1).input_token_ids == [1, 2]
     with pytest.raises(TypeError, match=r"Request\.input_token_ids must be list\[int\]"):

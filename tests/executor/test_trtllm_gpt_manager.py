@@ -200,7 +200,7 @@ def test_an_id_is_a_64_bit_unsigned_number(client: Client, manager: GptManager, 
 
 
 @pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["torch", "numpy"])
-def test_input_tensors_come_by_name_in_a_map(client: Client, manager: GptManager, make: Any) -> None:
+def test_input_tensors_are_given_by_name_in_a_map(client: Client, manager: GptManager, make: Any) -> None:
     int32 = torch.int32 if make is torch.tensor else np.int32
     request = InferenceRequest(
         1, {"input_ids": make([PROMPT], dtype=int32), "request_output_len": make([[2]], dtype=int32)}
@@ -301,7 +301,7 @@ def test_statistics_of_v1_batching(client: Client) -> None:
     }
 
 
-def test_the_callbacks_of_an_iteration_come_in_order(client: Client, manager: GptManager) -> None:
+def test_the_callbacks_of_an_iteration_are_called_in_order(client: Client, manager: GptManager) -> None:
     """Get at the start; Send, then Poll and ReturnBatchManagerStats, at the end."""
     client.ask(make_request(1, 1))
     manager.shutdown()
@@ -425,12 +425,12 @@ def test_an_unsupported_optional_parameter_is_refused(client: Client) -> None:
         make_manager(client, optional_params=params)
 
 
-def test_seeds_come_in_torchs_int64_too(client: Client, manager: GptManager) -> None:
+def test_seeds_may_be_torchs_int64(client: Client, manager: GptManager) -> None:
     (answer,) = client.ask(make_request(1, random_seed=torch.tensor([42])))
     assert answer.error == ""
 
 
-def test_a_checkpoint_gives_the_tokens_that_transformers_gives(client: Client, tmp_path: Path) -> None:
+def test_a_checkpoint_generates_transformers_tokens(client: Client, tmp_path: Path) -> None:
     torch.set_num_threads(1)  # a model this small is slower with more threads
     model = make_model(tmp_path, "llama-gqa")
     prompt = model.prompt(7)

@@ -156,7 +156,7 @@ def test_a_repeated_long_prompt_is_cached(client: openai.OpenAI) -> None:
     assert 256 <= last.usage.prompt_tokens_details.cached_tokens < 300
 
 
-def test_beams_come_best_first_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_beams_are_returned_best_first_whole_and_streamed(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {**ASKED, "n": 3, "extra_body": {"use_beam_search": True}}
     whole = client.completions.create(**asked)
     texts = {choice.index: choice.text for choice in whole.choices}

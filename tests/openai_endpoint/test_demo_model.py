@@ -47,7 +47,7 @@ def log_softmax() -> Iterator[Any]:
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.7, "top_k": 9, "min_p": 0.02, "repetition_penalty": 1.2}]
 )
-def test_tokens_are_those_of_the_engine(
+def test_tokens_equal_the_engines(
     demo: tuple[EngineClient, str], demo_client: openai.OpenAI, sampling: dict[str, Any]
 ) -> None:
     ids = tuple(Tokenizer.from_dir(DEMO).encode(PROMPT))
@@ -62,7 +62,7 @@ def test_tokens_are_those_of_the_engine(
     assert ids_of(answer) == list(result.output_token_ids[0][len(ids) :])
 
 
-def test_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
+def test_log_probs_equal_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
     answer = demo_client.completions.create(**ASKED, echo=True, logprobs=3, extra_body=WITH_IDS)
     tokenizer = Tokenizer.from_dir(DEMO)
     ids = tokenizer.encode(PROMPT) + ids_of(answer)
@@ -83,7 +83,7 @@ def test_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, log_sof
         assert answer.choices[0].text[offset : offset + len(token)] == token
 
 
-def test_prompt_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
+def test_prompt_log_probs_equal_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
     ids = Tokenizer.from_dir(DEMO).encode(PROMPT)
     answer = demo_client.completions.create(**ASKED, extra_body={"prompt_logprobs": 2})
     first, *told = answer.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
@@ -99,7 +99,7 @@ def test_prompt_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, 
     assert alone == [dict([next(iter(entries.items()))]) for entries in told]
 
 
-def test_chat_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
+def test_chat_log_probs_equal_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
     answer = demo_client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": PROMPT}],

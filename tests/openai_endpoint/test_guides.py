@@ -111,7 +111,7 @@ def test_a_choice_may_have_thousands_of_texts(library: str, count: int) -> None:
         check_tokens(backend, BYTES, guide, ids_of(each), has_ended=True)
 
 
-def test_rules_of_a_choice_are_short_however_many_texts_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_of_a_choice_are_short_for_any_number_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guides, "_MOST_ALTERNATIVES", 10)
     choices = [str(number) for number in range(101)]
     guide = read_guide(CompletionBody.model_validate({"prompt": "x", "guided_choice": choices}))

@@ -141,7 +141,7 @@ def test_two_models_are_two_engines():
 
 @pytest.mark.parametrize("draft", ["a_draft", "tensorrt_llm_draft"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_draft_engine_is_not_taken_for_the_served_model(draft: str, is_first: bool):
+def test_a_draft_engine_does_not_get_the_served_models_name(draft: str, is_first: bool):
     served = page_of(observed().snapshot())
     other = page_of(ServiceMetrics().snapshot()).replace('model="tensorrt_llm"', f'model="{draft}"')
     page = parse(vllm_aliases(other + served if is_first else served + other, "llama"))

@@ -33,7 +33,7 @@ def read(*arguments: str, environment: dict[str, str] | None = None) -> OpenAiOp
     return read_arguments(given, given.host or "127.0.0.1", given.port, given.metrics_url, environment or {})
 
 
-def test_defaults_are_those_of_the_options() -> None:
+def test_defaults_equal_the_options_defaults() -> None:
     assert read() == OpenAiOptions()
 
 
@@ -67,7 +67,7 @@ def test_every_flag_is_documented() -> None:
     assert len(flags) > 9 and [flag for flag in flags if f"`{flag} " not in page] == []
 
 
-def test_keys_come_from_flags_the_environment_and_a_file(tmp_path: Path) -> None:
+def test_keys_are_read_from_flags_the_environment_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("of-file\n\n  other \n")
     arguments = ("--api-key", "of-flag", "of-file", "--api-key-file", str(file))

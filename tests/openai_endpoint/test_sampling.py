@@ -42,7 +42,7 @@ def request_of(
     return make_prompt(whole, [5] * length, None, description, TextEncoder(lambda: tokenizer)).request
 
 
-def test_the_lower_priority_of_vllm_goes_first() -> None:
+def test_vllms_lower_priority_starts_first() -> None:
     asked = [-1000, -3, 0, 1, 2, 10_000]
     told = [request_of({"priority": each}).priority for each in asked]
     assert told == sorted(told, reverse=True) and len(set(told)) == len(asked)

@@ -90,7 +90,7 @@ def test_text_ends_before_the_stop_string_and_tokens_with_it() -> None:
     assert text.add(final("h")) == (TextDelta("", 0, stopped=True),)
 
 
-def test_a_possible_beginning_of_a_stop_string_comes_with_the_last_result() -> None:
+def test_a_possible_beginning_of_a_stop_string_is_released_by_the_last_result() -> None:
     text = make_text(stops=("xyz",))
     assert text.add(make_result(ids_of("axy"))) == (TextDelta("a", 3),)
     assert text.add(final("")) == (TextDelta("xy", 0),)

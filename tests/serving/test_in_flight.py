@@ -111,7 +111,7 @@ def test_one_sequence_of_one_prompt_may_be_stopped_for_its_text() -> None:
     assert client.stopped == [(entry.engine_ids[1], StopReason.STOP_WORDS, 3)]
 
 
-def test_an_id_in_flight_is_refused_and_the_first_one_goes_on() -> None:
+def test_an_id_in_flight_is_refused_and_the_first_request_continues() -> None:
     in_flight, client = make_in_flight()
     first = start(in_flight, "a")
     with pytest.raises(AlreadyExists, match=r"^requestId a is already in progress, request is ignored\.$"):

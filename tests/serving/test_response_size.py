@@ -103,7 +103,7 @@ def test_sequences_in_one_response_count_together() -> None:
     assert apart["context_logits"] == together["context_logits"] == 5 * MIB
 
 
-def test_a_stream_has_no_more_logits_at_a_time_than_are_joined() -> None:
+def test_a_response_of_a_stream_has_at_most_the_joined_logits() -> None:
     long, short = with_logits(1000), with_logits(2)
     assert sizes_of(long, streaming=True)["generation_logits"] == MAX_JOINED_LOGITS_BYTES
     assert sizes_of(short, streaming=True)["generation_logits"] == 2 * MIB
@@ -262,7 +262,7 @@ def test_additional_outputs_count_if_they_are_requested() -> None:
     assert streamed["generation_last_hidden_state"] == MAX_JOINED_LOGITS_BYTES
 
 
-def test_additional_outputs_that_would_not_fit_are_refused_at_admission() -> None:
+def test_additional_outputs_without_room_are_refused_at_admission() -> None:
     offered = (OfferedOutput("last_hidden_state", False, 1 << 18),)
     request = make_request(new=100, additional_outputs=(WantedOutput("last_hidden_state"),))
     budget = ResponseBudget(Memory())
