@@ -110,7 +110,7 @@ def test_triton_names_the_alias_that_was_sent() -> None:
 
 
 def bad_field(name: str) -> tuple[Any, str]:
-    """A value of the control's field that no body may have, and the message."""
+    """Return a value of the control's field that no body may have, and the message."""
     field = CONTROLS[name].body
     assert field is not None
     no_token = f"must be in [0, {LIMITS.vocab_size - 1}], got {NO_TOKEN} at position 0"

@@ -74,7 +74,7 @@ class OfferedOutput:
 
 
 def meaning_of(name: str) -> Meaning:
-    """The meaning of an output's name; ValueError for a name that no output has."""
+    """Return the meaning of an output's name; ValueError for a name that no output has."""
     if name == "last_hidden_state":
         return Meaning(OutputKind.LAST_HIDDEN_STATE)
     match = _NUMBERED.fullmatch(name)
@@ -113,7 +113,7 @@ def tensor_names(outputs: Iterable[WantedOutput]) -> list[tuple[str, int]]:
 
 
 def outputs_of_tensors(names: Iterable[str]) -> tuple[WantedOutput, ...]:
-    """The outputs to ask an engine for, to get the tensors of these names."""
+    """Return the outputs to ask an engine for, to get the tensors of these names."""
     gathered: dict[str, bool] = {}
     for name in names:
         prefix = CONTEXT if name.startswith(CONTEXT) else GENERATION

@@ -20,20 +20,20 @@ _EXPONENT = 0x7F80  # all of its bits are 1 in infinities and NaN
 
 
 def to_matrix(array: NDArray[Any]) -> Matrix:
-    """A copy of an array of two dimensions, of float32, float16 or BFLOAT16."""
+    """Return a copy of an array of two dimensions, of float32, float16 or BFLOAT16."""
     dtype = "bfloat16" if array.dtype == BFLOAT16 else array.dtype.name
     return Matrix((array.shape[0], array.shape[1]), dtype, RawBuffer(array.tobytes()))
 
 
 def are_finite(array: NDArray[Any]) -> bool:
-    """Whether there is no NaN and no infinity, in an array of any of these types."""
+    """Return whether there is no NaN and no infinity, in an array of any of these types."""
     if array.dtype == BFLOAT16:
         return not ((array & _EXPONENT) == _EXPONENT).any()
     return bool(np.isfinite(array).all())
 
 
 def to_prompt_table(array: NDArray[Any], name: str) -> PromptTable:
-    """The table that `array` [rows, hidden_size] is; InvalidArgument for numbers that are not finite.
+    """Return the table that `array` [rows, hidden_size] is; InvalidArgument for numbers that are not finite.
 
     They would spread over the whole sequence. `name` is what the client calls the table.
     """

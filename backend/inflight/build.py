@@ -78,7 +78,7 @@ class RunningEngine:
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
     def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
-        """The debug tensors of the last iterations since the last call, oldest first. Any thread.
+        """Return the debug tensors of the last iterations since the last call, oldest first. Any thread.
 
         At most debug_tensors_max_iterations of them, none without that parameter; of several ranks this one's.
         """
@@ -141,7 +141,7 @@ def check_parameters(parameters: Parameters) -> None:
 def _load_checked(
     load: LoadModel, parameters: Parameters, version_dir: str, rank_context: RankContext | None
 ) -> LoadedModel:
-    """The model, whose vocabulary has the default end ids: on all ranks, or ConfigError on all."""
+    """Return the model, whose vocabulary has the default end ids: on all ranks, or ConfigError on all."""
     model = load(parameters, version_dir, rank_context)
     vocab_size = model.engine.limits.vocab_size
     for end_id in parameters.default_end_ids:
@@ -258,7 +258,7 @@ def start_engine(
 def _make_guide_compiler(
     parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
 ) -> ChildCompiler | None:
-    """The compiler of guides, which runs beside the loop; None without a tokenizer."""
+    """Return the compiler of guides, which runs beside the loop; None without a tokenizer."""
     if model.grammars is None:
         return None
     from inflight.guided.compiler import ChildCompiler, GuideBounds
@@ -317,7 +317,7 @@ def make_adapters(
 
 
 def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
-    """The description of the engine for front ends."""
+    """Return the description of the engine for front ends."""
     from inflight.core.request.engine_description import EngineDescription
 
     limits = model.engine.limits
@@ -377,7 +377,7 @@ def _make_watchdog(parameters: Parameters, on_hang: OnHang | None) -> Watchdog |
 def _counting_iterations(
     get_inference_requests: GetInferenceRequestsCallback, rank_context: RankContext | None
 ) -> GetInferenceRequestsCallback:
-    """The callback that begins an iteration, which the heartbeat wants to know of."""
+    """Return the callback that begins an iteration, which the heartbeat wants to know of."""
     if rank_context is None:
         return get_inference_requests
 
@@ -391,7 +391,7 @@ def _counting_iterations(
 def _wait_until_sent(
     client: LocalEngineClient, takes_all_processors: bool, rank_context: RankContext | None
 ) -> WaitUntilSent | None:
-    """A function that lets responses be sent between iterations, for a model that uses all processors.
+    """Return a function that lets responses be sent between iterations, for a model that uses all processors.
 
     None with several ranks: the others wait for this one in a broadcast, on processors that senders would need.
     """
@@ -412,7 +412,7 @@ def _tell_of_death(
 
 
 def _release_once(model: LoadedModel, rank_context: RankContext | None) -> Callable[[], None]:
-    """A function that releases the model and leaves the other ranks; later calls do nothing."""
+    """Return a function that releases the model and leaves the other ranks; later calls do nothing."""
     steps = [] if rank_context is None else [model.release, rank_context.leave]
 
     def release() -> None:

@@ -52,42 +52,42 @@ class ConfigFile:
         return cls(path, values)
 
     def error(self, key: str, expected: str) -> ConfigError:
-        """The error for a value that cannot be used."""
+        """Return the error for a value that cannot be used."""
         name = self._path_of(key)
         if key not in self.values:
             return ConfigError(f"{self.path}: key {name!r} is missing, expected {expected}")
         return ConfigError(f"{self.path}: key {name!r} is {self.values[key]!r}, expected {expected}")
 
     def value(self, key: str) -> Any:
-        """The value of `key`, of any type; None if absent. The key counts as read from now on."""
+        """Return the value of `key`, of any type; None if absent. The key counts as read from now on."""
         self._read.add(key)
         return self.values.get(key)
 
     def unread(self) -> list[str]:
-        """The keys that are there and that nobody has asked for."""
+        """Return the keys that are there and that nobody has asked for."""
         return [key for key in self.values if key not in self._read]
 
     def has(self, key: str) -> bool:
-        """Whether `key` is there and not null."""
+        """Return whether `key` is there and not null."""
         return self.value(key) is not None
 
     def int_or_none(self, key: str) -> int | None:
-        """An integer of at least 1, None if absent."""
+        """Return an integer of at least 1, None if absent."""
         return self._checked(key, lambda value: type(value) is int and value >= 1, _POSITIVE_INT)
 
     def positive_int(self, key: str) -> int:
-        """An integer of at least 1."""
+        """Return an integer of at least 1."""
         return self._required(key, self.int_or_none(key), _POSITIVE_INT)
 
     def number_or_none(self, key: str) -> float | None:
-        """A positive number, None if absent."""
+        """Return a positive number, None if absent."""
         value = self._checked(
             key, lambda value: type(value) in (int, float) and 0 < value < float("inf"), _POSITIVE
         )
         return None if value is None else float(value)
 
     def number(self, key: str) -> float:
-        """A positive number."""
+        """Return a positive number."""
         return self._required(key, self.number_or_none(key), _POSITIVE)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -96,15 +96,15 @@ class ConfigFile:
         return default if value is None else value
 
     def text_or_none(self, key: str) -> str | None:
-        """A string, None if absent."""
+        """Return a string, None if absent."""
         return self._checked(key, lambda value: isinstance(value, str), "a string")
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings; empty if absent."""
+        """Return a list of strings; empty if absent."""
         return tuple(self._checked(key, lambda value: _is_list_of(value, str), "a list of strings") or ())
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of positive numbers."""
+        """Return a list of positive numbers."""
 
         def is_valid(value: Any) -> bool:
             return is_list(value) and all(type(item) in (int, float) and item > 0 for item in value)
@@ -124,7 +124,7 @@ class ConfigFile:
         return tuple(item for item in dict.fromkeys(ids) if item >= 0)
 
     def _checked(self, key: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
-        """The value of `key`; None if absent. Raises ConfigError if it is not valid."""
+        """Return the value of `key`; None if absent. Raises ConfigError if it is not valid."""
         value = self.value(key)
         if value is not None and not is_valid(value):
             raise self.error(key, expected)
@@ -136,7 +136,7 @@ class ConfigFile:
         return value
 
     def child(self, key: str) -> ConfigFile:
-        """The object under `key`."""
+        """Return the object under `key`."""
         value = self.value(key)
         if not is_object(value):
             raise self.error(key, "a JSON object")
@@ -273,7 +273,7 @@ def eos_token_ids(config: ConfigFile) -> tuple[int, ...]:
 
 
 def stated_dtype(config: ConfigFile) -> str | None:
-    """The type of the weights, one of DTYPES; None if it is not stated, or auto: that of the files."""
+    """Return the type of the weights, one of DTYPES; None if it is not stated, or auto: that of the files."""
     old, new = config.text_or_none("torch_dtype"), config.text_or_none("dtype")
     key, name = ("torch_dtype", old) if new is None else ("dtype", new)
     if name == "auto":
@@ -294,5 +294,5 @@ def _stretched(section: Mapping[str, Any], positions: int) -> int:
 
 
 def _is_list_of(value: Any, kind: type) -> bool:
-    """Whether a value is a list of such items; true is no integer."""
+    """Return whether a value is a list of such items; true is no integer."""
     return is_list(value) and all(type(item) is kind for item in value)

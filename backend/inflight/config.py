@@ -527,7 +527,7 @@ class Parameters:
 
 
 def _built() -> list[ParameterSpec]:
-    """The rows of all fields, in the order of config.pbtxt."""
+    """Return the rows of all fields, in the order of config.pbtxt."""
     rows: list[ParameterSpec] = []
     for owner in (Parameters, SchedulingConfig, EngineConfig):
         place = 0
@@ -607,12 +607,12 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
 
 
 def _fields(owner: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given values of the fields of `owner`, by field name."""
+    """Return the given values of the fields of `owner`, by field name."""
     return {name: given[spec.key] for name, spec in declared_rows(owner).items() if spec.key in given}
 
 
 def without_effect(model_config: Mapping[str, Any], role: Role) -> list[str]:
-    """A line for each parameter that was given and does nothing, for the log."""
+    """Return a line for each parameter that was given and does nothing, for the log."""
     rows = {spec.key: spec for spec in PARAMETERS if spec.no_effect and role in spec.roles}
     given = {
         key: str(entry.get("string_value", "")) for key, entry in model_config.get("parameters", {}).items()

@@ -20,7 +20,7 @@ _NUMPY_TYPES = {"FP32": "float32", "INT32": "int32", "UINT64": "uint64"}
 
 
 def files(root: Path) -> dict[Path, str]:
-    """The content that each generated file of the checkout at `root` should have, by its path."""
+    """Return the content that each generated file of the checkout at `root` should have, by its path."""
     backend = root / "backend" / "inflight"
     return {
         backend / "openai" / "control_fields.py": body_fields(),
@@ -31,7 +31,7 @@ def files(root: Path) -> dict[Path, str]:
 
 
 def body_fields() -> str:
-    """The fields of OpenAI's body that are numbers, as a class of pydantic's."""
+    """Return the fields of OpenAI's body that are numbers, as a class of pydantic's."""
     lines = [
         *_docstring("Fields of bodies that are sampling controls."),
         "",
@@ -53,7 +53,7 @@ def body_fields() -> str:
 
 
 def executor_fields() -> str:
-    """The fields of the Executor's SamplingConfig that work, as a base class of it."""
+    """Return the fields of the Executor's SamplingConfig that work, as a base class of it."""
     fields = [(name, control, control.executor) for name, control in CONTROLS.items() if control.executor]
     lines = [
         *_docstring("Fields of SamplingConfig that are sampling controls."),
@@ -84,7 +84,7 @@ def executor_fields() -> str:
 
 
 def client_options() -> str:
-    """The client's options: by name, the names of its tensors, type, dimensions and help."""
+    """Return the client's options: by name, the names of its tensors, type, dimensions and help."""
     lines = [
         *_docstring("Options that are sampling controls."),
         "",

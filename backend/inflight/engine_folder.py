@@ -15,7 +15,7 @@ _FIRST = "rank0.json"
 
 
 def is_engine_folder(folder: str | Path) -> bool:
-    """Whether plans lie in a folder."""
+    """Return whether plans lie in a folder."""
     return (Path(native(folder)) / _FIRST).is_file()
 
 

@@ -97,7 +97,7 @@ class InflightError(Exception):
         return readable("".join(parts))
 
     def with_names(self: _E, shown: Callable[[str], str]) -> _E:
-        """The same error with other names of inputs in it; the class must take a message alone.
+        """Return the same error with other names of inputs in it; the class must take a message alone.
 
         Args:
             shown: The new name for each.
@@ -197,13 +197,13 @@ ERROR_KINDS: tuple[str, ...] = tuple(_BY_KIND)
 
 
 def joined(names: Sequence[str], between: str) -> list[str]:
-    """The parts of a message that are `names` with `between` between each two."""
+    """Return the parts of a message that are `names` with `between` between each two."""
     parts = [part for name in names for part in (between, Name(name))]
     return parts[1:]
 
 
 def error_from_kind(kind: str, marked: str) -> RequestError:
-    """The error of this kind whose message, its names marked, is `marked`.
+    """Return the error of this kind whose message, its names marked, is `marked`.
 
     An unknown kind becomes `StepFailed`. Raises ValueError if the marks are broken.
     """
@@ -226,7 +226,7 @@ def error_to_plain(value: object) -> tuple[str, str]:
 
 
 def error_from_plain(kind: type, value: Any) -> RequestError:
-    """The error that `error_to_plain` made plain: what decoders call for such fields (`dec_hook`)."""
+    """Return the error that `error_to_plain` made plain: what decoders call for such fields (`dec_hook`)."""
     if not issubclass(kind, InflightError):
         # As above. A ValueError would become msgspec's ValidationError, which is about data.
         raise NotImplementedError(f"a value of type {kind.__name__} cannot be decoded")
@@ -246,5 +246,5 @@ def without_places(text: str) -> str:
 
 
 def unexpected(what: str, error: Exception) -> StepFailed:
-    """An error that nobody foresaw, as the client that met it is told of it; the log has all of it."""
+    """Return an error that nobody foresaw, as the client that met it is told of it; the log has all of it."""
     return StepFailed(f"{what}: {without_places(repr(error))}")

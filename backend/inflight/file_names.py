@@ -12,7 +12,7 @@ import os
 
 
 def native(path: str | os.PathLike[str]) -> str:
-    """The path as this process can open it; one that it can open already stays as it is."""
+    """Return the path as this process can open it; one that it can open already stays as it is."""
     return os.fsdecode(os.fspath(path).encode("utf-8", "surrogateescape"))
 
 

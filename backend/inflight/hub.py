@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = True) -> Path:
-    """The folder that holds a checkpoint; on a terminal a fetch shows a bar.
+    """Return the folder that holds a checkpoint; on a terminal a fetch shows a bar.
 
     Args:
         model: A folder, or a name of the hub, such as Qwen/Qwen3-0.6B.
@@ -55,13 +55,13 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
 
 
 def checkpoint_name(folder: Path) -> str:
-    """The name of a checkpoint: its name on the hub if it was fetched, else that of its folder."""
+    """Return the name of a checkpoint: its name on the hub if it was fetched, else that of its folder."""
     found = _SNAPSHOT.search(folder.as_posix())
     return found[1].replace("--", "/") if found else folder.name
 
 
 def instead_of_gguf(path: Path) -> str:
-    """The advice to append to a message that refuses `path` because it is GGUF; "" if it is not."""
+    """Return the advice to append to a message that refuses `path` because it is GGUF; "" if it is not."""
     is_gguf = "gguf" in checkpoint_name(path).rsplit("/")[-1].lower() or any(path.glob("*.gguf"))
     return _NOT_GGUF if is_gguf else ""
 
@@ -94,7 +94,7 @@ def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:
 
 
 def _reason(name: str, revision: str, error: Exception) -> str:
-    """The reason why the checkpoint cannot be fetched, and what can be done about it."""
+    """Return the reason why the checkpoint cannot be fetched, and what can be done about it."""
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT

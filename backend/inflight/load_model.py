@@ -146,7 +146,7 @@ def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> 
 def _make_grammars(
     parameters: Parameters, path: str, vocabulary: GuideVocabulary | None, vocab_size: int
 ) -> Grammars | None:
-    """The grammars for a vocabulary of `vocab_size`; None without a tokenizer."""
+    """Return the grammars for a vocabulary of `vocab_size`; None without a tokenizer."""
     from inflight.guided.grammars import Grammars
     from inflight.guided.make_backend import make_backend
     from inflight.guided.vocabulary import GuideVocabulary
@@ -299,7 +299,7 @@ def _connect(
 def guide_vocabulary(
     encoded_vocab: Sequence[str], tokenizer_str: str | None = None, stop_token_ids: Collection[int] = ()
 ) -> GuideVocabulary:
-    """The vocabulary of TensorRT-LLM's `GuidedDecodingConfig`, for `load_model`.
+    """Return the vocabulary of TensorRT-LLM's `GuidedDecodingConfig`, for `load_model`.
 
     Args:
         encoded_vocab: Tokens by id, as the tokenizer writes them.

@@ -32,7 +32,7 @@ class ParameterKind:
     accepts: Callable[[Any], bool]
 
     def parse(self, text: str) -> Any:
-        """The value that `text` stands for; ValueError if that is not accepted."""
+        """Return the value that `text` stands for; ValueError if that is not accepted."""
         value = self.convert(text)
         if not self.accepts(value):
             raise ValueError(text)
@@ -40,12 +40,12 @@ class ParameterKind:
 
 
 def integer(minimum: int) -> ParameterKind:
-    """An integer, at least `minimum`."""
+    """Return an integer, at least `minimum`."""
     return ParameterKind(f"an integer >= {minimum}", int, lambda value: value >= minimum)
 
 
 def share(above: bool = False) -> ParameterKind:
-    """A number in [0, 1], or ]0, 1] if it has to be above 0."""
+    """Return a number in [0, 1], or ]0, 1] if it has to be above 0."""
     return ParameterKind(
         f"a number {'>' if above else '>='} 0 and <= 1",
         float,
@@ -67,12 +67,12 @@ def _named(values: Mapping[str, Any], any_case: bool = False) -> ParameterKind:
 
 
 def choice(*names: str, any_case: bool = False) -> ParameterKind:
-    """One of these names; with `any_case` in small letters or capitals too."""
+    """Return one of these names; with `any_case` in small letters or capitals too."""
     return _named({name: name for name in names}, any_case)
 
 
 def member(enum: type[Enum], *but: Enum) -> ParameterKind:
-    """The value of one of an Enum's members, `but` these."""
+    """Return the value of one of an Enum's members, `but` these."""
     return _named({item.value: item for item in enum if item not in but})
 
 
@@ -222,7 +222,7 @@ class ParameterSpec:
         return "leave it out" + (f" or say {' or '.join(shown)}" if shown else "")
 
     def parse(self, text: str) -> Any:
-        """The value of a filled-in `text`; ConfigError with key, value and what was expected."""
+        """Return the value of a filled-in `text`; ConfigError with key, value and what was expected."""
         try:
             value = self.kind.parse(text)
         except ValueError:
@@ -249,7 +249,7 @@ def parameter(
 
 
 def declared_rows(owner: type) -> dict[str, ParameterSpec]:
-    """The rows that the fields of a dataclass declare, by the fields' names."""
+    """Return the rows that the fields of a dataclass declare, by the fields' names."""
     return {
         each.name: dataclasses.replace(spec, key=spec.key or each.name)
         for each in dataclasses.fields(owner)

@@ -42,13 +42,13 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process with this number now; None if there is none."""
+        """Return the process with this number now; None if there is none."""
         fields = stat_fields(pid)
         return None if fields is None else cls(pid, int(fields[_START_TIME]))
 
     @classmethod
     def parse(cls, text: str) -> ProcessId:
-        """The process whose `str` is `text`."""
+        """Return the process whose `str` is `text`."""
         pid, start_time = text.split("-")
         return cls(int(pid), int(start_time))
 
@@ -72,7 +72,7 @@ class ProcessId:
                     signal.pidfd_send_signal(descriptor, number)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether the process has ended, by now or within `timeout_s` seconds.
+        """Return whether the process has ended, by now or within `timeout_s` seconds.
 
         It need not be a child of this process.
         """
@@ -98,14 +98,14 @@ class ProcessId:
 
 
 def this_parent() -> ProcessId:
-    """The process that started this one: for the Triton stub, tritonserver."""
+    """Return the process that started this one: for the Triton stub, tritonserver."""
     parent = ProcessId.of(os.getppid())
     assert parent is not None, "a process always has a parent"
     return parent
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """A process's fields of /proc/PID/stat behind the name; None if there is no such process."""
+    """Return a process's fields of /proc/PID/stat behind the name; None if there is no such process."""
     try:
         # The name, in brackets, may hold anything.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -37,7 +37,7 @@ class ReplyOptions:
 
 
 def engine_streams(streaming: bool, stop_strings: tuple[str, ...], uses_beams: bool) -> bool:
-    """Whether the engine has to answer as tokens come, be it that only the server looks at them.
+    """Return whether the engine has to answer as tokens come, be it that only the server looks at them.
 
     Where text ends a sequence, the server looks for it while the sequence is being made. Beams are looked at when
     the search has ended, as they change until then.

@@ -23,7 +23,7 @@ class BufferedEncoder:
         self._buffers: list[memoryview] = []
 
     def encode(self, message: object) -> tuple[bytes, list[memoryview]]:
-        """The message, and the buffers that are to follow it."""
+        """Return the message, and the buffers that are to follow it."""
         self._buffers = []
         return self._encoder.encode(message), self._buffers
 
@@ -44,7 +44,7 @@ class BufferedDecoder(Generic[_T]):
         self._buffers: list[memoryview] = []
 
     def decode(self, body: bytes) -> tuple[_T, list[memoryview]]:
-        """The message, and the room for its buffers, to be filled in this order before anybody looks.
+        """Return the message, and the room for its buffers, to be filled in this order before anybody looks.
 
         Raises:
             msgspec.MsgspecError: This is no such message.

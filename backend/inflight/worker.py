@@ -41,7 +41,7 @@ _NO_ORDERS = (
 
 
 def main(load: LoadModel = load_model) -> int:
-    """The exit status: 0 for an end in order, 1 for a model that does not load, 2 for wrong use.
+    """Return the exit status: 0 for an end in order, 1 for a model that does not load, 2 for wrong use.
 
     `load` makes this rank's engine.
     """

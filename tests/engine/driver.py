@@ -30,7 +30,7 @@ TOKENS_PER_BLOCK = 8
 
 
 def load_engine(folder: Path, **changes: Any) -> ModelEngine:
-    """An engine on the CPU with small blocks."""
+    """Return an engine on the CPU with small blocks."""
     values = {"device": "cpu", "tokens_per_block": TOKENS_PER_BLOCK, "max_num_sequences": 6, **changes}
     return load.load_engine(EngineConfig(str(folder), **values))
 
@@ -116,7 +116,7 @@ class Driver:
         return Row(slot, list(tokens), start, list(shared_blocks), computed)
 
     def search(self, tokens: Sequence[int], sampling: SamplingConfig, **options: Any) -> Search:
-        """A beam search: its context's sequence has the first of its slots."""
+        """Return a beam search: its context's sequence has the first of its slots."""
         row = self.start(tokens, sampling, **options)
         others = [self.free_slots.pop(0) for _ in range(sampling.beam_width - 1)]
         return Search(row, [row.slot, *others], self.tokens_per_block, self.free_blocks)

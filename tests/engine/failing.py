@@ -109,7 +109,7 @@ def serve_through_faults(
     period: int = 7,
     faulty_id: int | None = None,
 ) -> dict[tuple[int, int], SequenceResult]:
-    """Every sequence's whole result, by request id and sequence index.
+    """Return every sequence's whole result, by request id and sequence index.
 
     Args:
         engine: Under test.

@@ -16,7 +16,7 @@ TORCH = pytest.param("torch", id="torch")
 
 @functools.cache
 def why_no_native() -> str:
-    """The reason why there is no compiled code on this machine; "" if there is."""
+    """Return the reason why there is no compiled code on this machine; "" if there is."""
     try:
         load_library("bfloat16", int8=True)
     except CannotBuild as error:

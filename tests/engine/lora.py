@@ -86,7 +86,7 @@ def make_adapter(model: ZooModel, seed: int = 0, **options: Any) -> Adapter:
 def weights_of(
     model: peft.PeftModel, name: str = "default", dtype: torch.dtype = torch.float32
 ) -> LoraWeights:
-    """The rows of one of a PEFT model's adapters."""
+    """Return the rows of one of a PEFT model's adapters."""
     return pack_rows(list(_rows_of(model, name)), dtype)
 
 
@@ -114,7 +114,7 @@ def stored(weights: LoraWeights, handle: int) -> StoredAdapter:
 def random_weights(
     sizes: dict[Module, tuple[int, int]], num_layers: int, rank: int, seed: int = 0, scale: float = 1.0
 ) -> LoraWeights:
-    """An adapter of some modules (inputs, outputs) on every layer."""
+    """Return an adapter of some modules (inputs, outputs) on every layer."""
     generator = np.random.default_rng(seed)
 
     def draw(*shape: int) -> Tensor:

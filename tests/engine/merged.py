@@ -54,7 +54,7 @@ class Merged:
 
 
 def modules_of(model: ZooModel) -> Modules:
-    """All that are linear layers of their own in the checkpoint."""
+    """Return all that are linear layers of their own in the checkpoint."""
     return GPT2 if model.oracle.config.model_type == "gpt2" else LLAMA
 
 
@@ -114,7 +114,7 @@ def _weight(linear: Any) -> Tensor:
 
 
 def _to_matrix(rows: Sequence[Tensor]) -> Matrix:
-    """The rows with zeros behind them, wider than the widest needs."""
+    """Return the rows with zeros behind them, wider than the widest needs."""
     width = max(len(row) for row in rows) + 3
     padded = torch.zeros(len(rows), width, dtype=rows[0].dtype)
     for target, row in zip(padded, rows, strict=True):

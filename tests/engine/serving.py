@@ -42,7 +42,7 @@ WAYS = {
 
 
 def config_of(way: str, **changes: Any) -> SchedulingConfig:
-    """One of WAYS."""
+    """Return one of WAYS."""
     return SchedulingConfig(**{"max_num_tokens": 512, **WAYS[way], **changes})
 
 
@@ -53,7 +53,7 @@ def load(
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     **changes: Any,
 ) -> ModelEngine:
-    """A float32 engine on the CPU with blocks of 8 tokens."""
+    """Return a float32 engine on the CPU with blocks of 8 tokens."""
     values = {"dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8, **changes}
     config = EngineConfig(
         str(folder),
@@ -83,7 +83,7 @@ class Served:
     errors: dict[int, Exception] = field(default_factory=dict)
 
     def result(self, request: Request | int, sequence_index: int = 0) -> SequenceResult:
-        """All of a sequence's responses as one."""
+        """Return all of a sequence's responses as one."""
         request_id = request if isinstance(request, int) else request.request_id
         return merge_responses(self.responses[request_id, sequence_index]).result
 
@@ -145,5 +145,5 @@ def serve(
 
 
 def to_torch(tensor: FloatTensor) -> torch.Tensor:
-    """The values that a response carries."""
+    """Return the values that a response carries."""
     return torch.from_numpy(np.frombuffer(tensor.data, dtype=np.float32).copy()).view(tensor.shape)

@@ -24,7 +24,7 @@ def make_table(
 
 
 def as_table(rows: Tensor) -> PromptTable:
-    """The table as requests have it."""
+    """Return the table as requests have it."""
     data = rows.contiguous().view(torch.uint8).numpy().tobytes()
     dtype = str(rows.dtype).removeprefix("torch.")
     return PromptTable.of(Matrix((rows.shape[0], rows.shape[1]), dtype, RawBuffer(data)))
@@ -33,7 +33,7 @@ def as_table(rows: Tensor) -> PromptTable:
 def with_table(
     request_id: int, prompt: Sequence[int], rows: Tensor, new: int = 12, **options: Any
 ) -> Request:
-    """A request whose ids from VOCAB_SIZE on stand for `rows`."""
+    """Return a request whose ids from VOCAB_SIZE on stand for `rows`."""
     table = as_table(rows)
     extra_ids = options.pop("extra_ids", ())
     identity = PrefixIdentity(extra_ids=extra_ids)

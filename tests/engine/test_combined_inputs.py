@@ -110,7 +110,7 @@ def expected_of(model: ZooModel) -> dict[int, list[int]]:
 
 
 def cases_of(model: ZooModel) -> list[Case]:
-    """Every adapter and none, with and without a table, with each guide and none."""
+    """Return every adapter and none, with and without a table, with each guide and none."""
     cases: list[Case] = []
     for task in (0, 1, 3, None):
         for has_table in (False, True):

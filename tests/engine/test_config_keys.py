@@ -250,7 +250,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 def _keys(family: str) -> list[str]:
-    """The family's own, some of others and of none, and for Llama those of all families."""
+    """Return the family's own, some of others and of none, and for Llama those of all families."""
     asked = [each.model_type for each in FAMILIES] if family == "llama" else [family]
     classes = [transformers.CONFIG_MAPPING[each] for each in asked]
     own = {field.name for each in classes for field in dataclasses.fields(each)}

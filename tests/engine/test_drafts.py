@@ -38,7 +38,7 @@ def prompt(zoo: Zoo) -> tuple[int, ...]:
 
 
 def drafts_of(right: list[int], num_right: int, num_wrong: int) -> tuple[int, ...]:
-    """The first tokens as they will be, then others."""
+    """Return the first tokens as they will be, then others."""
     wrong = right[num_right : num_right + num_wrong]
     return (*right[:num_right], *((token + 1) % 200 for token in wrong))
 

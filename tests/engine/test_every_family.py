@@ -141,7 +141,7 @@ def _of_four_bits(model: ZooModel, folder: Path) -> str:
 
 
 def _table(zoo: Zoo, scratch: Path) -> str:
-    """A line for each family, by what its model was loaded as."""
+    """Return a line for each family, by what its model was loaded as."""
     lines = [
         "| model_type | architecture | float32 | bfloat16 | int8 | 4 bits | tp 2 | pp 2 | TensorRT |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -70,7 +70,7 @@ def naively(numbers: Tensor, kind: str) -> Tensor:
 
 
 def attending_to_rounded(kind: str) -> Callable[..., Any]:
-    """An attention function of transformers."""
+    """Return an attention function of transformers."""
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **options: Any

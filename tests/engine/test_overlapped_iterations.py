@@ -182,7 +182,7 @@ def test_stopped_requests_leave_the_others_as_they_are(zoo: Zoo) -> None:
 
 
 def feeding(driver: Driver, rows: Sequence[Row], chunks: dict[Row, int] | None = None) -> ScheduledBatch:
-    """The next batch of these rows, whose last tokens nobody here knows."""
+    """Return the next batch of these rows, whose last tokens nobody here knows."""
     batch = replace(driver.batch(chunks or {}, rows), samples_on_device=True)
     for row in rows:
         row.num_computed += 1

@@ -56,7 +56,7 @@ def some_of_everything(model: ZooModel) -> list[Request]:
 
 
 def by_post_processor(requests: list[Request], name: str) -> list[Request]:
-    """The same with a post-processor instead of the control."""
+    """Return the same with a post-processor instead of the control."""
     return [
         replace(
             request,

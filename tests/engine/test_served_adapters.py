@@ -139,7 +139,7 @@ def serve(
 
 @cache
 def requests_of(model: ZooModel) -> tuple[Request, ...]:
-    """Every adapter and none, each with the same prompts; greedy, sampled, searches, drafts."""
+    """Return every adapter and none, each with the same prompts; greedy, sampled, searches, drafts."""
     shared, requests = model.prompt(25), []
     for number in range(30):
         task = number % 6
@@ -169,7 +169,7 @@ def is_greedy(request: Request) -> bool:
 
 @cache
 def alone(model: ZooModel, kernels: str | None) -> dict[int, ServedAll]:
-    """Each request with an engine that serves nobody else, one after the other."""
+    """Return each request with an engine that serves nobody else, one after the other."""
     engine = load(model.folder, 200, 8, kernels=kernels)
     config = config_of("no-reuse")
     return {each.request_id: serve(engine, config, [each], model) for each in requests_of(model)}

@@ -36,7 +36,7 @@ def end_id_of(model: ZooModel, prompt: tuple[int, ...]) -> int:
 
 
 def make_request(model: ZooModel, number: int, **changes: Any) -> Request:
-    """One of the grid, with a prompt of its own; half of the prompts begin alike."""
+    """Return one of the grid, with a prompt of its own; half of the prompts begin alike."""
     width, length_penalty, early_stopping = GRID[number % len(GRID)]
     prompt = (*(model.prompt(17) if number % 2 else ()), *model.prompt(3 + number % 11, 50 + number))
     sampling = {
@@ -161,7 +161,7 @@ def test_bad_words_with_beams(zoo: Zoo, case: str) -> None:
 
 
 def searched(model: ZooModel, request: Request) -> list[list[int]]:
-    """The search step by step: transformers' logits, ranked by `sampling.reference`."""
+    """Return the search step by step: transformers' logits, ranked by `sampling.reference`."""
     search = BeamSearch(request)
     beams = [list(request.input_token_ids)]
     while not search.done:

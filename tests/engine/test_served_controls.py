@@ -59,7 +59,7 @@ PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def first_changed(model: ZooModel, number: int, options: dict[str, Any]) -> tuple[tuple[int, ...], list[int]]:
-    """A prompt after which the last of `options` makes a difference, and the tokens they lead to."""
+    """Return a prompt after which the last of `options` makes a difference, and the tokens they lead to."""
     without = dict(list(options.items())[:-1])
     for seed in range(10):
         prompt = prompt_of(model, number, seed)
@@ -71,7 +71,7 @@ def first_changed(model: ZooModel, number: int, options: dict[str, Any]) -> tupl
 
 @cache
 def processed(model: ZooModel) -> tuple[list[Request], list[list[int]]]:
-    """A request for each of PROCESSORS, and its answer."""
+    """Return a request for each of PROCESSORS, and its answer."""
     requests, expected = [], []
     for number, (changes, options) in enumerate(PROCESSORS.values()):
         prompt, tokens = first_changed(model, number, options)
@@ -180,7 +180,7 @@ def referenced(model: ZooModel, request: Request) -> list[int]:
 
 @cache
 def controlled(model: ZooModel) -> dict[Request, list[int]]:
-    """A request for each of CONTROLLED, and its answer."""
+    """Return a request for each of CONTROLLED, and its answer."""
     requests = [
         make_request(number, prompt_of(model, number), {**sampling, "random_seed": number}, end_ids=(9,))
         for number, sampling in enumerate(CONTROLLED)

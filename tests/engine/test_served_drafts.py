@@ -27,7 +27,7 @@ SAMPLINGS = (
 
 
 def make_requests(model: ZooModel) -> list[Request]:
-    """A request for each of SAMPLINGS, twice, with bad words for some."""
+    """Return a request for each of SAMPLINGS, twice, with bad words for some."""
     return [
         Request(
             number,

@@ -43,7 +43,7 @@ def sees(position: int, key: int, window: int | None, num_sinks: int) -> bool:
 
 
 def reconfigured(model: ZooModel, **changes: Any) -> ZooModel:
-    """The model as transformers loads it with another configuration."""
+    """Return the model as transformers loads it with another configuration."""
     oracle = type(model.oracle).from_pretrained(model.folder, attn_implementation="eager", **changes)
     oracle.generation_config.use_cache = False  # a cache for windows of 1 keeps all in transformers 5
     return ZooModel(model.folder, oracle.eval())

@@ -60,7 +60,7 @@ class ThreadCollectives:
         self._rank = rank
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum, added up in the order of the ranks."""
+        """Return the sum, added up in the order of the ranks."""
         self.num_calls += 1
         return self._meeting.exchange(self._rank, tensor, lambda all_: torch.stack(list(all_)).sum(0))
 
@@ -132,12 +132,12 @@ class ThreadOutcomes:
         """A queue keeps what it is given."""
 
     def hear(self) -> bytes:
-        """The next one."""
+        """Return the next one."""
         return self._told[self._rank].get()
 
 
 def _comparable(output: ModelOutput) -> tuple[ModelOutput, dict[int, str]]:
-    """An output with errors as text: two errors that say the same are not equal."""
+    """Return an output with errors as text: two errors that say the same are not equal."""
     return replace(output, failures={}), {slot: repr(error) for slot, error in output.failures.items()}
 
 

@@ -38,7 +38,7 @@ _MOST_READ = 16 << 20
 
 
 def _write(folder: Path, shapes: Shapes) -> list[Path]:
-    """An index, and files with these tensors in bfloat16 and no weights."""
+    """Return an index, and files with these tensors in bfloat16 and no weights."""
     names = list(shapes)
     weight_map: dict[str, str] = {}
     paths = []

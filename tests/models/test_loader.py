@@ -28,7 +28,7 @@ def _load(folder: Path, dtype: torch.dtype | None = None) -> DecoderWeights:
 
 
 def _tensors(weights: Any) -> list[torch.Tensor]:
-    """Every tensor in the tree, in order."""
+    """Return every tensor in the tree, in order."""
     if isinstance(weights, torch.Tensor):
         return [weights]
     if isinstance(weights, tuple):

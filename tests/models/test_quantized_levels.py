@@ -11,7 +11,7 @@ from inflight.models.levels import MatrixKind, stack_rows
 
 
 def float8(rows: int, columns: int) -> torch.Tensor:
-    """All 254 numbers of the format, in some order."""
+    """Return all 254 numbers of the format, in some order."""
     bits = torch.arange(rows * columns).remainder(256).to(torch.uint8)
     levels = bits[torch.randperm(len(bits), generator=torch.Generator().manual_seed(0))].view(rows, columns)
     levels[(levels & 127) == 127] = 3  # NaN

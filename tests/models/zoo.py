@@ -297,7 +297,7 @@ class ZooModel:
 
     @torch.inference_mode()
     def logits(self, token_ids: tuple[int, ...] | list[int]) -> torch.Tensor:
-        """The oracle's logits at every position, [positions, vocab_size], computed in float64.
+        """Return the oracle's logits at every position, [positions, vocab_size], computed in float64.
 
         In float32 the oracle's own rounding is as large as that of what is compared with it.
         """
@@ -309,7 +309,7 @@ class ZooModel:
         return self.found[key].clone()
 
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-        """The oracle's own `generate`, without its stopping."""
+        """Return the oracle's own `generate`, without its stopping."""
         return self.generate(tuple(prompt), num_tokens, min_new_tokens=num_tokens)
 
     def generate(
@@ -321,7 +321,7 @@ class ZooModel:
     def beams(
         self, prompt: tuple[int, ...], num_tokens: int, end_id: int | None = None, **options: Any
     ) -> list[tuple[list[int], float]]:
-        """The oracle's own beam search: each sequence's new tokens and final score, best first."""
+        """Return the oracle's own beam search: each sequence's new tokens and final score, best first."""
         found = self._ask(prompt, num_tokens, end_id, options | {"output_scores": True})
         return [(list(tokens), score) for tokens, score in zip(*found, strict=True)]
 

@@ -31,7 +31,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def make_tensors(**tensors: np.ndarray) -> dict[str, np.ndarray]:
-    """The specification's two mandatory tensors, in its shapes."""
+    """Return the specification's two mandatory tensors, in its shapes."""
     mandatory = {
         "input_ids": np.array([PROMPT], np.int32),
         "request_output_len": np.array([[6]], np.int32),
@@ -61,7 +61,7 @@ class Library:
         return requests
 
     def ask(self, request_id: int, **tensors: np.ndarray) -> list[Response]:
-        """Every response to one request."""
+        """Return every response to one request."""
         self._pending.put(
             InferenceRequest(request_id, make_tensors(**tensors)).to_request(self.scheduler.limits)
         )

@@ -96,7 +96,7 @@ class Checkpoint:
         return self.read_stored(self._stored_as.get(name, name), self.tensors[name])
 
     def read_stored(self, name: str, info: TensorInfo) -> Tensor:
-        """A tensor of a file, by its name there, whether or not it is one of `tensors` still."""
+        """Return a tensor of a file, by its name there, whether or not it is one of `tensors` still."""
         return self._files[info.file].get_tensor(name)
 
     def add(

@@ -120,7 +120,7 @@ class RopeConfig:
     partial_factor: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated."""
+        """Return how many dimensions of a head are rotated."""
         return int(head_dim * self.partial_factor)
 
 
@@ -317,7 +317,7 @@ class DecoderConfig:
         return 0 if self.experts is not None and all(self.experts.layers) else self.intermediate_size
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts instead of the MLP."""
+        """Return whether a layer has experts instead of the MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
     @property

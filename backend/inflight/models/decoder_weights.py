@@ -30,7 +30,7 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def at(self, index: int) -> Linear:
-        """One of a stack of experts' matrices."""
+        """Return one of a stack of experts' matrices."""
         return Linear(self.weight[index], None if self.bias is None else self.bias[index])
 
 

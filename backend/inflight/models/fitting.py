@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
-    """The model with the names of this checkpoint's tensors. ConfigError unless they are the model's.
+    """Return the model with the names of this checkpoint's tensors. ConfigError unless they are the model's.
 
     A checkpoint of a model without its output projection leaves out the prefix of all names. Where config.json
     says that the embeddings are tied and only one of the two is stored, it is both, whichever it is. Stacked
@@ -48,7 +48,7 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
 
 
 def untied(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
-    """The model that was fitted, its embeddings tied as transformers ties them.
+    """Return the model that was fitted, its embeddings tied as transformers ties them.
 
     Where both are stored, they are tied if they are equal, and are what they are otherwise.
     """
@@ -63,12 +63,12 @@ def untied(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
 
 
 def _vocabulary_names(model: ModelDescription) -> tuple[str, str]:
-    """The tensors of the embedding and of the output projection."""
+    """Return the tensors of the embedding and of the output projection."""
     return f"{model.names.base}{model.names.embedding}.weight", f"{model.names.lm_head}.weight"
 
 
 def _is_same(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    """Whether two tensors have equal values; of two data types they count as different."""
+    """Return whether two tensors have equal values; of two data types they count as different."""
     if checkpoint.tensors[one].dtype != checkpoint.tensors[other].dtype:
         return False
     both = checkpoint.read(one), checkpoint.read(other)
@@ -109,7 +109,7 @@ def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
 
 
 def _is_of_draft_layer(name: str, model: ModelDescription) -> bool:
-    """Whether a tensor belongs to a draft layer, one behind the model's last layer."""
+    """Return whether a tensor belongs to a draft layer, one behind the model's last layer."""
     first = model.decoder.num_layers
     layers = range(first, first + model.decoder.num_draft_layers)
     return name.startswith(tuple(model.names.base + model.names.layers.format(index) for index in layers))

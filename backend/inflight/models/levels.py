@@ -61,7 +61,7 @@ class Levels:
     is_float4: bool = False
 
     def dequantized(self) -> Tensor:
-        """The numbers that the levels stand for, [outputs, inputs] float32."""
+        """Return the numbers that the levels stand for, [outputs, inputs] float32."""
         if self.is_float4:
             table = torch.tensor(FLOAT4, device=self.values.device)
             weight = table.index_select(0, self.values.flatten().int()).view(self.values.shape)
@@ -174,7 +174,7 @@ class GroupedMatrix:
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def in_groups_of(self, size: int) -> GroupedMatrix:
-        """The same in groups of a size that divides theirs."""
+        """Return the same in groups of a size that divides theirs."""
         times = self.group_size // size
         if times == 1:
             return self

@@ -42,7 +42,7 @@ def check_weights(model: ModelDescription) -> None:
 
 
 def stored_dtype(model: ModelDescription) -> torch.dtype:
-    """The dtype of the checkpoint's weights. ConfigError if there are none."""
+    """Return the dtype of the checkpoint's weights. ConfigError if there are none."""
     with Checkpoint(model.folder) as checkpoint:
         return _stored_dtype(fitted(model, checkpoint), checkpoint)
 
@@ -90,7 +90,7 @@ def num_weight_bytes(
 
 
 def num_parameters(model: ModelDescription) -> tuple[int, int]:
-    """How many numbers the model's tensors have, and how many of them are there for any one token.
+    """Return how many numbers the model's tensors have, and how many of them are there for any one token.
 
     A mixture sends a token to a few of a layer's experts: those of the others are left out of the second.
     """

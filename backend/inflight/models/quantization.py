@@ -217,13 +217,13 @@ def _pass_over(section: ConfigFile, *keys: str) -> None:
 
 
 def _group_size(section: ConfigFile, *keys: str) -> int | None:
-    """The first of these that is a size; -1 stands for one group of all inputs."""
+    """Return the first of these that is a size; -1 stands for one group of all inputs."""
     values = [section.value(key) for key in keys]
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _as_list(value: object) -> object:
-    """A block as `128x128`, which older files have, as the list that it stands for."""
+    """Return a block as `128x128`, which older files have, as the list that it stands for."""
     found = re.fullmatch(r"(\d+)x(\d+)", value) if isinstance(value, str) else None
     return [int(found[1]), int(found[2])] if found else value
 

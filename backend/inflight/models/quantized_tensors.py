@@ -87,22 +87,22 @@ class _Parts:
         return kind in self.infos
 
     def missing(self, kind: str) -> ConfigError:
-        """The error for a part that has to be there."""
+        """Return the error for a part that has to be there."""
         name = f"{self._module}.{kind}"
         return ConfigError(f"{self._checkpoint.folder}: {self._module} is quantized, and there is no {name}")
 
     def refuse(self, kind: str, expected: str) -> ConfigError:
-        """The error for a part whose shape does not fit."""
+        """Return the error for a part whose shape does not fit."""
         info = self.infos[kind]
         where = f"{self._checkpoint.folder / info.file}: tensor {f'{self._module}.{kind}'!r}"
         return ConfigError(f"{where} has shape {list(info.shape)}, expected {expected}")
 
     def read(self, kind: str) -> Tensor:
-        """A part that was taken, as it is stored."""
+        """Return a part that was taken, as it is stored."""
         return self._checkpoint.read_stored(f"{self._module}.{kind}", self.infos[kind])
 
     def read_if_there(self, kind: str) -> Tensor | None:
-        """A part as it is stored; None if the checkpoint has none of this kind."""
+        """Return a part as it is stored; None if the checkpoint has none of this kind."""
         return self.read(kind) if kind in self.infos else None
 
     def add(self, shape: tuple[int, int], kind: MatrixKind, make: Callable[[], Levels]) -> None:
@@ -124,7 +124,7 @@ class _Parts:
 
 
 def _modules(checkpoint: Checkpoint, kind: str) -> list[_Parts]:
-    """The modules that have a tensor of this kind."""
+    """Return the modules that have a tensor of this kind."""
     suffix = f".{kind}"
     names = [name for name in checkpoint.tensors if name.endswith(suffix)]
     return [_Parts(checkpoint, name[: -len(suffix)]) for name in names]

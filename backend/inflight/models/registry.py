@@ -66,7 +66,7 @@ def read_model_description(folder: Path | str) -> ModelDescription:
 
 
 def _family(config: ConfigFile) -> Family:
-    """The family of `architectures`, with which `model_type` has to agree, or of `model_type` alone.
+    """Return the family of `architectures`, with which `model_type` has to agree, or of `model_type` alone.
 
     A `model_type` of no family here is a family of its own: transformers has some whose class is another one's.
     """

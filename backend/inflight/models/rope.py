@@ -70,7 +70,7 @@ def _yarn(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     pairs = frequencies.shape[0]
 
     def pair_that_turns(times: float) -> float:
-        """The (fractional) index of the pair that turns `times` times over the original positions."""
+        """Return the (fractional) index of the pair that turns `times` times over the original positions."""
         return pairs * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / math.log(theta)
 
     first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
@@ -159,7 +159,7 @@ def read_rope_section(
 
 
 def longest_sequence(ropes: Sequence[RopeConfig], max_positions: int) -> int:
-    """How many tokens the positions reach.
+    """Return how many tokens the positions reach.
 
     Linear and YaRN scaling stretch what the model was first trained with by their factor, and many a
     `max_position_embeddings` beside them was left as it was. Llama 3's is always that of the scaled model. Dynamic

@@ -86,7 +86,7 @@ class Shard:
         return [width for width in widths if width]
 
     def part_of(self, decoder: DecoderConfig) -> DecoderConfig:
-        """The model as this rank computes it: fewer heads and a narrower MLP, the same hidden size."""
+        """Return the model as this rank computes it: fewer heads and a narrower MLP, the same hidden size."""
         experts = decoder.experts and replace(
             decoder.experts,
             intermediate_size=decoder.experts.intermediate_size * self.moe_ep_size // self.size,
@@ -139,7 +139,7 @@ class Part:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping, decoder: DecoderConfig) -> Part:
-        """A rank's part of a model; ConfigError if it cannot be divided so."""
+        """Return a rank's part of a model; ConfigError if it cannot be divided so."""
         shard = Shard(mapping.tp_size, mapping.tp_rank, mapping.moe_ep_size)
         shard.check(decoder)
         layers = mapping.layers(decoder.num_layers)
@@ -147,7 +147,7 @@ class Part:
 
     @classmethod
     def whole(cls, decoder: DecoderConfig) -> Part:
-        """All of a model."""
+        """Return all of a model."""
         return cls(WHOLE, (0, decoder.num_layers))
 
     def held_config(self, decoder: DecoderConfig) -> DecoderConfig:

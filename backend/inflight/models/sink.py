@@ -66,7 +66,7 @@ class Sink(ABC, Generic[LayerT, LinearT]):
         return self.linear(matrix)
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
-        """The reason why levels are not kept, and come as numbers; empty if they are kept.
+        """Return the reason why levels are not kept, and come as numbers; empty if they are kept.
 
         `is_stack`: they are those of an expert.
         """

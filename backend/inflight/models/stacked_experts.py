@@ -81,7 +81,7 @@ def unstack_experts(checkpoint: Checkpoint, model: ModelDescription) -> None:
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The numbers that MXFP4 stands for, [..., n * 32] bfloat16, which has room for all of them.
+    """Return the numbers that MXFP4 stands for, [..., n * 32] bfloat16, which has room for all of them.
 
     Args:
         blocks: [..., n, 16] uint8.
@@ -128,7 +128,7 @@ class _Taken:
     info: TensorInfo
 
     def read(self, index: int, rows: slice = slice(None)) -> Tensor:
-        """The given rows of an expert's part of the tensor, where the file is mapped."""
+        """Return the given rows of an expert's part of the tensor, where the file is mapped."""
         return self.checkpoint.read_stored(self.name, self.info)[index][rows]
 
 

@@ -89,5 +89,5 @@ def refuse_unread(config: ConfigFile, neutral: Mapping[str, Sequence[Any]] | Non
 
 
 def _is_one_of(value: Any, allowed: Sequence[Any]) -> bool:
-    """Whether a value is allowed; true is not 1."""
+    """Return whether a value is allowed; true is not 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)

@@ -66,7 +66,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         self._sink, self._kept, self._advance = sink, kept, advance
 
     def read(self, sources: DecoderSources) -> DecoderWeights[LayerT, LinearT]:
-        """The weights of a part of a model, as the sink makes them."""
+        """Return the weights of a part of a model, as the sink makes them."""
         embedding = position_embedding = final_norm = lm_head = None
         if sources.embedding is not None:
             embedding = self._plain(sources.embedding)
@@ -151,7 +151,7 @@ class WeightReader(Generic[LayerT, LinearT]):
             self._release(of_expert)
 
     def _kept_levels(self, source: TensorSource, is_stack: bool = False) -> GroupedMatrix | None:
-        """The levels of a matrix that is kept as the checkpoint has it; None of any other."""
+        """Return the levels of a matrix that is kept as the checkpoint has it; None of any other."""
         if self._kept is None:
             return None
         matrix = self._levels(source)
@@ -186,11 +186,11 @@ class WeightReader(Generic[LayerT, LinearT]):
         return None if source is None else self._tensor(source)
 
     def _tensor(self, source: TensorSource) -> Tensor:
-        """A tensor of a layer."""
+        """Return a tensor of a layer."""
         return self._fill(source, self._sink.empty(source.shape, source.dtype or self._dtype, self._device))
 
     def _plain(self, source: TensorSource) -> Tensor:
-        """A tensor outside layers."""
+        """Return a tensor outside layers."""
         return self._fill(
             source, torch.empty(source.shape, dtype=source.dtype or self._dtype, device=self._device)
         )
@@ -208,7 +208,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         return tensor
 
     def _levels(self, source: TensorSource) -> GroupedMatrix | None:
-        """The levels of a matrix; None if it is not quantized, or its parts do not go together."""
+        """Return the levels of a matrix; None if it is not quantized, or its parts do not go together."""
         levels = self._checkpoint.levels
         are_quantized = [part.name in levels for part in source.parts]
         if source.transposed or not all(are_quantized):

@@ -63,7 +63,7 @@ class TensorSource:
         return (self.columns, rows) if self.transposed else (rows, self.columns)
 
     def wanted(self, stored: Tensor, rows: Range) -> Tensor:
-        """The given rows of a stored tensor, without the columns that are not kept."""
+        """Return the given rows of a stored tensor, without the columns that are not kept."""
         if self.columns is None:
             return stored[slice(*rows)]
         return (stored.T if self.transposed else stored)[slice(*rows), slice(*self.kept)]
@@ -177,7 +177,7 @@ def stored_shapes(sources: DecoderSources) -> dict[str, tuple[int, ...]]:
 
 
 def find_sources(model: ModelDescription, part: Part | None = None) -> DecoderSources:
-    """The sources of a part of the model; None: of all of it."""
+    """Return the sources of a part of the model; None: of all of it."""
     return _Finder(model, part or Part.whole(model.decoder)).decoder()
 
 
@@ -290,13 +290,13 @@ class _Finder:
         )
 
     def _sinks(self, prefix: str) -> TensorSource:
-        """The learned scores of this shard's query heads."""
+        """Return the learned scores of this shard's query heads."""
         count = self._decoder.num_heads
         name = prefix + self._names.attention.sinks
         return TensorSource((StoredRows(name, count, (self._part.shard.split(count),)),))
 
     def _experts(self, prefix: str, names: ExpertNames, config: ExpertsConfig) -> ExpertSources:
-        """A layer's router, and of the experts that this shard has its slices."""
+        """Return a layer's router, and of the experts that this shard has its slices."""
         hidden, inner = self._decoder.hidden_size, config.intermediate_size
         own = self._part.shard.slice_of_experts(inner)
         held = range(*self._part.shard.experts(config.count))

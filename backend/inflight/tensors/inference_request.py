@@ -40,7 +40,7 @@ class InferenceRequest:
     tensors: Mapping[str, np.ndarray]
 
     def to_request(self, limits: ModelLimits) -> Request:
-        """The Request that GetInferenceRequests returns to a GptManager; see `to_prompt`."""
+        """Return the Request that GetInferenceRequests returns to a GptManager; see `to_prompt`."""
         return self.to_prompt(limits).request
 
     def to_prompt(self, limits: ModelLimits) -> Prompt:

@@ -66,7 +66,7 @@ def _both(
 def _llmapi(
     name: str, dtype: str, meaning: str, neutral: Neutral | None = None, dims: tuple[int, ...] = ()
 ) -> TensorSpec:
-    """A tensor of TensorRT-LLM's llmapi model, which both vocabularies have under its name."""
+    """Return a tensor of TensorRT-LLM's llmapi model, which both vocabularies have under its name."""
     return TensorSpec(name, dtype, dims, meaning, (), (name,), neutral)
 
 
@@ -113,7 +113,7 @@ _PROMPT = (
 
 
 def _of_control(name: str, control: Control) -> TensorSpec:
-    """The tensor of a sampling control."""
+    """Return the tensor of a sampling control."""
     dims = (-1,) if isinstance(NEUTRAL[name], tuple) else ()
     more = {"aliases": control.aliases, "other_dtypes": control.other_dtypes}
     return _both(control.tensor, control.dtype, control.meaning, dims, control.text_names, **more)

@@ -15,7 +15,7 @@ _OPEN_ENDED = -1  # an end that is the prompt's, and a duration that has no end
 
 
 def read_identity(reader: TensorReader) -> PrefixIdentity:
-    """The facts that the prompt's KV blocks depend on, besides its tokens and its table."""
+    """Return the facts that the prompt's KV blocks depend on, besides its tokens and its table."""
     return PrefixIdentity(cache_salt_id=reader.integer("cache_salt_id") or 0)
 
 

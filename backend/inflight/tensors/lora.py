@@ -27,7 +27,7 @@ _COMMANDS = {
 
 
 def read_lora(reader: TensorReader) -> LoraRequest | None:
-    """The adapter that a prompt wants; None for the bare model.
+    """Return the adapter that a prompt wants; None for the bare model.
 
     Raises:
         InvalidArgument: The tensors do not go together; the message names them.
@@ -85,7 +85,7 @@ def _read_weights(reader: TensorReader) -> LoraWeights | None:
 
 
 def read_adapter_command(rows: Sequence[TensorReader]) -> AdapterCommand:
-    """The command in a request with `lora_command`; InvalidArgument says what is wrong with it."""
+    """Return the command in a request with `lora_command`; InvalidArgument says what is wrong with it."""
     first, *others = rows
     if others:
         raise InvalidArgument(Name("lora_command"), f" takes one command, got a batch of {1 + len(others)}")

@@ -22,7 +22,7 @@ _NO_PAD = -1
 
 
 def make_array(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
-    """The output tensor `name` of one response, [prompts, …] or flat; None if there is nothing to say.
+    """Return the output tensor `name` of one response, [prompts, …] or flat; None if there is nothing to say.
 
     Types are numpy's choice; KeyError for a name that no table knows.
     """
@@ -30,7 +30,7 @@ def make_array(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
 
 
 def without_elements(name: str, num_prompts: int) -> np.ndarray:
-    """The array of an output of the table that was named and not asked for."""
+    """Return the array of an output of the table that was named and not asked for."""
     spec = OUTPUTS[name]
     return np.empty([num_prompts] * spec.is_batched + [0] * len(spec.dims))
 
@@ -41,7 +41,7 @@ _Rows = Sequence[Sequence[Any]]
 
 
 def _scalars(value: Callable[[Output], int]) -> _Maker:
-    """A maker of [prompts, 1]."""
+    """Return a maker of [prompts, 1]."""
     return lambda outputs: np.array([[value(output)] for output in outputs])
 
 
@@ -87,7 +87,7 @@ def _output_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
 
 
 def _top(part: Callable[[TopLogProbs], Sequence[float]], dtype: type, is_padded: bool) -> _Maker:
-    """A maker of [prompts, rows, longest, most candidates]."""
+    """Return a maker of [prompts, rows, longest, most candidates]."""
 
     def make(outputs: Sequence[Output]) -> np.ndarray | None:
         found = [output.result.top_log_probs for output in outputs]
@@ -184,7 +184,7 @@ def _all_missing(parts: Sequence[object | None]) -> bool:
 
 
 def _table(rows: _Rows, fill: object, dtype: type) -> np.ndarray:
-    """An array [prompts, rows], filled up with `fill`."""
+    """Return an array [prompts, rows], filled up with `fill`."""
     if len(rows) == 1:  # nothing to fill up: nearly every response
         return np.array([list(rows[0])], dtype)
     table = np.full((len(rows), max(map(len, rows))), fill, dtype)
@@ -210,7 +210,7 @@ def _stack(rows: _Rows, fills: Sequence[int] | None, dtype: type, tail: tuple[in
 
 
 def _stack_tensors(rows: Sequence[Sequence[FloatTensor]], width: int) -> np.ndarray:
-    """An array [prompts, rows, longest, width], also of no tokens; a single tensor is not copied."""
+    """Return an array [prompts, rows, longest, width], also of no tokens; a single tensor is not copied."""
     arrays = [[_as_array(tensor, width) for tensor in of_prompt] for of_prompt in rows]
     if len(arrays) == 1 and len(arrays[0]) == 1:
         return arrays[0][0][np.newaxis, np.newaxis]

@@ -25,7 +25,7 @@ def _asked(
     flag: str = "",
     text_only: bool = False,
 ) -> TensorSpec:
-    """An output that its own return_* flag asks for, or the input `flag`."""
+    """Return an output that its own return_* flag asks for, or the input `flag`."""
     asked_by = flag or f"return_{name}"
     return _output(name, dtype, dims, in_stream, meaning, asked_by=asked_by, text_only=text_only)
 

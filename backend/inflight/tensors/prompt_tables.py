@@ -9,7 +9,7 @@ from inflight.tensors.reader import TensorReader
 
 
 def read_prompt_table(reader: TensorReader) -> PromptTable | None:
-    """The rows that ids beyond the vocabulary stand for; None without any.
+    """Return the rows that ids beyond the vocabulary stand for; None without any.
 
     Raises InvalidArgument if prompt_vocab_size is not their number, or not all numbers are finite.
     """

@@ -64,7 +64,7 @@ class TensorReader:
                 self._sent.setdefault(spec.name, []).append(_Sent(wire_name, array))
 
     def rows(self) -> list[TensorReader]:
-        """A reader for each prompt of the batch: row i of every tensor.
+        """Return a reader for each prompt of the batch: row i of every tensor.
 
         Raises InvalidArgument where tensors differ in their number of rows, which Triton lets nobody send.
         """
@@ -87,7 +87,7 @@ class TensorReader:
         return [self] if most == 1 else [self._with(partial(_row, index)) for index in range(most)]
 
     def _with(self, change: Callable[[np.ndarray, TensorSpec], np.ndarray]) -> TensorReader:
-        """A reader of the same tensors with other arrays."""
+        """Return a reader of the same tensors with other arrays."""
         reader = TensorReader({}, self._table, self._vocabulary)
         reader._unknown = self._unknown
         reader._sent = {
@@ -111,19 +111,19 @@ class TensorReader:
         return self._vocabulary is Vocabulary.TEXT
 
     def integer(self, name: str) -> int | None:
-        """A scalar INT32 or UINT64, None when absent; of a BOOL, true is 1."""
+        """Return a scalar INT32 or UINT64, None when absent; of a BOOL, true is 1."""
         value = self._scalar(name)
         if value is not None and value.dtype == np.bool_:
             return int(_is_true(value))
         return None if value is None else int(value.item())
 
     def real(self, name: str) -> float | None:
-        """A scalar FP32, None when absent; NaN and infinities come through."""
+        """Return a scalar FP32, None when absent; NaN and infinities come through."""
         value = self._scalar(name)
         return None if value is None else float(value.item())
 
     def value(self, name: str) -> int | float | tuple[int, ...] | tuple[float, ...] | None:
-        """A scalar's number, or all numbers of an array of one dimension; None when absent."""
+        """Return a scalar's number, or all numbers of an array of one dimension; None when absent."""
         spec = self._table[name]
         if not spec.scalar:
             array = self.array(name)
@@ -136,12 +136,12 @@ class TensorReader:
         return None if value is None else _is_true(value)
 
     def text(self, name: str) -> str | None:
-        """A scalar BYTES as UTF-8, None when absent."""
+        """Return a scalar BYTES as UTF-8, None when absent."""
         value = self._scalar(name)
         return None if value is None else decode_utf8(value.item(), self.shown_name(name))
 
     def texts(self, name: str) -> list[str]:
-        """The elements of a BYTES array as UTF-8, in order; none when absent."""
+        """Return the elements of a BYTES array as UTF-8, in order; none when absent."""
         array = self.array(name)
         return [] if array is None else [decode_utf8(raw, self.shown_name(name)) for raw in array.tolist()]
 
@@ -155,16 +155,16 @@ class TensorReader:
         ]
 
     def detached(self) -> TensorReader:
-        """A reader of copies, for when the request's own tensors may be gone."""
+        """Return a reader of copies, for when the request's own tensors may be gone."""
         return self._with(lambda array, _: array.copy())
 
     def array(self, name: str) -> np.ndarray | None:
-        """An array of the row's rank, without the batch dimension; None when absent or empty."""
+        """Return an array of the row's rank, without the batch dimension; None when absent or empty."""
         found = self._find(self._table[name])
         return None if found is None else _without_batch(found, self._table[name])
 
     def integers(self, name: str) -> list[int] | None:
-        """The numbers of an array of one dimension; None when absent or empty."""
+        """Return the numbers of an array of one dimension; None when absent or empty."""
         array = self.array(name)
         return None if array is None else array.tolist()
 
@@ -240,12 +240,12 @@ def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
 
 
 def _is_true(array: np.ndarray) -> bool:
-    """Whether any byte of a BOOL array is not 0; numpy itself expects 0 or 1."""
+    """Return whether any byte of a BOOL array is not 0; numpy itself expects 0 or 1."""
     return bool(array.view(np.uint8).any())
 
 
 def is_neutral(array: np.ndarray, neutral: Neutral) -> bool:
-    """Whether a non-empty tensor asks for nothing."""
+    """Return whether a non-empty tensor asks for nothing."""
     if neutral.rule is NeutralRule.VALUES:
         raw = array.view(np.uint8) if array.dtype == np.bool_ else array
         return bool(np.isin(raw, np.asarray(neutral.values).astype(raw.dtype)).all())
@@ -300,7 +300,7 @@ def _batch_refused(sent: _Sent) -> Unsupported:
 
 
 def _shown(array: np.ndarray) -> str:
-    """A value for a message: the element if there is one, else the shape and the first few."""
+    """Return a value for a message: the element if there is one, else the shape and the first few."""
     first = [_readable(value) for value in array.ravel()[:4].tolist()]
     if array.size == 1:
         return repr(first[0])

@@ -94,7 +94,7 @@ def _text_sizes(rows: Sequence[TensorReader], name: str) -> list[int]:
 
 
 def convert(readers: Sequence[TensorReader], context: ServingContext) -> tuple[Prompt, ...]:
-    """The prompts of one client's request, one for each row of its batch.
+    """Return the prompts of one client's request, one for each row of its batch.
 
     Raises InvalidArgument or Unsupported; the message names the tensor by the client's name for it, what came,
     what was expected, and the row where there are several. The requests are valid for the engine that `context`
@@ -121,7 +121,7 @@ class _PromptReader:
         self._is_in_batch = is_in_batch
 
     def prompt_text(self) -> str | None:
-        """The prompt's text; None if it came as ids."""
+        """Return the prompt's text; None if it came as ids."""
         reader = self._reader
         reader.refuse_unbuilt()
         text = reader.text("text_input")
@@ -202,7 +202,7 @@ class _PromptReader:
     def _prompt_ids(
         self, encoded: Sequence[int] | None, table: PromptTable | None
     ) -> tuple[tuple[int, ...], PrefixIdentity]:
-        """The prompt's ids, and what its KV blocks depend on besides these.
+        """Return the prompt's ids, and what its KV blocks depend on besides these.
 
         The rows of a text's table stand in front of it, as tensorrtllm_backend's preprocessing puts them.
         """
@@ -215,7 +215,7 @@ class _PromptReader:
         return token_ids, replace(read_identity(self._reader), extra_ids=extra_ids)
 
     def _sent_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids of a prompt that came as such, and their extra ids."""
+        """Return the ids of a prompt that came as such, and their extra ids."""
         reader = self._reader
         ids = reader.array("input_ids")
         length = reader.integer("input_lengths")

@@ -33,7 +33,7 @@ def read_sampling_config(reader: TensorReader) -> SamplingConfig:
 
 
 def read_guide(reader: TensorReader) -> Guide | None:
-    """The guide that the text must follow; None if none is asked for."""
+    """Return the guide that the text must follow; None if none is asked for."""
     name, text = reader.text("guided_decoding_guide_type"), reader.text("guided_decoding_guide")
     if not name:
         if text:
@@ -53,7 +53,7 @@ def read_guide(reader: TensorReader) -> Guide | None:
 
 
 def read_draft(reader: TensorReader) -> ExternalDraft | None:
-    """The draft from outside; None if there is none."""
+    """Return the draft from outside; None if there is none."""
     ids, logits = reader.array("draft_input_ids"), reader.array("draft_logits")
     if ids is None:
         if logits is not None:
@@ -71,7 +71,7 @@ def read_draft(reader: TensorReader) -> ExternalDraft | None:
 
 
 def read_drafting(reader: TensorReader, has_draft_model: bool) -> dict[str, Any]:
-    """The further arguments of a `DraftedRequest`; empty where no other model is to draft tokens.
+    """Return the further arguments of a `DraftedRequest`; empty where no other model is to draft tokens.
 
     Raises Unsupported if there is no such model, InvalidArgument for what goes with no number of drafts.
     """
@@ -107,7 +107,7 @@ def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> Fl
 
 
 def has_word_bias(reader: TensorReader, words: str, weights: str) -> bool:
-    """Whether `add_word_bias` has something to add or to refuse; arguments as there."""
+    """Return whether `add_word_bias` has something to add or to refuse; arguments as there."""
     return any(reader.texts(words)) or reader.array(weights) is not None
 
 
@@ -152,5 +152,5 @@ def check_bias(bias: np.ndarray, name: str) -> None:
 
 
 def as_float_tensor(array: np.ndarray) -> FloatTensor:
-    """The same values as the core hands them through."""
+    """Return the same values as the core hands them through."""
     return FloatTensor(array.shape, np.ascontiguousarray(array, np.float32).tobytes())

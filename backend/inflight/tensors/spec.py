@@ -126,7 +126,7 @@ class TensorSpec:
 
 
 def of_other_models(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
-    """A tensor that only models of other kinds have, for images for instance."""
+    """Return a tensor that only models of other kinds have, for images for instance."""
     return TensorSpec(name, dtype, dims, meaning, neutral=NO_TEXT if dtype == "BYTES" else EMPTY)
 
 
@@ -139,15 +139,15 @@ class TensorTable:
         self._by_wire_name = {vocabulary: dict(self.declared(vocabulary)) for vocabulary in Vocabulary}
 
     def __getitem__(self, name: str) -> TensorSpec:
-        """The row of that (main) name; KeyError if there is none."""
+        """Return the row of that (main) name; KeyError if there is none."""
         return self._by_name[name]
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a row of that (main) name."""
+        """Return whether there is a row of that (main) name."""
         return name in self._by_name
 
     def sent_as(self, wire_name: str, vocabulary: Vocabulary) -> TensorSpec | None:
-        """The row that a client of this vocabulary means, aliases included; None if there is none."""
+        """Return the row that a client of this vocabulary means, aliases included; None if there is none."""
         return self._by_wire_name[vocabulary].get(wire_name)
 
     def declared(self, vocabulary: Vocabulary) -> list[tuple[str, TensorSpec]]:

@@ -96,7 +96,7 @@ def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
 
 
 def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputOptions:
-    """The values that the engine has to keep and send for these outputs."""
+    """Return the values that the engine has to keep and send for these outputs."""
     return OutputOptions(
         # Nobody looks at the prompt's ids without these outputs: they need not come back.
         exclude_input_from_output=exclude_input or not wanted & _ID_OUTPUTS,

@@ -24,7 +24,7 @@ _END = -1  # fills the second row up
 
 
 def read_words(reader: TensorReader, name: str) -> Words:
-    """The words of the tensor `name`; none when absent. Every error shows the layout by an example."""
+    """Return the words of the tensor `name`; none when absent. Every error shows the layout by an example."""
     try:
         array = reader.array(name)
     except InvalidArgument as error:
@@ -33,7 +33,7 @@ def read_words(reader: TensorReader, name: str) -> Words:
 
 
 def read_word_list(array: np.ndarray, name: str) -> Words:
-    """The words of TensorRT-LLM's packed list, a [2, n] array.
+    """Return the words of TensorRT-LLM's packed list, a [2, n] array.
 
     [[0], [-1]], an empty list as NVIDIA's clients send it, has no words. Ids after the last word's end are
     ignored: they fill up the shorter lists of a batch.

@@ -186,7 +186,7 @@ class FakeEngine:
             raise
 
     def _still_there(self, starts: Sequence[SlotStart]) -> list[SlotStart]:
-        """The starts that still hold: a later batch may have started another sequence in a slot."""
+        """Return the starts that still hold: a later batch may have started another sequence in a slot."""
         return [
             start for start in starts if start.slot in self._slots and self._slots[start.slot].start is start
         ]

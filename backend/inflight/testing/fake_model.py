@@ -42,7 +42,7 @@ class Conditions:
 
     @classmethod
     def of(cls, request: Request, adapter: bytes = b"") -> Conditions:
-        """The conditions of a request whose adapter has this content."""
+        """Return the conditions of a request whose adapter has this content."""
         table = request.prompt_table
         return cls(request.identity, adapter, table.digest if table else b"")
 
@@ -66,7 +66,7 @@ PLAIN = Conditions()
 
 
 def digest_after(prefix: Sequence[int], token_id: int) -> int:
-    """The digest of a token that follows positions of these digests; never 0."""
+    """Return the digest of a token that follows positions of these digests; never 0."""
     # hash() of a tuple of ints is the same in every process; a broken digest only weakens the fake.
     return hash((*prefix, token_id)) or 1
 
@@ -77,7 +77,7 @@ def looks_back(sampling: SamplingConfig) -> bool:
 
 
 def remember(history: int, token_ids: Iterable[int]) -> int:
-    """The history of a slot that looks back, after these tokens; 0 before the first."""
+    """Return the history of a slot that looks back, after these tokens; 0 before the first."""
     for token_id in token_ids:
         history = hash((history, token_id)) or 1
     return history
@@ -86,7 +86,7 @@ def remember(history: int, token_ids: Iterable[int]) -> int:
 def choose(
     digest: int, history: int, sampling: SamplingConfig, sequence_index: int, position: int, vocab_size: int
 ) -> int:
-    """The token at `position`: the likeliest, or one drawn by seed, sequence and position.
+    """Return the token at `position`: the likeliest, or one drawn by seed, sequence and position.
 
     It depends on the digest and, if there is any, on the history. Spelled out: this runs for every row.
     """
@@ -110,7 +110,7 @@ def log_softmax(logits: Sequence[float]) -> list[float]:
 
 
 def top_log_probs(log_probs: Sequence[float], count: int) -> TopLogProbs:
-    """The `count` likeliest tokens; of equal ones the lower id first."""
+    """Return the `count` likeliest tokens; of equal ones the lower id first."""
     tokens = heapq.nsmallest(count, range(len(log_probs)), key=lambda token: (-log_probs[token], token))
     return TopLogProbs(tuple(tokens), tuple(log_probs[token] for token in tokens))
 
@@ -118,7 +118,7 @@ def top_log_probs(log_probs: Sequence[float], count: int) -> TopLogProbs:
 def rank_candidates(
     group: BeamGroup, rows: Sequence[tuple[int, int]], request: Request, vocab_size: int
 ) -> BeamCandidates:
-    """The best continuations of a beam group; `rows` are the digest and the history of each."""
+    """Return the best continuations of a beam group; `rows` are the digest and the history of each."""
     output, rate = request.output, request.sampling.beam_search_diversity_rate
     logits = [logits_after(digest, vocab_size) for digest, _ in rows]
     log_probs = [log_softmax(values) for values in logits]
@@ -149,7 +149,7 @@ def rank_candidates(
 def describe_tokens(
     logits: Sequence[Sequence[float]], token_ids: Sequence[int], output: OutputOptions
 ) -> TokenDetails:
-    """The details that are wanted of tokens; `logits` has the row that each was chosen from."""
+    """Return the details that are wanted of tokens; `logits` has the row that each was chosen from."""
     log_probs = [log_softmax(values) for values in logits]
     count = output.num_top_log_probs
     return TokenDetails(
@@ -202,18 +202,18 @@ class LoneSequence:
         self.tokens.append(token_id)
 
     def continued(self, token_id: int) -> LoneSequence:
-        """A copy with one more token."""
+        """Return a copy with one more token."""
         copy = LoneSequence((), self._vocab_size, self._attend_to_all, self._conditions)
         copy.tokens, copy._digests = self.tokens.copy(), self._digests.copy()
         copy.append(token_id)
         return copy
 
     def history(self, sampling: SamplingConfig) -> int:
-        """The history that a slot would have after the tokens so far."""
+        """Return the history that a slot would have after the tokens so far."""
         return remember(_NO_HISTORY, self.tokens) if looks_back(sampling) else _NO_HISTORY
 
     def logits(self) -> array[float]:
-        """The logits after the last token."""
+        """Return the logits after the last token."""
         return logits_after(self.digest, self._vocab_size)
 
 
@@ -226,7 +226,7 @@ def expected_tokens(
     sequence_index: int = 0,
     conditions: Conditions = PLAIN,
 ) -> list[int]:
-    """The first `num_tokens` tokens of a sequence that has the device to itself."""
+    """Return the first `num_tokens` tokens of a sequence that has the device to itself."""
     sampling = sampling or SamplingConfig()
     sequence = LoneSequence(prompt, vocab_size, attend_to_all, conditions)
     while len(sequence.tokens) < len(prompt) + num_tokens:
@@ -242,7 +242,7 @@ def expected_logits(
     attend_to_all: bool = True,
     conditions: Conditions = PLAIN,
 ) -> list[array[float]]:
-    """The logits that each of `token_ids`, which follow `prompt`, is chosen from."""
+    """Return the logits that each of `token_ids`, which follow `prompt`, is chosen from."""
     sequence = LoneSequence(prompt, vocab_size, attend_to_all, conditions)
     logits = []
     for token_id in token_ids:
@@ -254,7 +254,7 @@ def expected_logits(
 def expected_log_probs(
     prompt: Sequence[int], token_ids: Sequence[int], vocab_size: int, attend_to_all: bool = True
 ) -> list[float]:
-    """The model's log probability of each of `token_ids`, which follow `prompt`.
+    """Return the model's log probability of each of `token_ids`, which follow `prompt`.
 
     Of a prompt's own tokens: `[0.0] + expected_log_probs(prompt[:1], prompt[1:], ...)`.
     """
@@ -265,14 +265,14 @@ def expected_log_probs(
 def expected_beams(
     request: Request, vocab_size: int, attend_to_all: bool = True, adapter: bytes = b""
 ) -> list[Hypothesis]:
-    """The result of a beam search in which every beam has the device to itself."""
+    """Return the result of a beam search in which every beam has the device to itself."""
     return expected_beam_steps(request, vocab_size, attend_to_all, adapter)[-1]
 
 
 def expected_beam_steps(
     request: Request, vocab_size: int, attend_to_all: bool = True, adapter: bytes = b""
 ) -> list[list[Hypothesis]]:
-    """The answers of such a search after each of its steps; the last is its result.
+    """Return the answers of such a search after each of its steps; the last is its result.
 
     `adapter` is the digest of its adapter's content, empty without one.
     """

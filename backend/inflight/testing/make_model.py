@@ -138,7 +138,7 @@ def _stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def num_weights(family: str, shape: Shape) -> int:
-    """How many numbers the tensors of such a checkpoint have."""
+    """Return how many numbers the tensors of such a checkpoint have."""
     with tempfile.TemporaryDirectory() as folder:
         _write_json(Path(folder, "config.json"), config(family, shape, "float32"))
         model = read_model_description(folder)
@@ -146,7 +146,7 @@ def num_weights(family: str, shape: Shape) -> int:
 
 
 def config(family: str, shape: Shape, dtype: str) -> dict[str, object]:
-    """The contents of config.json."""
+    """Return the contents of config.json."""
     common: dict[str, object] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,

@@ -35,7 +35,7 @@ def write_tokenizer(folder: Path, vocabulary_size: int, longest: int) -> None:
 
 
 def make_tokenizer(vocabulary_size: int) -> Tokenizer:
-    """A tokenizer of exactly that size; at least the special tokens and the bytes have to fit."""
+    """Return a tokenizer of exactly that size; at least the special tokens and the bytes have to fit."""
     tokens = [*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     if vocabulary_size < len(tokens):
         raise ValueError(f"a vocabulary has at least {len(tokens)} tokens, not {vocabulary_size}")

@@ -41,7 +41,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> library.Target:
 
 
 def run_program(folder: Path, text: str, *flags: str) -> int:
-    """The exit status of a C++ program, which includes the headers by their names."""
+    """Return the exit status of a C++ program, which includes the headers by their names."""
     (folder / "program.cpp").write_text(text)
     headers = ("-std=c++17", "-pthread", "-O1", "-I", str(library._SOURCES))
     command = [library._find_compiler(), *headers, *find_target("bfloat16").here, *flags, "program.cpp"]
@@ -159,7 +159,7 @@ def draw(lengths: list[int]) -> list[list[int]]:
 
 
 def run_all(engine: ModelEngine, prompts: list[list[int]], steps: int) -> list[Row]:
-    """All at once, whole contexts first."""
+    """Return all at once, whole contexts first."""
     driver = Driver(engine)
     rows = [driver.start(prompt) for prompt in prompts]
     driver.step({row: len(row.tokens) for row in rows})

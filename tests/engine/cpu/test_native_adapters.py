@@ -91,7 +91,7 @@ def test_attention_beside_experts(zoo: Zoo, case: str) -> None:
 
 
 def _mixed(module: Module, layer: int) -> int:
-    """The rank of a module in a layer: of many sizes; 0: the module is not there."""
+    """Return the rank of a module in a layer: of many sizes; 0: the module is not there."""
     return (3, 0, 8, 1, 17, 2, 64, 5)[(7 * module + 3 * layer) % 8]
 
 

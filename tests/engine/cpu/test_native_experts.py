@@ -183,7 +183,7 @@ class Layer:
         return x.to(self.dtype)
 
     def compiled(self, x: Tensor) -> Tensor:
-        """The output of the layer's MLP half for rows [rows, hidden], by the compiled code."""
+        """Return the output of the layer's MLP half for rows [rows, hidden], by the compiled code."""
         x, partial = x.clone(), torch.empty_like(x)
         ids, spans, tables = (
             torch.zeros(len(x), dtype=torch.int64),
@@ -197,7 +197,7 @@ class Layer:
         return partial
 
     def plain(self, x: Tensor) -> Tensor:
-        """The same in float32, with the weights that are packed."""
+        """Return the same in float32, with the weights that are packed."""
         weights, experts = self.weights, self.weights.experts
         assert experts is not None
         norm, read = weights.mlp_norm, x.float()

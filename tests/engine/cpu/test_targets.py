@@ -91,7 +91,7 @@ def test_rounded_keys_and_values_are_read_as_with_torch(zoo: Zoo, kind: str) -> 
 
 
 def pack(kind: str, outputs: int, inputs: int) -> tuple[PackedLinear, Packer, Tensor]:
-    """A random matrix, packed, and the values that it stands for in float64."""
+    """Return a random matrix, packed, and the values that it stands for in float64."""
     if kind in ("int4", "float4"):
         packer = make_packer()
         matrix = draw(outputs, inputs, 32) if kind == "int4" else draw_floats(outputs, inputs)

@@ -32,7 +32,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
 
 
 def another_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    """The one that is asked for needs what the processor lacks, whatever others need."""
+    """Return the one that is asked for needs what the processor lacks, whatever others need."""
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2)
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx512")
     return ", which INFLIGHT_CPU_TARGET=avx512 needs"

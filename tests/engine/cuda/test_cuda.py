@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 
 def scores(**changes: Any) -> Any:
-    """A model whose scores differ from Llama's in this."""
+    """Return a model whose scores differ from Llama's in this."""
     return mock.Mock(
         **{"attention_scale": None, "attention_soft_cap": None, "learned_sinks": False, **changes}
     )

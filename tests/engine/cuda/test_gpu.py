@@ -59,7 +59,7 @@ AMPERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 
 
 
 def _varlen_reads_blocks() -> bool:
-    """Whether this torch's `varlen_attn` takes block tables, as it does from version 2.12 on."""
+    """Return whether this torch's `varlen_attn` takes block tables, as it does from version 2.12 on."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

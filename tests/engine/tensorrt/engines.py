@@ -43,7 +43,7 @@ def load(
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     **changes: Any,
 ) -> ModelEngine:
-    """An engine on the CPU with blocks of 8 tokens; None: as many blocks as it takes."""
+    """Return an engine on the CPU with blocks of 8 tokens; None: as many blocks as it takes."""
     values = {"device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8, "max_num_sequences": 4} | changes
     if num_blocks is not None:
         values["max_tokens_in_paged_kv_cache"] = values["tokens_per_block"] * num_blocks

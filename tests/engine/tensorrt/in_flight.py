@@ -83,7 +83,7 @@ class Runner:
         return parts.T[:, : model.vocab_size]
 
     def hidden(self, batch: Sequence[Rows], **more: Tensor) -> Tensor:
-        """The last layer's output; `more` are inputs that others are in the place of."""
+        """Return the last layer's output; `more` are inputs that others are in the place of."""
         inputs = self.inputs(batch) | more
         network = self.engine.layers
         outputs = evaluate(network, {name: inputs[name] for name in network.inputs}, self.communicator)
@@ -100,7 +100,7 @@ class Runner:
         return evaluate(self.engine.head, {"hidden": hidden, **weights}, self.communicator)
 
     def inputs(self, batch: Sequence[Rows]) -> dict[str, Tensor]:
-        """All inputs of the layers for a batch, in whose order rows are."""
+        """Return all inputs of the layers for a batch, in whose order rows are."""
         settings, model = self.engine.sidecar.settings, self.engine.sidecar.model
         dtype, slots = getattr(torch, settings.dtype), settings.max_batch_size
         ids = [token for rows in batch for token in rows.token_ids]
@@ -240,7 +240,7 @@ class Meeting:
         return MeetingRank(self, index)
 
     def exchange(self, index: int, tensor: Tensor) -> list[Tensor]:
-        """All ranks' tensors."""
+        """Return all ranks' tensors."""
         self._tensors[index] = tensor
         self._barrier.wait(60)
         found = list(self._tensors)
@@ -261,10 +261,10 @@ class MeetingRank:
     num_calls: int = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x."""
+        """Return the sum of all ranks' x."""
         self.num_calls += 1
         return torch.stack(self.meeting.exchange(self.index, x)).sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x behind each other on the first axis."""
+        """Return all ranks' x behind each other on the first axis."""
         return torch.cat(self.meeting.exchange(self.index, x))

@@ -36,7 +36,7 @@ class Communicator(Protocol):
     """The ranks of a network, as a collective sees them."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x."""
+        """Return the sum of all ranks' x."""
         ...
 
 
@@ -68,7 +68,7 @@ class NetworkCopy:
 
 
 def dump(definition: Definition) -> bytes:
-    """A network as bytes, in the place of a plan."""
+    """Return a network as bytes, in the place of a plan."""
     copy, buffer = copy_network(definition), io.BytesIO()
     nodes = [(node.kind, node.inputs, node.outputs, node.attributes) for node in copy.nodes]
     torch.save((nodes, copy.inputs, copy.outputs, copy.aliases), buffer)
@@ -109,7 +109,7 @@ def _input_type(tensor: Any) -> torch.dtype:
 def evaluate(
     network: NetworkCopy, inputs: Mapping[str, Tensor], communicator: Communicator | None = None
 ) -> dict[str, Tensor]:
-    """The outputs; those that are in place of inputs are these inputs' own tensors.
+    """Return the outputs; those that are in place of inputs are these inputs' own tensors.
 
     ValueError if an input is missing, one too many, or of another type or shape.
     """
@@ -160,7 +160,7 @@ class _Reader:
         self._trt, self._graph = definition.graph.module, definition.graph
 
     def node(self, layer: Any) -> Node | None:
-        """A layer as a node; None for the half of an attention that computes nothing."""
+        """Return a layer as a node; None for the half of an attention that computes nothing."""
         trt, kind, name = self._trt, layer.type.name, layer.name  # the subclass may hide `type`
         inputs = tuple(self._name(layer.get_input(index)) for index in range(layer.num_inputs))
         outputs = tuple(layer.get_output(index).name for index in range(layer.num_outputs))

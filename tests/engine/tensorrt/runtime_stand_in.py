@@ -31,7 +31,7 @@ _ACTIVATION_BYTES = 512
 
 
 def dump(definition: Definition) -> bytes:
-    """A network with its profiles, in the place of a plan; fits `build_engine`'s `serialize`."""
+    """Return a network with its profiles, in the place of a plan; fits `build_engine`'s `serialize`."""
     buffer = io.BytesIO()
     profiles = [
         [(each.name, each.min, each.opt, each.max) for each in profile.ranges]

@@ -202,7 +202,7 @@ def _turned_backwards(node: Node) -> Node:
 
 
 def _seeing_what_comes(node: Node) -> Node:
-    """The mask of chunks with < for >."""
+    """Return the mask of chunks with < for >."""
     if node.kind != "ELEMENTWISE" or node.attributes["op"] != "GREATER":
         return node
     return replace(node, inputs=node.inputs[::-1])
@@ -222,7 +222,7 @@ def _without_square_root(node: Node) -> Node:
 
 
 def _largest_of_the_others(node: Node) -> Node:
-    """The experts that a row goes to least."""
+    """Return the experts that a row goes to least."""
     return replace(node, attributes=node.attributes | {"op": "MIN"}) if node.kind == "TOPK" else node
 
 
@@ -293,7 +293,7 @@ def test_rows_of_prompt_tables(zoo: Zoo, tmp_path: Path, case: str) -> None:
 
 
 def _bank(runner: Runner, part: Part, adapters: dict[int, Adapter]) -> dict[str, Tensor]:
-    """The matrices of adapters by slot, behind each other."""
+    """Return the matrices of adapters by slot, behind each other."""
     decoder = read_model_description(next(iter(adapters.values())).oracle.folder).decoder
     found = {
         name: value for name, value in runner.inputs([Rows(0, (1,), 0, True)]).items() if "lora_" in name

@@ -23,7 +23,7 @@ from tests.models.zoo import Zoo, ZooModel
 
 
 def why_not() -> str:
-    """The reason why plans cannot run here; "" if they can."""
+    """Return the reason why plans cannot run here; "" if they can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:

@@ -29,7 +29,7 @@ Change = Callable[[PlanRows], PlanRows]
 
 
 def rows_changed(change: Change) -> Callable[[Patch], None]:
-    """A mistake in what a plan is told of its rows."""
+    """Return a mistake in what a plan is told of its rows."""
 
     def plant(patch: Patch) -> None:
         lay_out = decoder_module.lay_out_for_plan

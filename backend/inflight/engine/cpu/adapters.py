@@ -191,7 +191,7 @@ class PackedAdapters:
         return parts
 
     def _place(self, modules: dict[Module, LowRank]) -> dict[Module, _Ranks]:
-        """Each module's ranks; modules that were fused have the same A, and the same ranks."""
+        """Return each module's ranks; modules that were fused have the same A, and the same ranks."""
         places: dict[Module, _Ranks] = {}
         places_of_a: dict[int, _Ranks] = {}
         num_pairs = 0

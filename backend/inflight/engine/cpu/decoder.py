@@ -207,7 +207,7 @@ class NativeDecoder:
         return apply_norm(hidden, self._norm, self.config.norm_eps)
 
     def _stops(self, between: HiddenStates) -> list[int]:
-        """The layers that calls begin with, and the number of layers."""
+        """Return the layers that calls begin with, and the number of layers."""
         count = len(self._layers)
         inner = {stop - self._first_layer for stop in between.wanted}
         return [0, *sorted(stop for stop in inner if 0 < stop < count), count]
@@ -215,7 +215,7 @@ class NativeDecoder:
     def _begin(
         self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None
     ) -> tuple[BatchStruct, Tensor]:
-        """The batch, which points into what was given, and the first layer's input or `hidden`."""
+        """Return the batch, which points into what was given, and the first layer's input or `hidden`."""
         self._bind(cache)
         spans, positions, slots = _spans(packed), packed.positions, packed.slots
         batch = BatchStruct(

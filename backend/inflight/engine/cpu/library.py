@@ -96,7 +96,7 @@ class Target:
     caveat: str = ""
 
     def instruction_sets(self, dtype: str, int8: bool = False) -> frozenset[str]:
-        """The instruction sets that code for models of this dtype needs."""
+        """Return the instruction sets that code for models of this dtype needs."""
         return self.needed | self._beyond(dtype, int8).keys()
 
     def flags_anywhere(self, dtype: str, int8: bool = False) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ TARGETS = (*_OF_MACHINES.get(platform.machine(), ()), _GENERIC)
 
 
 def targets_of_compiler() -> tuple[Target, ...]:
-    """The targets of the machines that the compiler compiles for: `CXX` may name a cross compiler."""
+    """Return the targets of the machines that the compiler compiles for: `CXX` may name a cross compiler."""
     said = _run([_find_compiler(), "-dumpmachine"], _VERSION_TIMEOUT_S).stdout.decode()
     return (*_OF_MACHINES.get(said.partition("-")[0], ()), _GENERIC)
 
@@ -186,7 +186,7 @@ class CompiledCode(ctypes.CDLL):
 
 
 def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) -> CompiledCode:
-    """The code for models of this dtype; CannotBuild, with the reason, where this machine has none.
+    """Return the code for models of this dtype; CannotBuild, with the reason, where this machine has none.
 
     Targets whose products are found wrong on this machine are left out, with a warning.
 
@@ -228,7 +228,7 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
 
 
 def find_target(dtype: str, int8: bool = False) -> Target:
-    """The fastest target that the processor has all instructions of.
+    """Return the fastest target that the processor has all instructions of.
 
     The environment variable INFLIGHT_CPU_TARGET leaves only the target of that name to choose from. CannotBuild
     where the processor lacks an instruction of that one, or there is none of that name, or none for the dtype.
@@ -237,7 +237,7 @@ def find_target(dtype: str, int8: bool = False) -> Target:
 
 
 def describe_target(dtype: str, int8: bool = False) -> str:
-    """The target of `find_target` in words, and why it is not the next faster one."""
+    """Return the target of `find_target` in words, and why it is not the next faster one."""
     target = find_target(dtype, int8)
     return _describe(target, _why_not_faster(target, dtype, int8))
 
@@ -265,7 +265,7 @@ def _runnable_targets(dtype: str, int8: bool) -> list[Target]:
 
 
 def _allowed_targets(dtype: str) -> list[Target]:
-    """The targets for a dtype, or the one that the environment names; CannotBuild without one."""
+    """Return the targets for a dtype, or the one that the environment names; CannotBuild without one."""
     if dtype not in _ELEMENTS:
         raise CannotBuild(f"it computes in {' and '.join(_ELEMENTS)}, not in {dtype}")
     wanted = os.environ.get(_TARGET_VARIABLE, "")
@@ -279,7 +279,7 @@ def _allowed_targets(dtype: str) -> list[Target]:
 
 
 def _lacking(target: Target, dtype: str, int8: bool) -> str:
-    """The reason why the processor does not run a target's code; empty if it does."""
+    """Return the reason why the processor does not run a target's code; empty if it does."""
     lacking = target.instruction_sets(dtype, int8) - _processor_flags()
     return f"the processor lacks {', '.join(sorted(lacking))}" if lacking else ""
 
@@ -408,7 +408,7 @@ def _build(compiler: list[str], path: Path) -> None:
 
 
 def _described(compiler: list[str]) -> str:
-    """The kind of code that a compiler's command makes, in a word."""
+    """Return the kind of code that a compiler's command makes, in a word."""
     if "-DINFLIGHT_INT8" in compiler:
         return "int8"
     return next(dtype for dtype, element in _ELEMENTS.items() if f"-DINFLIGHT_ELEMENT={element}" in compiler)
@@ -507,7 +507,7 @@ def _prebuilt_stem(target: Target, dtype: str, int8: bool) -> str:
 
 
 def _refuse_prebuilt(target: Target, dtype: str, int8: bool) -> str:
-    """The reason why the library that came with the package is not used; empty if it is."""
+    """Return the reason why the library that came with the package is not used; empty if it is."""
     wanted = os.environ.get(_BUILD_VARIABLE, "")
     if wanted == "local":
         return f"{_BUILD_VARIABLE} is local"

@@ -105,7 +105,7 @@ class NativeRowKernels(RowKernels):
         yield Drawn(sampled, torch.from_numpy(tokens))
 
     def _find_peaks(self, logits: Tensor, count: int, indices: NDArray[np.int64] | None = None) -> Peaks:
-        """The peaks of the rows `indices` [count], or of the first ones."""
+        """Return the peaks of the rows `indices` [count], or of the first ones."""
         peaks = Peaks(torch.empty(count), torch.empty(count, dtype=torch.int64))
         self._library.find_peaks(
             self._handle,

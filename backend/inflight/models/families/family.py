@@ -204,7 +204,7 @@ class Family:
 
 
 def read_activation(config: ConfigFile, key: str, default: str) -> Activation:
-    """The MLP's activation under `key`."""
+    """Return the MLP's activation under `key`."""
     name = config.text_or_none(key) or default
     if name not in _ACTIVATIONS:
         raise config.error(key, f"one of {', '.join(_ACTIVATIONS)}")
@@ -220,7 +220,7 @@ def read_size(config: ConfigFile, key: str, alias: str, default: int | None = No
 
 
 def read_no_windows(config: ConfigFile) -> tuple[None, ...]:
-    """Every layer sees everything. ConfigError if a key speaks of windows that would be used."""
+    """Return every layer sees everything. ConfigError if a key speaks of windows that would be used."""
     num_layers = config.positive_int("num_hidden_layers")
     if "sliding_attention" in read_layer_types(config, num_layers):
         raise config.error("layer_types", "full_attention for every layer")

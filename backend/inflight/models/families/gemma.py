@@ -65,7 +65,7 @@ def _read_gemma(
 
 
 def _read_gemma2(config: ConfigFile) -> DecoderConfig:
-    """Every other layer slides; scores and logits are capped."""
+    """Return every other layer slides; scores and logits are capped."""
     num_layers = config.positive_int("num_hidden_layers")
     alternating = tuple("full_attention" if index % 2 else "sliding_attention" for index in range(num_layers))
     decoder = _read_gemma(config, 8192, read_layer_types(config, num_layers) or alternating)

@@ -238,7 +238,7 @@ def _read_smollm3(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_rotating_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has rotary positions: 1 or true in `no_rope_layers`, in spite of its name."""
+    """Return whether each layer has rotary positions: 1 or true in `no_rope_layers`, in spite of its name."""
     interval = config.int_or_none("no_rope_layer_interval") or _SMOLLM3_INTERVAL
     listed = config.value("no_rope_layers")
     if listed is None:

@@ -114,7 +114,7 @@ def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvRounding,
 
 
 def off(function: Any) -> Any:
-    """The same function, with a number of its first result changed."""
+    """Return the same function, with a number of its first result changed."""
 
     def changed(*arguments: Any) -> Any:
         results = function(*arguments)
