@@ -1,4 +1,4 @@
-"""The names of additional outputs, as the parameter and the tensors spell them."""
+"""The names of additional outputs in the parameter and in tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters table: what parses, what counts as absent, and that everything else fails the load by name."""
+"""The table of parameters: which values parse, which count as absent, and that others fail the load by name."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def test_all_problems_come_at_once() -> None:
 
 
 def sample_of(spec: ParameterSpec) -> str:
-    """Some text that the row takes."""
+    """Return a text that the row accepts."""
     texts = ("7", "0.5", "auto", "beam_search", "python", "TYPE_FP32", "/a/path")
     return next(text for text in texts if parses(spec, text))
 

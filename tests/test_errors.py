@@ -1,4 +1,4 @@
-"""An error keeps the names of inputs apart from its text, on its way between processes too."""
+"""An error keeps the names of inputs apart from its text, also between processes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_names_are_joined() -> None:
 
 
 def test_no_error_has_the_name_of_an_input_in_its_text() -> None:
-    """Such a name would be the same for every protocol. Adapters' errors repeat texts of TensorRT-LLM."""
+    """Protocols could not replace such a name. Adapters' errors repeat texts of TensorRT-LLM."""
     names = "|".join(spec.name for spec in INPUTS.specs if "_" in spec.name)
     named = re.compile(rf"(?<![\w.])({names})\b")
     classes = {each.__name__ for each in KINDS}

@@ -1,6 +1,7 @@
-"""Letters outside ASCII in paths, in interpreters that take file names for UTF-8 and for ASCII.
+"""Non-ASCII letters in paths, in interpreters with UTF-8 and with ASCII file names.
 
-The second is what Triton's Python stub is, whatever its environment says. A child without a locale plays it.
+Triton's Python stub has ASCII file names, whatever its environment says. A child process without a locale
+simulates it.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def test_an_error_is_text_for_everybody() -> None:
 
 
 def test_a_package_installed_from_such_a_folder_is_imported_without_a_locale(folder: Path) -> None:
-    """As pip installs it, the interpreter does not even start."""
+    """With the .pth file as pip writes it, the interpreter would not even start."""
     backend, environment = folder / "backend", folder / ".venv"
     (backend / "inflight_stand_in").mkdir(parents=True)
     (backend / "inflight_stand_in" / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""Checkpoints by name, from a hub of the tests' own, as programs ask for them that `HF_ENDPOINT` sends there."""
+"""Checkpoints by name, fetched from a test hub to which `HF_ENDPOINT` points."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def hub(models: dict[str, Model]) -> Iterator[Hub]:
 
 
 class Caller:
-    """Programs on a machine whose cache is empty at first."""
+    """Programs on a machine with an initially empty cache."""
 
     def __init__(self, home: Path, url: str) -> None:
         self.environment = {
@@ -149,7 +149,7 @@ def test_a_model_that_cannot_be_fetched_is_an_error_with_its_remedy(caller: Call
 
 
 def test_without_a_hub_the_cache_is_named(tmp_path: Path) -> None:
-    caller = Caller(tmp_path, "http://127.0.0.1:9")  # nobody listens there
+    caller = Caller(tmp_path, "http://127.0.0.1:9")  # a port without a listener
     name = "owner/model-1.5"
     [away] = caller.find((name,))
     assert "it cannot be fetched from http://127.0.0.1:9 (" in away["error"]
@@ -211,7 +211,7 @@ def test_a_terminal_shows_a_bar(caller: Caller) -> None:
 
 
 def test_serve_and_doctor_take_names(caller: Caller, tmp_path: Path) -> None:
-    """A doctor fetches nothing; with a repository written, the checkpoint is in the cache."""
+    """`doctor` fetches nothing; after a repository was written, the checkpoint is in the cache."""
     name = "owner/model-1.5"
 
     def says() -> str:

@@ -1,4 +1,4 @@
-"""`python -m inflight.worker`, used as it should not be."""
+"""Wrong uses of `python -m inflight.worker`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_rank_0_with_another_kind_of_line_says_what_it_got():
 
 
 def test_a_rank_that_never_comes_is_not_waited_for_without_end():
-    """In leader mode, where mpirun goes on without it."""
+    """In leader mode, in which mpirun continues without that rank."""
     waiting = (
         "import sys; from inflight import worker; from inflight.ranks import rank_context; "
         "rank_context._TOGETHER_S = 2.0; sys.exit(worker.main())"

@@ -1,4 +1,4 @@
-"""Engines on a CPU that attend over blocks in place, with a slow kernel in the place of a GPU's."""
+"""Engines on a CPU that attend over blocks in place, with a slow kernel instead of a GPU's."""
 
 from __future__ import annotations
 

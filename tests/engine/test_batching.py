@@ -1,4 +1,4 @@
-"""A row's tokens do not depend on what else is in its batch, how its context was cut, or whose blocks it reads."""
+"""A row's tokens do not depend on other rows in its batch, on its context's chunks, or on shared blocks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_shared_prefix_blocks_are_own_blocks(engine: ModelEngine) -> None:
 
 @every_case
 def test_shared_blocks_may_come_iterations_before_the_first_chunk(engine: ModelEngine) -> None:
-    """A started request whose context has to wait is told its shared blocks at once."""
+    """A started request whose context has to wait gets its shared blocks at once."""
     prefix = _prompt(2 * TOKENS_PER_BLOCK, seed=1)
     driver = Driver(engine)
     owner = driver.start((*prefix, 5))
@@ -187,7 +187,7 @@ def test_a_batch_over_the_limit_is_refused(zoo: Zoo) -> None:
 
 
 def test_very_different_lengths_are_grouped(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long row beside many short ones must not make them all read padding as long as it is."""
+    """A long row must not make many short rows of the batch read padding of its length."""
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, max_num_sequences=8, kernels="torch")
     lengths = (200, 190, 6, 4, 3, 3, 2)

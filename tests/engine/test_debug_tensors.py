@@ -1,4 +1,4 @@
-"""Debug tensors: what the packed rows of each iteration were, in files or kept in memory."""
+"""Debug tensors: the packed rows of each iteration, in files or in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_tensors_of_an_iteration_are_those_of_its_packed_rows(zoo: Zoo) -> N
     """A chunk, a longer and a shorter sequence in generation, in the order of the rows: the longest first."""
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, debug_tensor_names=ALL, debug_tensors_max_iterations=5)
-    penalty = SamplingConfig(repetition_penalty=1.5)  # changes logits in place, later
+    penalty = SamplingConfig(repetition_penalty=1.5)  # changes logits in place afterwards
     driver = Driver(engine)
     short, long, new = (driver.start(model.prompt(n, n), penalty) for n in (5, 9, 12))
     driver.step({short: 5, long: 9})
@@ -178,7 +178,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(zoo: Zoo) -> None:
 
 
 def test_iterations_with_debug_tensors_are_not_recorded(zoo: Zoo, tmp_path: Path) -> None:
-    """A replayed iteration has no packed rows to show."""
+    """A replayed iteration has no packed rows to record."""
     model, tape = zoo["llama-gqa"], Tape()
     plain = load_paged(model.folder, 60).runner
     kept = DebugTensors(frozenset(ALL), 9, tmp_path)

@@ -1,4 +1,4 @@
-"""Ranks that have whole experts, or slices of some, give transformers' tokens."""
+"""Ranks that hold whole experts, or slices of some, generate transformers' tokens."""
 
 from __future__ import annotations
 

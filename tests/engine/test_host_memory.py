@@ -1,4 +1,4 @@
-"""Memory that is large, or used again and again."""
+"""Allocation of large memory, and of memory that is reused."""
 
 from __future__ import annotations
 

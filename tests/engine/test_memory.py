@@ -1,4 +1,4 @@
-"""The size of the KV cache, and the room for adapters, from figures; the figures from a made-up /proc and /sys."""
+"""The size of the KV cache and of adapter memory, from given figures; the figures from a fake /proc and /sys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_TOKENS = "max_tokens_in_paged_kv_cache"
 
 
 def _plan(free_bytes: int = 100_000, on_gpu: bool = True, **changes: Any) -> KvCachePlan:
-    """For blocks of 1,000 bytes and sequences of 100 tokens; of half of the memory unless `changes` differ."""
+    """Plan for blocks of 1,000 bytes, sequences of 100 tokens and half of the memory, unless `changes` differ."""
     halves = {"kv_cache_free_gpu_mem_fraction": 0.5, "kv_cache_free_cpu_mem_fraction": 0.5}
     config = EngineConfig(**{"max_num_sequences": 4, "tokens_per_block": 32, **halves, **changes})
     return plan_kv_cache(config, 100, 1000, free_bytes, on_gpu)
@@ -40,12 +40,12 @@ def _plan(free_bytes: int = 100_000, on_gpu: bool = True, **changes: Any) -> KvC
 @pytest.mark.parametrize(
     ("changes", "num_blocks", "decided_by"),
     [
-        # One block of what fits is the null block.
+        # One of the blocks is the null block.
         ({}, 49, GPU_FRACTION),
         ({GPU_FRACTION: 1.0}, 99, GPU_FRACTION),
         ({MAX_TOKENS: 400}, 12, MAX_TOKENS),
         ({MAX_TOKENS: 32 * 51}, 49, GPU_FRACTION),
-        # 100 tokens take 4 blocks; 4 sequences, twice.
+        # 100 tokens take 4 blocks; 4 sequences; times 2.
         ({"on_gpu": False}, 32, "2 times what max_num_sequences can hold"),
         ({"on_gpu": False, MAX_TOKENS: 128}, 4, MAX_TOKENS),
         ({"on_gpu": False, CPU_FRACTION: 0.2}, 19, CPU_FRACTION),
@@ -136,7 +136,7 @@ LORA_FRACTION = "lora_cache_gpu_memory_fraction"
     [
         ({}, 5),  # a twentieth
         ({LORA_FRACTION: 0.2}, 20),
-        # Four sequences with adapters of rank 64, of which each takes eight pages.
+        # Four sequences with adapters of rank 64, each of which takes eight pages.
         ({LORA_FRACTION: 1.0}, 32),
         ({LORA_FRACTION: 1.0, "lora_cache_max_adapter_size": 9}, 8),
         ({LORA_FRACTION: 1.0, "lora_cache_optimal_adapter_size": 64}, 4),

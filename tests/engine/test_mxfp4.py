@@ -1,4 +1,4 @@
-"""Experts of gpt-oss in MXFP4, which stay in 4 bits: as transformers computes with the numbers they stand for."""
+"""Experts of gpt-oss in MXFP4, which stay in 4 bits: the same results as transformers with dequantized weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = [(7 * place) % 500 + 3 for place in range(24)]
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 _FINITE = 253  # scales with which all 4-bit floats are finite in float32
 BOUND = 0.1
-"""Of the logits' deviation: of activations in bfloat16, which compiled layers round to int8."""
+"""Relative to the logits' deviation: errors of bfloat16 activations, which compiled layers round to int8."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Any:
-    own = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the others compute no float64
+    own = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others do not support float64
     unpacked = Mxfp4Config(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=unpacked, **own
@@ -136,7 +136,7 @@ def test_bytes_of_what_is_kept(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_float_with_every_scale(dtype: torch.dtype) -> None:
-    """value = float * 2 ** (scale - 127), to the bit where that is no smaller than the dtype's normal numbers."""
+    """value = float * 2 ** (scale - 127), exactly if that is a normal number of the dtype."""
     scales = torch.arange(_FINITE, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
     values = torch.arange(16, dtype=torch.uint8).repeat(_FINITE, 2)
     made = KeepingLevels(dtype, CPU).linear(GroupedMatrix(values, scales, None, 32, None, 4, is_float4=True))

@@ -1,6 +1,6 @@
-"""A sequence whose values overflow is answered with an error, and reaches no other: not in a batch, nor later.
+"""A sequence with NaN or infinite values is answered with an error and affects no other, in its batch or later.
 
-A checkpoint in which some tokens' embeddings have NaN or infinity stands for a model that overflows on some input.
+A checkpoint in which some tokens' embeddings have NaN or infinity simulates a model that overflows on some input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import with_all
 
 OVERFLOWING = {7: float("nan"), 8: float("inf"), 9: -float("inf")}
-"""Token ids, and what their embeddings are."""
+"""Token ids, and the values of their embeddings."""
 WAYS = [
     *(pytest.param("native", dtype, "auto", marks=needs_native) for dtype in ("float32", "bfloat16", "int8")),
     *(pytest.param("native", "float32", cache, marks=needs_native) for cache in ("int8", "fp8")),
@@ -91,7 +91,7 @@ def test_requests_beside_it_are_answered_as_without_it(
 
 
 def leave_behind(engine: ModelEngine, value: float) -> None:
-    """Fill every block that can be handed out."""
+    """Fill every block that can be allocated."""
     cache, count = engine.runner.cache, engine.limits.num_blocks
     with torch.inference_mode():
         cache._blocks[:, :, :count] = value if cache.rounding is None else 127  # NaN as float8 too
@@ -104,7 +104,7 @@ def leave_behind(engine: ModelEngine, value: float) -> None:
 def test_a_nan_left_in_a_block_reaches_no_later_sequence(
     zoo: Zoo, case: str, kernels: str, dtype: str, cache: str, tokens_per_block: int
 ) -> None:
-    """Contexts of even and odd lengths, whole and in chunks, beside each other, and then generation."""
+    """Contexts of even and odd lengths, whole and in chunks, side by side, followed by generation."""
     model = zoo[case]
     engine = load_engine(
         model.folder, kernels=kernels, dtype=dtype, kv_cache_dtype=cache, tokens_per_block=tokens_per_block
@@ -131,7 +131,7 @@ def test_a_nan_left_in_a_block_reaches_no_later_sequence(
 def test_a_nan_left_in_a_block_is_not_copied_between_beams(
     zoo: Zoo, kernels: str, dtype: str, cache: str
 ) -> None:
-    """Beams part inside a block, whose rest nobody has written."""
+    """Beams diverge inside a block whose remaining positions have not been written."""
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, kernels=kernels, dtype=dtype, kv_cache_dtype=cache)
     found = []

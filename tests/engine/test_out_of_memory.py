@@ -1,4 +1,4 @@
-"""Out of memory: a load names the bytes it wanted, and an iteration ends requests that do not fit even alone."""
+"""Out of memory: a failed load names the bytes, and an iteration ends only requests that do not fit even alone."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_another_error_of_a_load_stays_what_it_is(zoo: Zoo, monkeypatch: pytest.
 
 
 def limit(engine: ModelEngine, is_too_much: Callable[[ScheduledBatch], bool]) -> list[str]:
-    """Let the forward pass of some batches find no memory; what is said of them is added to the result."""
+    """Let the forward pass of some batches run out of memory; the result collects what is reported of them."""
     run, forward, said = engine.runner.run, engine.forward, []
 
     def limited(batch: ScheduledBatch, hidden: torch.Tensor | None) -> Any:

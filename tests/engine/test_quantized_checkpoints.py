@@ -1,4 +1,4 @@
-"""Quantized checkpoints, read as they are: logits and tokens of transformers with the weights they stand for."""
+"""Quantized checkpoints, loaded as they are: results equal transformers' with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_ranks_cut_what_the_weights_stand_for(
 def test_quantized_checkpoints_of_other_families_give_the_models_tokens(
     zoo: Zoo, tmp_path: Path, case: str, name: str
 ) -> None:
-    """Experts, latent attention, fused projections, biases; a router is not quantized."""
+    """Experts, latent attention, fused projections, biases; routers are not quantized."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",))
     row = alone(load_engine(tmp_path, dtype="float32"), model.prompt(12), 6)
     assert row.generated == model.greedy(model.prompt(12), 6)
@@ -69,7 +69,7 @@ def test_quantized_checkpoints_of_other_families_give_the_models_tokens(
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq-zeros"])
 @pytest.mark.parametrize("size", [36, 64])
 def test_the_last_group_may_be_shorter(zoo: Zoo, tmp_path: Path, name: str, size: int) -> None:
-    """Without GPTQ's index of groups; by their number alone two groups of 96 inputs would be of 48 each."""
+    """Without GPTQ's index of groups; from their number alone, 96 inputs in two groups would be 48 each."""
     made = awq(size) if name == "awq" else gptq(4, size, name == "gptq", False, None)
     model = write(zoo["llama-gqa"], tmp_path, made)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -35,7 +35,7 @@ def mixed(names: list[str]) -> list[SamplingConfig]:
 @pytest.mark.parametrize("attention", ["in place", "gathered"])
 @pytest.mark.parametrize("names", BATCHES, ids="+".join)
 def test_a_generation_batch_waits_once(zoo: Zoo, attention: str, names: list[str]) -> None:
-    """With sequences that cross into other blocks, and with the tokens of the CPU."""
+    """With sequences that need new blocks; tokens equal the CPU's."""
     model = zoo["llama-gqa"]
     prompts = [model.prompt(5 + 4 * number, number) for number in range(len(names))]
     with FakeDevice() as device:
@@ -80,7 +80,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_controls_wait_no_longer(zoo: Zoo, name: str) -> None:
-    """And choose the tokens of the CPU."""
+    """Tokens equal the CPU's."""
     model, options = zoo["llama-gqa"], CONTROLS[name]
     prompts = [model.prompt(5 + 4 * number, number) for number in range(3)]
     with FakeDevice() as device:
@@ -136,7 +136,7 @@ def test_a_replayed_batch_waits_once(zoo: Zoo) -> None:
 
 
 def test_a_top_p_that_takes_many_tokens_is_drawn_for_again(zoo: Zoo) -> None:
-    """The assumption that rows need few tokens is found wrong when the tokens come back."""
+    """The assumption that rows need few tokens is found wrong when the tokens arrive."""
     model = zoo["llama-gqa"]
     sampling = SamplingConfig(temperature=100.0, top_p=0.99, random_seed=8)
     with FakeDevice():

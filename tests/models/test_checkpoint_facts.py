@@ -1,4 +1,4 @@
-"""Facts of a config.json for programs that do not load the checkpoint, beside what a load reads."""
+"""Facts of a config.json for programs that do not load the checkpoint, compared with a load's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors files → weights: files, names, shapes and types, and the errors for what does not fit."""
+"""Safetensors files → weights: files, names, shapes and dtypes, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _assert_equal(one: DecoderWeights, other: DecoderWeights) -> None:
 
 @pytest.fixture
 def edited(zoo: Zoo, tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a case's checkpoint, its tensors passed through a function."""
+    """A function that copies a case's checkpoint and changes its tensors."""
 
     def edit(case: str, change: Callable[[Tensors], Tensors]) -> Path:
         folder = tmp_path / "edited"
@@ -81,7 +81,7 @@ def test_tied_embeddings_are_one_tensor(zoo: Zoo) -> None:
 
 
 def test_gpt2_of_the_bare_decoder_with_its_mask_buffers(zoo: Zoo, edited: Callable[..., Path]) -> None:
-    """As the first GPT-2 checkpoints were saved."""
+    """The format of the first GPT-2 checkpoints."""
 
     def strip(tensors: Tensors) -> Tensors:
         bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -129,7 +129,7 @@ def test_the_choice_bias_of_experts_keeps_its_precision(zoo: Zoo) -> None:
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3"])
 @pytest.mark.parametrize("part", [None, Shard(2, 1), Shard(4, 3, 2)], ids=str)
 def test_experts_one_by_one_or_stacked(zoo: Zoo, tmp_path: Path, case: str, part: Shard | None) -> None:
-    """As transformers before version 5 stored them, and as it has them since."""
+    """The formats of transformers before version 5, and since."""
     model = zoo[f"{case}-even" if part is not None and f"{case}-even" in CASES else case]
     model.oracle.save_pretrained(tmp_path, save_original_format=False)
     names = load_file(tmp_path / "model.safetensors")

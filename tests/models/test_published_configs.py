@@ -1,4 +1,4 @@
-"""config.json files as they lie beside published weights: read as transformers reads them, or refused by name."""
+"""config.json files as published beside weights: read as transformers reads them, or refused by key."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ OF_NO_FAMILY = [
     "stabilityai/stablelm-2-1_6b",
     "bigcode/starcoder2-3b",
 ]
-"""Read by transformers alone, whose code runs these."""
+"""Models of families that only transformers' code runs."""
 REFUSED = {"facebook/opt-350m": "do_layer_norm_before"}
-"""Of a family that is known, and in a way that is not: the key that says so."""
+"""Models of known families with an unsupported feature, and the key of that feature."""
 READ = [name for name in PUBLISHED if name not in (*OF_NO_FAMILY, *REFUSED)]
 
 
@@ -45,12 +45,12 @@ def theirs(values: dict[str, Any]) -> PretrainedConfig:
 
 
 def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """How far each layer sees, by what the family's code in transformers looks at."""
+    """Return each layer's window according to the family's code in transformers."""
     window = getattr(config, "sliding_window", None)
     if types := getattr(config, "layer_types", None):
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if config.model_type not in ("mistral", "mixtral", "phi3", "qwen3_moe"):
-        window = None  # of others than these, a key that nobody reads
+        window = None  # other families do not use the key
     return (window,) * config.num_hidden_layers
 
 

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json → DecoderConfig, and the errors for what cannot be."""
+"""config.json and generation_config.json → DecoderConfig, and the errors for invalid files."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ _DEEPSEEK = {
     "torch_dtype": "bfloat16",
     "v_head_dim": 8,
 }
-# config.json files as they lie beside published weights, with all that they say besides.
+# config.json files as published beside weights, with all their keys.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "smollm2": {
         **LLAMA,
@@ -406,7 +406,7 @@ def test_errors_name_file_key_value_and_what_was_expected(
 
 
 def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
-    """A file, a folder of such, one beside a config.json, and a name that says it: what to take instead."""
+    """The message names an alternative for a file, a folder of files, one beside config.json, and a GGUF name."""
     said = r"GGUF is llama\.cpp's file format, which is not read: take the checkpoint that it was made from"
     file, named = tmp_path / "model-Q4_K_M.gguf", tmp_path / "Model-GGUF"
     file.touch()

@@ -1,4 +1,4 @@
-"""Every row of a layer belongs to one rank, few key heads to several; every layer to one stage."""
+"""Each row of a layer belongs to one rank, except that ranks may share a key head; each layer to one stage."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_sizes_that_ranks_do_not_divide_are_refused_with_those_they_do(zoo: Zoo,
 
 @pytest.mark.parametrize("case", ["llama-gqa", "llama-attention-bias", "qwen2", "gpt2"])
 def test_the_ranks_hold_the_model_once(zoo: Zoo, case: str):
-    """Column-parallel rows and row-parallel columns of all ranks, put together, are the whole matrix."""
+    """Column-parallel rows and row-parallel columns of all ranks, concatenated, are the whole matrix."""
     model = read_model_description(zoo[case].folder)
     whole = load_weights(model, None, CPU)
     parts = [Part.from_mapping(Mapping(2, 1, rank), model.decoder) for rank in range(2)]
@@ -227,7 +227,7 @@ def test_groups_divide_the_ranks() -> None:
 
 
 def test_slices_of_experts_are_for_the_ranks_of_a_group(zoo: Zoo) -> None:
-    """Experts of 40 are 5 slices of 8 at most: with 8 ranks it takes 2 groups or more."""
+    """An inner width of 40 gives at most 5 slices of 8: with 8 ranks at least 2 groups are needed."""
     decoder = read_model_description(zoo["qwen3-moe-even"].folder).decoder
     decoder = replace(decoder, experts=replace(decoder.experts, intermediate_size=12))
     with pytest.raises(ConfigError, match="MLP of 12; it can be 1, 2, 4"):

@@ -1,4 +1,4 @@
-"""All experts of a layer in one tensor, plain and packed as MXFP4: what is loaded, and what is refused by name."""
+"""All experts of a layer in one tensor, plain or packed as MXFP4: loading, and errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ UP, DOWN = (f"model.layers.1.{stack}" for stack in STACKS)
 
 @pytest.fixture
 def packed(zoo: Zoo, tmp_path: Path) -> tuple[Path, Tensors]:
-    """A checkpoint with packed experts, and transformers' matrices of these."""
+    """A checkpoint with packed experts, and their matrices dequantized by transformers."""
     folder = tmp_path / "packed"
     shutil.copytree(zoo["gpt-oss"].folder, folder)
     return folder, pack(folder)
 
 
 def _experts(folder: Path, part: Part | None = None) -> ExpertWeights[Linear]:
-    """Load the experts of the last layer of a part."""
+    """Load the experts of a part's last layer."""
     model = read_model_description(folder)
     experts = load_weights(model, torch.float32, CPU, part).layers[-1].experts
     assert experts is not None
@@ -45,7 +45,7 @@ def _experts(folder: Path, part: Part | None = None) -> ExpertWeights[Linear]:
 
 
 def _with_gate_above_up(stacked: torch.Tensor) -> torch.Tensor:
-    """[experts, inner of gate, then of up, ...] of [experts, ..., both in turn]."""
+    """Rearrange [experts, ..., alternating gate and up] to [experts, inner of gate, then of up, ...]."""
     by_row = stacked.transpose(1, 2) if stacked.dim() == 3 else stacked
     return torch.cat([by_row[:, ::2], by_row[:, 1::2]], dim=1)
 
@@ -64,7 +64,7 @@ def test_plain_ones_are_taken_apart(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_numbers_are_those_of_transformers(dtype: torch.dtype) -> None:
-    """Every pair of numbers with every scale, those without a finite number among them."""
+    """Every pair of 4-bit floats with every scale, including scales without finite results."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(1, 1, 16)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
@@ -84,7 +84,7 @@ def test_packed_experts_are_unpacked(packed: tuple[Path, Tensors]) -> None:
 
 
 def test_each_rank_has_its_slices(packed: tuple[Path, Tensors]) -> None:
-    """And the first one alone what is added once."""
+    """Only the first rank has the biases that are added once."""
     folder, _ = packed
     whole = _experts(folder)
     first, second = (_experts(folder, Part(Shard(2, rank), (0, 3))) for rank in (0, 1))
@@ -173,7 +173,7 @@ def test_malformed_stacks_are_refused_by_name(
 
 
 def test_packed_columns_are_whole_blocks(zoo: Zoo, tmp_path: Path) -> None:
-    """As there is nothing that says what a block's other numbers are."""
+    """A padded block would have numbers without a meaning."""
     folder = tmp_path / "edited"
     shutil.copytree(zoo["gpt-oss"].folder, folder)
     pack(folder)
@@ -205,7 +205,7 @@ def test_other_quantizations_are_refused(
 
 
 def test_the_published_model_is_described_as_it_is(tmp_path: Path) -> None:
-    """config.json of openai/gpt-oss-20b; its tensors are counted against transformers' model."""
+    """config.json of openai/gpt-oss-20b; its tensors are compared with those of transformers' model."""
     num_layers = 24
     config = {
         "architectures": ["GptOssForCausalLM"],

@@ -1,4 +1,4 @@
-"""The specification's map of tensors, and a GptManager that serves what comes of it."""
+"""The specification's map of tensors, and a GptManager that serves requests made from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def make_tensors(**tensors: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the specification's two mandatory tensors, in its shapes."""
+    """Return the specification's two mandatory tensors in its shapes."""
     mandatory = {
         "input_ids": np.array([PROMPT], np.int32),
         "request_output_len": np.array([[6]], np.int32),
@@ -44,7 +44,7 @@ def to_request(**tensors: np.ndarray) -> Request:
 
 
 class Library:
-    """A program around a GptManager: its callbacks, and what they got."""
+    """A program around a GptManager: its callbacks, and the responses that they received."""
 
     def __init__(self) -> None:
         self.scheduler = Scheduler(SchedulingConfig(), LIMITS)

@@ -1,4 +1,4 @@
-"""Retention and salt: what belongs together, and an error that names it where something is missing."""
+"""Retention and salt: required combinations of tensors, and an error that names a missing one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors that say which adapter a request wants, and what is asked of the adapters."""
+"""The tensors that choose a request's adapter, and the commands about adapters."""
 
 from __future__ import annotations
 

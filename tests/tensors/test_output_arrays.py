@@ -1,4 +1,4 @@
-"""Every output as an array: shapes by the table, ragged rows filled up, batches and beams."""
+"""Every output as an array: the table's shapes, padding of ragged rows, batches and beams."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def values(name: str, *outputs: Output) -> list:
     return array.tolist()
 
 
-# All but the answers to requests that have no engine's result, and what never comes.
+# All outputs except those of requests without an engine's result, and those that are never returned.
 SPECS = [spec for spec in OUTPUTS.specs if spec.name not in ("state", "adapters") and spec.built]
 
 # The values of FULL, by name.
@@ -202,7 +202,7 @@ def test_one_tensor_of_logits_is_not_copied() -> None:
 
 
 def test_no_tokens_keep_the_number_of_alternatives() -> None:
-    """So that a client can join the arrays of a stream."""
+    """So that a client can concatenate the arrays of a stream."""
     result = make_result((), top_log_probs=((),), log_probs=((),))
     array = make_array("top_log_probs", [make_output(result)])
     assert array is not None and array.shape == (1, 1, 0, 2)

@@ -1,4 +1,4 @@
-"""Tensors of prompt tables: what they become, and what is said of wrong ones."""
+"""Tensors of prompt tables: their meaning, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "
 
 
 class Letters:
-    """A TextEncoder: an id for each letter."""
+    """A TextEncoder with an id for each letter."""
 
     def prompts(self, texts: list[str]) -> list[list[int]]:
         return [[ord(letter) for letter in text] for text in texts]
@@ -161,7 +161,7 @@ def test_a_table_of_finite_numbers() -> None:
 
 
 def test_text_has_nothing_of_the_rows() -> None:
-    """Not even where the tokenizer has more tokens than the model, and one that has the id of a row."""
+    """Even if the tokenizer has more tokens than the model, including one with the id of a row."""
     tokenizer = Tokenizer.from_dir(DEMO_MODEL)
     assert tokenizer.decode([VOCABULARY_SIZE + 1])
     (prompt,) = prompts_of(

@@ -1,4 +1,4 @@
-"""Shapes, types and aliases: what is read, and what is said when it cannot be."""
+"""Shapes, types and aliases: what is read, and the errors for invalid tensors."""
 
 from __future__ import annotations
 

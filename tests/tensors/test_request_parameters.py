@@ -1,4 +1,4 @@
-"""Request parameters beside tensors: every parameter, and an error that names it for every bad value."""
+"""Request parameters beside tensors: every parameter, and an error that names it for every invalid value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(timeout_us: int = 0, **parameters: object) -> RequestParameters:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"Streaming": true, "model": "m", "priority": 3}'])
 def test_a_request_without_parameters_reads_none(text: str) -> None:
-    """Triton's own priority means something to Triton alone, should a server hand it on."""
+    """Triton's own priority has a meaning for Triton only, if a server passes it on at all."""
     assert read_request_parameters(text, 0, Vocabulary.TEXT) == NO_PARAMETERS
 
 
@@ -53,7 +53,7 @@ def test_parameters_that_clients_send_without_effect_pass(name: str, vocabulary:
     ],
 )
 def test_unknown_parameters_are_refused_by_name(vocabulary: Vocabulary, name: str, hint: str) -> None:
-    """HTTP generate makes a parameter of a key that it does not know, so that this is a misspelt input."""
+    """HTTP generate turns an unknown key into a parameter, so this is a misspelt input."""
     with pytest.raises(InvalidArgument) as raised:
         read_request_parameters(json.dumps({name: "7"}), 0, vocabulary)
     assert name in str(raised.value) and str(raised.value).endswith(hint)
@@ -170,7 +170,7 @@ def test_whether_errors_begin_with_their_codes() -> None:
 
 
 def test_an_integer_that_came_as_a_float_may_be_another() -> None:
-    """Triton's JSON has no integers beyond 2**63; the nearest float would be somebody else's id."""
+    """Triton's JSON has no integers beyond 2**63; the nearest float may be another client's id."""
     with pytest.raises(InvalidArgument, match=r"client_id .*got 9\.2\d+e\+18; a string can hold"):
         read(client_id=float(2**63))
 

@@ -1,4 +1,4 @@
-"""From tensors to a Request: defaults, corners, and an error that names the tensor for everything else."""
+"""From tensors to a Request: defaults, corner cases, and errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tensors.factories import (
 
 
 class Codes:
-    """A TextEncoder: letters are their code points, words also come with a space before them."""
+    """A TextEncoder: letters become their code points; words also have a spelling with a leading space."""
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.tokens(text) for text in texts]
@@ -116,7 +116,7 @@ def test_streamed_text_never_starts_with_the_prompt() -> None:
     assert not convert_text(stream=True)[1].include_prompt
 
 
-# (what is sent, the class of the refusal, what it says)
+# (tensors, class of the error, its message)
 REFUSED: list[tuple[dict[str, object], type[InflightError], str]] = [
     (
         {"input_ids": None},
@@ -316,7 +316,7 @@ def test_a_bias_of_minus_infinity_is_kept() -> None:
 
 
 def test_text_that_stops_makes_the_engine_stream() -> None:
-    """Somebody has to look at the text while it is being made; the client gets one response all the same."""
+    """The server searches the text while it is generated; the client still gets one response."""
     request, options = convert_tokens(stop_words=[[b"x"]], stop_words_list=np.array([[[5], [1]]], np.int32))
     assert request.streaming and not options.streaming
     assert request.stop_words == ((5,),)

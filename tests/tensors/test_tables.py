@@ -1,4 +1,4 @@
-"""Every row of the table both ways: what it makes of a request, or that only its neutral values pass."""
+"""Every row of the table: its effect on a request, or that only its neutral values are accepted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCABULARY_SIZE = 1000
 
 
 class Codes:
-    """A TextEncoder: letters are their code points, words also come with a space before them."""
+    """A TextEncoder: letters become their code points; words also have a spelling with a leading space."""
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         return [[len(text)] for text in texts]
@@ -202,7 +202,7 @@ SPECIFIED_WORDS = ((5, 7, 3), (9, 2))
 BIAS = np.frombuffer(bias({7: 2.0}).data, np.float32).reshape(1, -1)
 DRAFT_LOGITS = np.ones([1, 2, VOCABULARY_SIZE], np.float32)
 
-# (name, value, where it lands, what is there then)
+# (name, value, field that it sets, the field's value)
 LANDINGS = [
     ("input_ids", [[1, 2]], "input_token_ids", (1, 2)),
     ("input_lengths", 2, "input_token_ids", (5, 6)),
@@ -264,7 +264,7 @@ LOGIT_BIAS = {"logit_bias_ids": [[4, 9]], "logit_bias_values": [[1.5, -np.inf]]}
 
 GUIDE = {"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"a+"}
 
-# Those that mean something in company alone: (name, tensors, where they land, what is there then).
+# Tensors that have an effect only with others: (name, tensors, field that they set, the field's value).
 COMPANIONS = [
     (
         "embedding_bias_words",
@@ -300,7 +300,7 @@ COMPANIONS = [
     ("guided_decoding_guide_type", GUIDE, "guide", Guide(GuideKind.REGEX, "a+")),
     ("guided_decoding_guide", GUIDE, "guide.text", "a+"),
 ]
-# Tensors that only ask for an output.
+# Tensors that only request an output.
 ASKING = {
     "return_num_input_tokens",
     "return_num_output_tokens",
@@ -399,7 +399,7 @@ def test_llmapis_best_of_is_one() -> None:
 
 
 def test_most_built_inputs_have_one_name_in_both_vocabularies() -> None:
-    """The others are the renamed ones above, and those that only make sense for ids."""
+    """The others are the renamed tensors above, and tensors that only make sense for ids."""
     renamed = {spec.name for spec in INPUTS.specs if spec.built and spec.name not in spec.text_names}
     assert renamed == {
         "request_output_len",
@@ -422,7 +422,7 @@ def test_most_built_inputs_have_one_name_in_both_vocabularies() -> None:
 
 
 ASKED_FOR = [spec for spec in OUTPUTS.specs if spec.asked_by]
-# Outputs that come unasked, when there is something to say.
+# Outputs that are returned without being requested, if there is a value.
 UNASKED = {"output_ids", "sequence_length", "text_output", "finish_reason"}
 TOLD_APART = {"batch_index", "sequence_index"}
 
@@ -453,7 +453,7 @@ def test_a_flag_asks_for_its_outputs(spec: TensorSpec) -> None:
 
 @pytest.mark.parametrize("spec", OUTPUTS.specs, ids=lambda spec: spec.name)
 def test_a_flag_decides_and_no_name_does(spec: TensorSpec) -> None:
-    """A Triton ensemble names whatever it hands on: without the flag nothing is computed for it."""
+    """A Triton ensemble names every output that it passes on: without the flag nothing is computed for it."""
     vocabulary, named = vocabulary_of(spec), frozenset({spec.name})
     for unset in ({}, {spec.asked_by: type(asking_value(spec))()}) if spec.asked_by else ():
         request, options = converted(vocabulary, outputs=named, **unset)
@@ -482,7 +482,7 @@ def test_a_flag_is_not_worked_for_where_other_outputs_are_named(spec: TensorSpec
 
 
 def test_all_outputs_of_a_config_pbtxt_that_declares_fewer_are_none_named() -> None:
-    """So that nobody pays for logits that upstream's config.pbtxt happens to declare."""
+    """Logits that tensorrtllm_backend's config.pbtxt declares are then not computed for every request."""
     declared = ["output_ids", "sequence_length", "context_logits", "a_newer_one"]
     naming = Naming.from_triton(frozenset(declared), Vocabulary.TOKENS, declared)
     (prompt,) = convert(make_rows(token_inputs()), make_context(naming=naming, encoder=Codes()))

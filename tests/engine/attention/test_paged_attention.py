@@ -1,4 +1,4 @@
-"""Attention over blocks in place: as over gathered ones, for every kind of batch; and whether it is had."""
+"""Attention that reads blocks in place: the same results as over gathered blocks, and when it is chosen."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_tokens_are_the_models(zoo: Zoo, case: str, chunk: int | None) -> None:
 
 
 def requests_of(model: ZooModel) -> list[Request]:
-    """Sampling, greedy, searches, drafts and prompts that share a prefix."""
+    """Return sampled and greedy requests, beam searches, drafts and prompts that share a prefix."""
     shared = model.prompt(17, 9)
     samplings = (
         SamplingConfig(),
@@ -130,7 +130,7 @@ def test_the_refusal_of_a_kernel_is_reported(
 
 
 class Spoilt(ReferenceVarlen):
-    """Wrong for batches that `spoils` is true of."""
+    """Returns wrong results for the batches that `spoils` selects."""
 
     def __init__(self, value: float, spoils_generation: bool) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_a_kernel_that_computes_something_else_is_not_taken(
 
 
 class Misplaced(FixedRowsAttention):
-    """Begins chunks of a recorded batch a row too early."""
+    """Starts chunks of a recorded batch one row too early."""
 
     def plan(self, packed: PackedBatch, *arguments: Any) -> Any:
         if packed.fixed is not None:
@@ -232,7 +232,7 @@ def test_a_torch_without_it_gathers(zoo: Zoo) -> None:
 
 @dataclass
 class WithSums(ReferenceVarlen):
-    """As it is asked of a kernel for models with learned sinks; by rows first if it is `transposed`."""
+    """Returns sums as required for models with learned sinks; rows first if `transposed`."""
 
     transposed: bool = False
 
@@ -253,7 +253,7 @@ def test_learned_sinks_are_tried_too(zoo: Zoo, dtype: torch.dtype) -> None:
 
 @dataclass
 class IgnoringSinks:
-    """An attention that computes what it would without them."""
+    """An attention that ignores learned sinks."""
 
     attention: Attention
     has_fixed_shapes: bool = False

@@ -1,4 +1,4 @@
-"""The compiled layers beside torch's operators: the same tokens, whatever is asked for."""
+"""The compiled layers compared with torch's operators: the same tokens in every setting."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 @needs_native
 def test_its_threads_run_once_it_is_loaded(zoo: Zoo) -> None:
-    """In a process of its own, where nothing else starts threads."""
+    """In its own process, in which no other code starts threads."""
     program = [sys.executable, "-c", _COUNT_THREADS, str(zoo["llama"].folder)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A compiled layer's experts by themselves, against torch's operators on the same rows."""
+"""The experts of a compiled layer in isolation, compared with torch's operators on the same rows."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ CASES = {
 
 
 class Layer:
-    """A random layer of which only the second half matters, compiled and plain.
+    """A random layer, compiled and in torch, of which only the second half has an effect.
 
-    Its norm has float32 weights, as compiled layers compute them.
+    Its norm has float32 weights, as in compiled layers.
     """
 
     def __init__(self, case: Case, dtype: str, num_threads: int = 2, router_scale: float = 4) -> None:
@@ -197,7 +197,7 @@ class Layer:
         return partial
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return the same in float32, with the weights that are packed."""
+        """Return the same in float32, with the weights as they were packed."""
         weights, experts = self.weights, self.weights.experts
         assert experts is not None
         norm, read = weights.mlp_norm, x.float()
@@ -231,7 +231,7 @@ class Layer:
 
 
 ERROR = {"float32": 2e-6, "bfloat16": 0.01, "int8": 0.03}
-"""Root mean square error over the standard deviation. int8: of rounding rows; both sides have rounded weights."""
+"""Root mean square error over standard deviation. int8: from rounding rows; both sides have rounded weights."""
 
 
 @pytest.mark.parametrize("dtype", ERROR)
@@ -246,7 +246,7 @@ def test_experts_are_as_with_torch(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("norms", ["before", "after", "around"])
 @pytest.mark.parametrize("shared", [0, 56])
 def test_the_residual_stream_gets_what_they_give(norms: NormPlacement, shared: int) -> None:
-    """The whole layer, whose attention adds nothing."""
+    """The whole layer, with an attention whose output is zero."""
     layer = Layer(Case(7, shared=shared, norms=norms), "float32")
     x = layer.rows()
     expected = x + 0.5 * layer.plain(x)

@@ -1,4 +1,4 @@
-"""A machine that cannot have the compiled code serves all the same, and says why."""
+"""A machine that cannot have the compiled code serves without it, and logs the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing is remembered of this machine's compiler, and nothing has been compiled before."""
+    """Clear everything that is cached about this machine's compiler and compiled code."""
     monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(library, "_load", library._load.__wrapped__)
 
@@ -32,7 +32,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
 
 
 def another_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    """Return the one that is asked for needs what the processor lacks, whatever others need."""
+    """Select a target whose instruction sets the processor lacks; return the reason."""
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2)
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx512")
     return ", which INFLIGHT_CPU_TARGET=avx512 needs"
@@ -49,13 +49,13 @@ def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.delenv("CXX", raising=False)
-    # A processor that would do, whatever this one is.
+    # A processor for which code could be compiled, whatever this one is.
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2)
     return "an error of its own"
 
 
 def nothing_that_can_be_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    """It is compiled, but no folder and no memory lets it be run."""
+    """Compiling succeeds, but neither a folder nor memory allows execution."""
 
     def refuse(name: str) -> None:
         raise OSError(f"{name}: failed to map segment from shared object")

@@ -1,4 +1,4 @@
-"""Handling of a GPU's libraries, and the log lines about them, where there is no GPU."""
+"""Handling of a GPU's libraries, and the log lines about them, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 
 def scores(**changes: Any) -> Any:
-    """Return a model whose scores differ from Llama's in this."""
+    """Return a model whose attention scores differ from Llama's in these settings."""
     return mock.Mock(
         **{"attention_scale": None, "attention_soft_cap": None, "learned_sinks": False, **changes}
     )

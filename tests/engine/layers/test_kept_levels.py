@@ -1,7 +1,8 @@
-"""Quantized checkpoints whose weights stay as they are: near the logits of what they stand for, in every setting.
+"""Quantized checkpoints whose weights stay quantized: logits near those of the dequantized weights, in every
+setting.
 
-Weights lose nothing. Compiled layers round what these are multiplied with to int8, and the output projection; on
-torch's operators nothing is rounded but to the dtype.
+Weights are exact. Compiled layers round the inputs of products to int8, and the output projection; torch's
+operators round only to the dtype.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import with_all
 
 BOUND = 0.2
-"""Of the logits' deviation; bfloat16 alone is off by half of it, and 4 bits by five times as much."""
+"""Relative to the logits' deviation; bfloat16 alone causes half of this error, and 4 bits five times as much."""
 ELEMENT, INT8, INT4 = 0, 1, 2
 KEPT = {
     "ct-int8": INT8, "ct-int8-tensor": INT8, "ct-int4": INT4, "ct-int4-channel": INT4, "ct-int4-zeros": INT4,
@@ -134,7 +135,7 @@ def test_that_a_dtype_rounds_them_again_is_said(
 def test_kept_levels_of_other_families_give_the_models_tokens(
     zoo: Zoo, tmp_path: Path, case: str, name: str
 ) -> None:
-    """With experts a token near the border of two may go to the other one; most do not."""
+    """With experts, a token near the border between two may go to the other one; most do not."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
     engine = load_engine(tmp_path)
     layers = [layer.struct for layer in engine.runner.decoder._packed]
@@ -158,7 +159,7 @@ def test_kept_levels_of_other_families_give_the_models_tokens(
 )
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
 def test_ranks_cut_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]) -> None:
-    """Two ranks have 48 of the 96 inputs each: groups of 32 become groups of 16, and none in another order."""
+    """Two ranks have 48 of 96 inputs each: groups of 32 become groups of 16; in another order none are kept."""
     from tests.engine.test_ranks import _some_of_everything
 
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
@@ -224,7 +225,7 @@ def test_without_compiled_layers_they_are_unpacked(
     assert error_of(alone(engine, model.prompt(20), 4), model) < BOUND / 2
 
 
-# On torch's operators
+# With torch's operators
 
 
 def draw(kind: str, outputs: int, inputs: int, size: int, shuffled: bool = False) -> GroupedMatrix:
@@ -281,7 +282,7 @@ def test_modules_keep_quantized_weights(zoo: Zoo, tmp_path: Path, name: str) -> 
     assert isinstance(engine.runner.decoder, Decoder)
     layer = engine.runner.decoder._weights.layers[0]
     kept = {type(getattr(layer, each)) for each in ("qkv", "output", "up", "down")}
-    # Blocks of 40 of 96 inputs are groups of 8, which are too small for a tile.
+    # Blocks of 40 of 96 inputs become groups of 8, which are too small for a tile.
     assert kept == ({Linear} if name == "fp8-block" else {GroupedLinear})
     assert error_of(alone(engine, model.prompt(20), 4), model) < BOUND / 2
 
@@ -318,7 +319,7 @@ def test_ranks_on_torchs_operators(zoo: Zoo, tmp_path: Path, name: str) -> None:
     assert (to_torch(logits)[0] - exact).square().mean().sqrt() < BOUND * exact.std()
 
 
-# What is written, and what it takes
+# Written checkpoints, and the size of kept weights
 
 
 @pytest.mark.parametrize("quantize", WRITTEN)

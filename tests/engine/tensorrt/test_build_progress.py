@@ -1,4 +1,4 @@
-"""A build says how far it is: bars on a terminal, elsewhere lines of the log."""
+"""A build shows its progress: as bars on a terminal, elsewhere as log lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in 4 bits: their matrices stay as they are, in networks and plans."""
+"""Checkpoints in 4 bits, whose matrices stay quantized in networks and plans."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_weights_that_are_inputs_stay_packed_in_4_bits(zoo: Zoo, tmp_path: Path)
 def test_ranks_cut_weights_of_4_bits(
     zoo: Zoo, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With act-order a rank has inputs of many groups, of some only a few: then they are unpacked."""
+    """With act-order, a rank has inputs of many groups, of some groups only a few: then they are unpacked."""
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
     with caplog.at_level(logging.WARNING):
         engines = build(model.folder, tmp_path / "engine", tensor_parallel_size=2)

@@ -1,4 +1,4 @@
-"""Plans are built by TensorRT itself, without a GPU; what it cannot express is refused in one sentence."""
+"""Plans are built by TensorRT itself, without a GPU; unsupported models and options are refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
 WITH_KERNELS = {"gemma3_text": "gemma3-heads-16", "qwen3_moe": "qwen3-moe-even"}
-"""Instead of models whose heads are of 12 dimensions, for which TensorRT has no kernel."""
+"""Replace models with heads of 12 dimensions, for which TensorRT has no kernel."""
 REFUSED = {
     "deepseek_v2": "latent attention",
     "deepseek_v3": "latent attention",
@@ -221,7 +221,7 @@ def test_which_processors_run_a_plan() -> None:
 
 
 def test_an_engine_that_is_built_anew_is_away_until_it_is_there(zoo: Zoo, tmp_path: Path) -> None:
-    """Files of an earlier build are removed, and nothing else."""
+    """Files of an earlier build are removed, and no other files."""
     folder, checkpoint = tmp_path / "engine", tmp_path / "checkpoint"
     shutil.copytree(zoo["llama-gqa"].folder, checkpoint)
     (checkpoint / "chat_template.jinja").write_text("of the first checkpoint")
@@ -276,7 +276,7 @@ def test_the_smallest_engine_builds(zoo: Zoo, tmp_path: Path) -> None:
 
 
 def test_the_checkpoints_own_folder_is_refused(zoo: Zoo) -> None:
-    """A plan built there would be part of the checkpoint that it is compared with."""
+    """A plan built there would become part of the checkpoint that it is compared with."""
     folder = zoo["llama-gqa"].folder
     with pytest.raises(ConfigError, match=r"output is .*, the folder of the checkpoint: expected another"):
         build_engine(folder, folder.parent / "." / folder.name, BuildOptions(**SIZES), serialize=dump)

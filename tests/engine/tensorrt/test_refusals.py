@@ -36,7 +36,7 @@ def model(zoo: Zoo) -> ZooModel:
 
 @pytest.fixture
 def copied(model: ZooModel, plans: Plans, tmp_path: Path) -> Path:
-    """A folder of plans that was moved, and may be changed."""
+    """A copied folder of plans that a test may change."""
     return Path(shutil.copytree(plans(model), tmp_path / "moved"))
 
 
@@ -83,7 +83,7 @@ def test_a_configuration_that_was_changed(copied: Path) -> None:
 
 
 def test_a_plan_that_is_none(copied: Path) -> None:
-    """Its digest is right; TensorRT says itself that it is no plan."""
+    """Its digest is right; TensorRT itself reports that it is not a plan."""
     (copied / "rank0.plan").write_bytes(b"nothing")
     layers = json.loads((copied / "rank0.json").read_text())["layers"]
     layers["file"]["digest"] = file_digest(copied / "rank0.plan")
@@ -193,7 +193,7 @@ def test_descriptions_of_ranks_that_do_not_belong_together(
 
 
 def test_the_other_rotary_factors_than_were_built(zoo: Zoo, model: ZooModel, plans: Plans) -> None:
-    """LongRoPE, first trained with 64 positions, whose plans are for longer sequences."""
+    """LongRoPE, first trained with 64 positions, with plans for longer sequences."""
     decoder = read_model_description(zoo["phi3-longrope"].folder).decoder
     scaling = replace(decoder.ropes[0].scaling, original_max_positions=64)
     decoder = replace(decoder, ropes=(replace(decoder.ropes[0], scaling=scaling),))
@@ -233,7 +233,7 @@ def test_plans_for_another_compute_capability_are_refused(
 def test_tensorrts_own_runtime_says_no_without_a_gpu(
     model: ZooModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan that TensorRT has built, and no stand-in."""
+    """With a plan that TensorRT has built, and without the stand-in."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     from inflight.engine.tensorrt.build import BuildOptions, build_engine
