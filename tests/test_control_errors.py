@@ -223,7 +223,7 @@ def test_the_client_names_the_option_of_a_bias() -> None:
     assert str(error) == f"logit_bias must be in [0, {VOCAB_SIZE - 1}], got {NO_TOKEN} at position 0"
 
 
-def test_a_seed_that_does_not_fit_is_refused_where_it_is_given() -> None:
+def test_a_seed_out_of_range_is_refused_by_the_client() -> None:
     with pytest.raises(ValueError, match=r"^seed must be in \[0, 18446744073709551615\], got -1$"):
         read_options({"seed": -1})
 

@@ -67,7 +67,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("environment", [{}, WITHOUT_LOCALE], ids=["UTF-8", "ASCII"])
-def test_an_engine_finds_and_tells_its_files(folder: Path, environment: dict[str, str]) -> None:
+def test_an_engine_finds_and_reports_files_with_non_ascii_names(
+    folder: Path, environment: dict[str, str]
+) -> None:
     model = make_model(folder / "Modèle 模型", "llama").folder
     shutil.copy(DEMO_MODEL / "tokenizer.json", model)
     record, socket, missing = folder / "aufnähme", folder / "söckel", folder / "nirgendwö"
@@ -101,7 +103,7 @@ def test_where_file_names_are_utf_8_nothing_changes() -> None:
         assert native(text) == native(Path(text)) == readable(text) == text
 
 
-def test_an_error_is_text_for_everybody() -> None:
+def test_errors_are_valid_text() -> None:
     of_bytes = os.fsdecode("Käfig 模型".encode()).encode("utf-8").decode("ascii", "surrogateescape")
     assert str(ConfigError(f"{of_bytes} is not there")) == "Käfig 模型 is not there"
     assert str(ConfigError("a half \ud83d pair")).encode() == b"a half ? pair"

@@ -158,7 +158,7 @@ def test_without_a_hub_the_cache_is_named(tmp_path: Path) -> None:
     assert f"is not, or not all of it, in the hub's cache {tmp_path}" in offline["error"]
 
 
-def test_half_a_checkpoint_is_none(tmp_path: Path, models: dict[str, Model]) -> None:
+def test_an_incomplete_checkpoint_in_the_cache_is_refused(tmp_path: Path, models: dict[str, Model]) -> None:
     name = "owner/model-1.5"
     with running_hub(models) as hub:
         caller = Caller(tmp_path, hub.url)
@@ -169,7 +169,7 @@ def test_half_a_checkpoint_is_none(tmp_path: Path, models: dict[str, Model]) -> 
     assert "it cannot be fetched" in away["error"] and "or all of it, in the hub's cache" in away["error"]
 
 
-def test_paths_and_folders_are_not_asked_for(caller: Caller, hub: Hub, tmp_path: Path) -> None:
+def test_the_hub_is_not_asked_for_paths_and_folders(caller: Caller, hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     found = caller.find(
         ("./missing",), ("/missing",), ("a/b/c",), ("",), (str(tmp_path / "empty"),), (str(tmp_path), "v1")

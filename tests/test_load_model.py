@@ -39,7 +39,7 @@ AWQ = json.dumps({"torch_dtype": "float16", "quantization_config": {"quant_metho
         ({}, json.dumps({"dtype": 3}), NOTHING),
     ],
 )
-def test_it_compiles_for_the_dtype_that_will_be_loaded(
+def test_compiling_starts_for_the_dtype_that_will_be_loaded(
     tmp_path: Path,
     given: dict[str, str],
     config: str,

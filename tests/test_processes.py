@@ -31,7 +31,7 @@ def test_a_process_that_runs_has_not_ended_and_is_its_parents_child():
     found.signal(signal.SIGKILL)
 
 
-def test_a_later_process_with_the_same_number_is_another():
+def test_a_later_process_with_the_same_number_is_not_equal():
     myself = ProcessId.of(os.getpid())
     assert myself is not None
     earlier = replace(myself, start_time=myself.start_time - 1)

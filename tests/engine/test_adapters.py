@@ -51,7 +51,7 @@ def assert_greedy(row: Row, model: ZooModel) -> None:
 
 
 @every_kernel
-def test_pages_are_taken_over_and_need_not_be_neighbours(zoo: Zoo, kernels: str | None) -> None:
+def test_pages_are_reused_and_need_not_be_adjacent(zoo: Zoo, kernels: str | None) -> None:
     """An adapter of three pages replaces two others, while a third adapter's row continues."""
     model = zoo["llama-gqa"]
     driver = Driver(load_engine(model.folder, kernels=kernels))
@@ -90,7 +90,7 @@ def test_drafts_are_verified_by_the_rows_own_adapter(zoo: Zoo, kernels: str | No
 
 
 @every_kernel
-def test_a_slot_that_is_taken_again_has_no_adapter_of_its_own(zoo: Zoo, kernels: str | None) -> None:
+def test_a_reused_slot_has_no_adapter(zoo: Zoo, kernels: str | None) -> None:
     model = zoo["llama-gqa"]
     driver = Driver(load_engine(model.folder, kernels=kernels))
     first = driver.start(model.prompt(9), adapter=driver.put(stored(adapter_of(model, 1).weights, 1)))
@@ -237,7 +237,7 @@ def test_an_adapter_of_more_ranks_than_its_pages_is_refused(zoo: Zoo) -> None:
 
 
 @every_kernel
-def test_a_row_of_an_adapter_that_is_not_there_is_refused(zoo: Zoo, kernels: str | None) -> None:
+def test_a_row_with_a_missing_adapter_is_refused(zoo: Zoo, kernels: str | None) -> None:
     """An adapter that was never loaded, or was removed because another took one of its pages."""
     model = zoo["llama-gqa"]
     driver = Driver(load_engine(model.folder, kernels=kernels))
@@ -256,7 +256,7 @@ def test_a_row_of_an_adapter_that_is_not_there_is_refused(zoo: Zoo, kernels: str
 
 @every_kernel
 @pytest.mark.parametrize("where", ["A", "B"])
-def test_numbers_that_are_not_finite_reach_no_other_row(zoo: Zoo, where: str, kernels: str | None) -> None:
+def test_an_adapter_with_nan_affects_no_other_row(zoo: Zoo, where: str, kernels: str | None) -> None:
     assert_contained(load_engine(zoo["llama-gqa"].folder, kernels=kernels), zoo["llama-gqa"], where)
 
 

@@ -124,7 +124,7 @@ def assert_deltas(served: Served, request: Request) -> None:
 
 
 @every_case
-def test_reuse_is_for_those_who_want_no_rows_of_the_prompt(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_only_requests_without_prompt_rows_reuse_blocks(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     engine = load_offering(model, kernels)
     rows_alone = [WantedOutput(each.name) for each in OUTPUTS]
@@ -143,7 +143,7 @@ def test_reuse_is_for_those_who_want_no_rows_of_the_prompt(zoo: Zoo, case: str, 
 
 
 @every_case
-def test_drafts_that_are_refused_leave_no_rows(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_rejected_drafts_have_no_rows(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     prompt = model.prompt(30)
     tokens = model.greedy(prompt, NUM_TOKENS)
@@ -282,7 +282,7 @@ def test_a_native_call_ends_where_hidden_states_are_kept(monkeypatch: pytest.Mon
     ("outputs", "is_replayed"),
     [("last_hidden_state, top_5_logits", True), ("last_hidden_state, hidden_states_1", False)],
 )
-def test_recorded_batches_give_what_lies_behind_all_layers(zoo: Zoo, outputs: str, is_replayed: bool) -> None:
+def test_recorded_batches_return_outputs_after_all_layers(zoo: Zoo, outputs: str, is_replayed: bool) -> None:
     """An iteration with a request for inner layers is not replayed."""
     model, tape, wanted = zoo["llama-gqa"], Tape(), parse_outputs(outputs)
     engine = load_paged(model.folder, 60, capture=tape)

@@ -135,7 +135,7 @@ def undisturbed(model: ZooModel, kernels: str) -> dict[tuple[int, int], Sequence
 
 
 @every_stage
-def test_tokens_are_those_of_an_undisturbed_run(
+def test_tokens_equal_those_of_a_run_without_failures(
     zoo: Zoo, stage: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler runs halves of a failed batch separately; none of its requests is at fault."""
@@ -203,7 +203,7 @@ def assert_undisturbed(company: Company, engine: ModelEngine, model: ZooModel, s
 
 
 @every_stage
-def test_sequences_that_were_not_in_a_failed_batch_go_on(
+def test_sequences_outside_a_failed_batch_continue(
     zoo: Zoo, stage: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch of all kinds fails beside running sequences, and its requests restart in other slots."""
@@ -251,7 +251,7 @@ def test_sequences_that_were_not_in_a_failed_batch_go_on(
     assert_undisturbed(victims, load_engine(model.folder, kernels=kernels), model, 200)
 
 
-def test_a_batch_that_carries_on_after_a_failed_one_touches_nothing(
+def test_a_batch_that_continues_a_failed_one_writes_nothing(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slot's block table may belong to an earlier sequence, and those blocks to another sequence by now."""
@@ -288,7 +288,7 @@ def test_a_batch_that_carries_on_after_a_failed_one_touches_nothing(
     )
 
 
-def test_slots_that_nobody_has_can_be_released(zoo: Zoo) -> None:
+def test_unused_slots_can_be_released(zoo: Zoo) -> None:
     model = zoo[CASE]
     engine = load_engine(model.folder)
     driver = Driver(engine)
@@ -304,7 +304,7 @@ def test_slots_that_nobody_has_can_be_released(zoo: Zoo) -> None:
     )
 
 
-def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo) -> None:
+def test_only_the_request_with_nan_logits_ends(zoo: Zoo) -> None:
     """One of four requests has NaN logits from some token on, in every batch."""
     model = zoo[CASE]
     requests = make_requests(model)[:4]

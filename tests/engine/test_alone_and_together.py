@@ -48,7 +48,7 @@ def assert_equal(row: Row, other: Row) -> None:
     ),
 )
 @pytest.mark.parametrize("size", with_all([2, 3, 16], [3]))
-def test_rows_of_a_batch_have_the_tokens_and_logits_they_have_alone(
+def test_rows_have_the_same_tokens_and_logits_in_a_batch_and_alone(
     zoo: Zoo, case: str, dtype: str, size: int
 ) -> None:
     """Contexts together, then contexts beside generation, then generation alone."""

@@ -41,7 +41,7 @@ def _assert_same(row: Row, other: Row) -> None:
 
 
 @every_case
-def test_rows_that_join_at_different_iterations_get_what_they_get_alone(engine: ModelEngine) -> None:
+def test_rows_that_join_at_different_iterations_have_the_tokens_they_have_alone(engine: ModelEngine) -> None:
     options = [{}, {"sampling": SAMPLING}, {"sampling": SAMPLING, "sequence_index": 1}, {}, {}]
     prompts = [_prompt(length, seed) for seed, length in enumerate((30, 3, 3, 61, 17))]
     driver = Driver(engine)
@@ -108,7 +108,7 @@ def test_shared_blocks_may_come_iterations_before_the_first_chunk(engine: ModelE
 
 
 @every_case
-def test_released_slots_and_blocks_are_used_again(engine: ModelEngine) -> None:
+def test_released_slots_and_blocks_are_reused(engine: ModelEngine) -> None:
     driver = Driver(engine)
     driver.free_blocks = driver.free_blocks[:8]
     driver.free_slots = [0]
@@ -121,7 +121,7 @@ def test_released_slots_and_blocks_are_used_again(engine: ModelEngine) -> None:
 
 
 @every_case
-def test_a_paused_sequence_goes_on_as_if_it_had_not_been(engine: ModelEngine) -> None:
+def test_a_paused_sequence_continues_with_the_same_tokens(engine: ModelEngine) -> None:
     prompt = _prompt(12, seed=5)
     driver = Driver(engine)
     row = driver.start(prompt, SAMPLING)
@@ -133,7 +133,7 @@ def test_a_paused_sequence_goes_on_as_if_it_had_not_been(engine: ModelEngine) ->
 
 
 @every_case
-def test_numbers_of_an_overflow_in_a_block_reach_no_other_sequence(engine: ModelEngine) -> None:
+def test_an_overflow_in_a_block_affects_no_other_sequence(engine: ModelEngine) -> None:
     """A masked key has weight 0, and 0 times NaN is NaN."""
     prompt = _prompt(11, seed=6)
     clean = alone(engine, prompt, 12)
@@ -144,7 +144,7 @@ def test_numbers_of_an_overflow_in_a_block_reach_no_other_sequence(engine: Model
 
 
 @every_case
-def test_a_failed_batch_takes_no_other_sequence_with_it(
+def test_a_failed_batch_does_not_affect_other_sequences(
     engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(engine)

@@ -61,7 +61,7 @@ def test_beams_are_those_of_transformers(zoo: Zoo, case: str, kernels: str | Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_are_shared_until_beams_part(zoo: Zoo, case: str) -> None:
+def test_blocks_are_shared_until_beams_diverge(zoo: Zoo, case: str) -> None:
     driver = Driver(load(zoo, case))
     search = run(driver, driver.search(zoo[case].prompt(2 * TOKENS_PER_BLOCK + 3), beams(4)), num_tokens=4)
     tables = [beam.blocks for beam in search.beams]
@@ -142,7 +142,7 @@ def test_a_search_may_wait_while_others_run(zoo: Zoo) -> None:
     assert_same(search, expected)
 
 
-def test_log_probs_of_candidates_are_the_models(zoo: Zoo) -> None:
+def test_log_probs_of_candidates_equal_the_models(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     driver = Driver(load(zoo, "llama-gqa"))
     output = OutputOptions(return_log_probs=True)
@@ -167,7 +167,7 @@ def test_half_precision(zoo: Zoo, dtype: str) -> None:
         assert beam.score == pytest.approx(expected, abs={"bfloat16": 1.5, "float16": 0.2}[dtype])
 
 
-def test_a_failed_batch_takes_no_other_search_with_it(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_batch_does_not_affect_other_searches(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, model = load(zoo, "llama-gqa"), zoo["llama-gqa"]
     driver = Driver(engine)
     expected = run(driver, driver.search(model.prompt(20), beams(3)))

@@ -162,7 +162,7 @@ def _table(zoo: Zoo, scratch: Path) -> str:
 
 
 @needs_native
-def test_the_page_has_what_is_true(zoo: Zoo, tmp_path: Path) -> None:
+def test_the_documented_table_is_current(zoo: Zoo, tmp_path: Path) -> None:
     assert CASE_OF.keys() == {family.model_type for family in FAMILIES}
     begin, end = "<!-- table -->\n", "\n<!-- end of table -->"
     page = PAGE.read_text()

@@ -78,7 +78,7 @@ def test_tokens_are_those_of_a_request_alone(
         assert found == expected
 
 
-def test_a_batch_that_carries_on_after_a_failed_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_continues_a_failed_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(LIMITS)
     saboteur = Saboteur(monkeypatch, engine, "_forward", after=False)
     start, chunk = SlotStart(0, Request(1, (1, 2), 5)), ContextChunk(0, 0, (1, 2), True)

@@ -132,7 +132,7 @@ def test_a_number_that_is_not_finite_makes_its_whole_head_nan(kind: str, what: f
 
 @pytest.mark.parametrize("case", ["llama-gqa", "deepseek-v3"])
 @every_kind
-def test_a_cache_takes_the_bytes_that_are_planned(zoo: Zoo, case: str, kind: str) -> None:
+def test_a_cache_has_the_planned_size(zoo: Zoo, case: str, kind: str) -> None:
     decoder, rounding = read_model_description(zoo[case].folder).decoder, ROUNDINGS[kind]
     cache = KvCache(decoder, 5, 16, torch.bfloat16, CPU, rounding)
     planned = 6 * block_bytes(decoder, 16, torch.bfloat16, rounding)
@@ -182,7 +182,7 @@ def test_all_rows_attend_to_what_is_stored(zoo: Zoo, case: str, kind: str) -> No
     ],
 )
 @every_kind
-def test_logits_are_those_of_a_model_that_rounds(
+def test_logits_equal_those_of_a_model_with_rounding(
     zoo: Zoo, case: str, changes: dict[str, str], kind: str
 ) -> None:
     model = zoo[case]
@@ -282,7 +282,7 @@ def test_tokens_of_torchs_operators_are_the_same_in_all_ways_of_serving(
 @by_both
 @every_kind
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
-def test_ranks_answer_as_one(zoo: Zoo, kernels: str, kind: str, tp_size: int, pp_size: int) -> None:
+def test_ranks_give_the_results_of_one(zoo: Zoo, kernels: str, kind: str, tp_size: int, pp_size: int) -> None:
     """Ranks sum a shared layer in another order, which may change a level, and with it a token."""
     requests = some_of_everything(zoo["llama-gqa"])[:6]
     config = EngineConfig(str(zoo["llama-gqa"].folder), **ENGINE, kernels=kernels, kv_cache_dtype=kind)
@@ -319,7 +319,7 @@ def test_recorded_iterations_have_the_tokens_of_others(zoo: Zoo, kind: str) -> N
 
 
 @every_kind
-def test_the_log_says_what_it_saves(zoo: Zoo, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_states_the_saved_memory(zoo: Zoo, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = load_engine(zoo["llama-gqa"].folder, kernels="torch", kv_cache_dtype=kind)
     (line,) = [each for each in caplog.messages if each.startswith("KV cache:")]
@@ -341,7 +341,7 @@ def test_another_type_is_refused_by_name(zoo: Zoo) -> None:
 
 
 @every_kind
-def test_torchs_kernel_for_blocks_does_not_read_them(zoo: Zoo, kind: str) -> None:
+def test_torchs_kernel_for_blocks_refuses_rounded_ones(zoo: Zoo, kind: str) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     with pytest.raises(CannotAttend, match=f"it does not read KV blocks in {kind}"):
         torch_paged_attention(torch.device("cuda"), decoder, ROUNDINGS[kind])

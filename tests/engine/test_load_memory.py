@@ -153,7 +153,7 @@ def test_a_load_takes_the_weights_and_one_tensor_more(
     ),
     ids=str,
 )
-def test_four_bits_are_never_all_there_in_bfloat16(
+def test_4_bit_weights_are_never_all_in_memory_in_bfloat16(
     measured: dict[tuple[Any, ...], dict[str, int]], case: tuple[str, None, str | None, int]
 ) -> None:
     """Scales take up to a fifth of the 4-bit levels. Embeddings keep 16 bits; one may be an int8 projection."""

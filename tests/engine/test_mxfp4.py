@@ -89,9 +89,7 @@ def assert_near(engine: Any, oracle: Any) -> None:
     assert errors.median() < BOUND, "a token near the border of two experts may go to the other one"
 
 
-def test_a_dtype_that_is_asked_for_is_what_they_are_unpacked_to(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_are_unpacked_to_a_given_dtype(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = load_engine(folder, dtype="bfloat16", kernels="torch")
     assert type(experts_of(engine).up) is Linear
@@ -113,7 +111,7 @@ def test_tokens_in_float32_are_those_of_transformers(folder: Path, oracle: Any) 
 
 
 @pytest.mark.parametrize("kernels", [None, "torch"])
-def test_ranks_cut_blocks(tmp_path: Path, kernels: str | None) -> None:
+def test_ranks_split_blocks(tmp_path: Path, kernels: str | None) -> None:
     """Two ranks have 48 of the 96 inputs each: blocks of 32 become groups of 16."""
     sizes = replace(SHAPES["tiny"], ffn=96)
     made = make_model(tmp_path, "gpt_oss", sizes, standard_deviation=0.1, quantize="mxfp4")
@@ -125,7 +123,7 @@ def test_ranks_cut_blocks(tmp_path: Path, kernels: str | None) -> None:
     assert (to_torch(logits)[0] - exact).square().mean().sqrt() < BOUND * exact.std()
 
 
-def test_bytes_of_what_is_kept(folder: Path) -> None:
+def test_the_size_of_kept_weights(folder: Path) -> None:
     model = read_model_description(folder)
     assert quantized_kinds(model) == {MatrixKind.FLOAT4: 2 * 8 * 3}
     numbers = 2 * 8 * 3 * 64 * 128

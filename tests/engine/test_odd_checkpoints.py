@@ -104,7 +104,7 @@ def test_a_single_file_wins_over_an_index(tmp_path: Path, shards: str) -> None:
     _assert_as_transformers(folder)
 
 
-def test_of_a_tensor_in_two_shards_the_later_files_counts(tmp_path: Path) -> None:
+def test_a_tensor_in_two_shards_is_read_from_the_later_file(tmp_path: Path) -> None:
     """The index has no influence, neither its entries nor their order."""
     folder = make_model(tmp_path / "model", "llama", seed=1, max_shard_size="60KB").folder
     index = folder / "model.safetensors.index.json"
@@ -128,7 +128,7 @@ def test_of_a_tensor_in_two_shards_the_later_files_counts(tmp_path: Path) -> Non
         ("qwen3", "max_position_embeddings", 32768),
     ],
 )
-def test_without_a_number_of_positions_the_family_has_one(
+def test_families_have_a_default_number_of_positions(
     zoo: Zoo, tmp_path: Path, case: str, key: str, positions: int
 ) -> None:
     folder = tmp_path / "model"
@@ -140,7 +140,9 @@ def test_without_a_number_of_positions_the_family_has_one(
 
 
 @pytest.mark.parametrize(("ids", "expected"), [(-1, ()), ([2, -1], (2,)), (5, (5,))])
-def test_an_end_id_that_no_token_has_ends_nothing(zoo: Zoo, tmp_path: Path, ids: Any, expected: Any) -> None:
+def test_an_end_id_outside_the_vocabulary_has_no_effect(
+    zoo: Zoo, tmp_path: Path, ids: Any, expected: Any
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(zoo["llama"].folder, folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))

@@ -118,7 +118,7 @@ def assert_same(ours: Served, theirs: Served) -> None:
 
 
 @pytest.mark.parametrize("way", with_all(WAYS, ["no-evict", "utilization-chunked-no-reuse"]))
-def test_tokens_are_the_same_as_in_turn(zoo: Zoo, way: str, kernels: str | None) -> None:
+def test_tokens_equal_those_without_overlap(zoo: Zoo, way: str, kernels: str | None) -> None:
     model = zoo[CASE]
     requests, expected = undemanding(model), in_turn(model, way, kernels)
     served = serve(ahead(load(model.folder, 60, kernels=kernels)), config_of(way), requests)
@@ -129,7 +129,7 @@ def test_tokens_are_the_same_as_in_turn(zoo: Zoo, way: str, kernels: str | None)
 
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
-def test_where_blocks_are_short_those_are_paused_who_would_be_in_turn(zoo: Zoo, way: str) -> None:
+def test_overlap_pauses_the_same_requests_when_blocks_are_short(zoo: Zoo, way: str) -> None:
     model = zoo[CASE]
     requests = undemanding(model)
     expected = serve(load(model.folder, 14), config_of(way), requests)
@@ -140,7 +140,7 @@ def test_where_blocks_are_short_those_are_paused_who_would_be_in_turn(zoo: Zoo, 
 
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
-def test_beside_those_that_wait_for_the_host(zoo: Zoo, way: str, kernels: str | None) -> None:
+def test_overlap_beside_requests_that_wait_for_the_host(zoo: Zoo, way: str, kernels: str | None) -> None:
     model = zoo[CASE]
     ours, theirs = undemanding(model), demanding(model)
     # Only a few at a time, so that iterations with and without overlap alternate.
@@ -160,7 +160,7 @@ def test_a_replayed_batch_feeds_the_next_one(zoo: Zoo) -> None:
     assert_same(served, expected)
 
 
-def test_stopped_requests_leave_the_others_as_they_are(zoo: Zoo) -> None:
+def test_stopped_requests_do_not_affect_others(zoo: Zoo) -> None:
     model = zoo[CASE]
     requests, expected = undemanding(model), in_turn(model, "chunked")
     stops = {0: 1, 3: 9, 6: 7, 10: 20}
@@ -227,7 +227,7 @@ def test_a_batch_without_a_token_to_choose_feeds_nothing(zoo: Zoo) -> None:
     assert row.generated == model.greedy(model.prompt(20), 1)
 
 
-def test_no_logits_are_kept_of_what_is_chosen(zoo: Zoo) -> None:
+def test_logits_are_not_kept_after_the_choice(zoo: Zoo) -> None:
     model = zoo[CASE]
     driver = Driver(load_engine(model.folder))
     row = driver.start(model.prompt(9))
@@ -236,7 +236,7 @@ def test_no_logits_are_kept_of_what_is_chosen(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:5])
-def test_nothing_waits_between_one_forward_pass_and_the_next(
+def test_the_host_does_not_wait_between_forward_passes(
     zoo: Zoo, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only wait afterwards is for the tokens; before they arrive, the host's copy is undefined."""
@@ -313,7 +313,7 @@ def test_failed_batches_change_no_token(
         assert result.output_token_ids == expected.result(*key).output_token_ids
 
 
-def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, kernels: str | None) -> None:
+def test_only_the_request_with_nan_logits_ends(zoo: Zoo, kernels: str | None) -> None:
     model = zoo[CASE]
     requests, expected = undemanding(model), in_turn(model, "chunked")
     faulty = requests[5]
@@ -325,9 +325,7 @@ def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, kernels: 
         assert result.output_token_ids == expected.result(*key).output_token_ids
 
 
-def test_a_slot_that_the_next_batch_has_started_anew_is_sound(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slot_restarted_by_the_next_batch_is_valid(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first batch started the slot without a row, and fails after the second gave it to another sequence."""
     model = zoo[CASE]
     driver = Driver(load_engine(model.folder))
@@ -354,7 +352,7 @@ def test_a_slot_that_the_next_batch_has_started_anew_is_sound(
 
 
 @pytest.mark.parametrize("kind", range(8))
-def test_a_greedy_stream_gets_a_token_every_iteration_beside_one_that_needs_the_host(
+def test_a_greedy_stream_gets_a_token_per_iteration_beside_a_request_that_needs_the_host(
     zoo: Zoo, kind: int
 ) -> None:
     """Both get the same tokens as alone."""
@@ -392,7 +390,7 @@ def test_logits_that_the_host_needs_survive_the_replay_of_the_next_batch(zoo: Zo
         ("bad words", {"bad_words": ((6, 7), *((first, 9) for first in range(90)))}),
     ],
 )
-def test_beside_one_that_needs_the_host_nothing_waits_but_for_the_tokens(
+def test_beside_a_request_that_needs_the_host_only_tokens_are_waited_for(
     zoo: Zoo, name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except if a top_p has to be drawn again: then the device is asked once more."""
@@ -442,7 +440,7 @@ def test_failed_batches_with_rows_that_need_the_host_change_no_token(
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_of_a_stream_and_one_that_needs_the_host_the_one_without_numbers_ends(zoo: Zoo, number: int) -> None:
+def test_only_the_request_with_nan_logits_ends_if_one_needs_the_host(zoo: Zoo, number: int) -> None:
     model = zoo[CASE]
     requests = [Request(1, model.prompt(9), 20), demanding(model)[1]]
     expected = serve(load(model.folder, 60), config_of("no-evict"), requests)

@@ -160,7 +160,7 @@ def thread_of_rank() -> int:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 @pytest.mark.parametrize("replicate", [True, False])
-def test_ranks_give_what_one_gives_and_call_where_they_should(
+def test_ranks_give_the_results_of_one_and_the_right_ranks_call(
     zoo: Zoo, topology: tuple[int, int], replicate: bool
 ) -> None:
     """Every rank that has the logits makes the same calls, or only the rank that samples does."""

@@ -138,7 +138,7 @@ def test_equal_tables_share_blocks_and_different_ones_never(zoo: Zoo, case: str,
     assert [reused(served, request) for request in requests] == [0, 5, 0, 0, 0, 5], "the last one begun"
 
 
-def test_blocks_of_another_table_would_be_noticed(zoo: Zoo) -> None:
+def test_a_planted_reuse_of_another_tables_blocks_is_detected(zoo: Zoo) -> None:
     """A planted fault: the identity does not include the table."""
     model = zoo["llama-gqa"]
     prompt, tables = a_prompt(model, 1, 4, 40), [make_table(4), make_table(4, seed=1)]
@@ -164,7 +164,9 @@ def test_beams_are_those_of_transformers(zoo: Zoo, case: str, kernels: str | Non
 
 
 @of_llama
-def test_siblings_share_a_table_and_leave_nothing(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_sequences_of_a_request_share_a_table_and_release_it(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
     model = zoo[case]
     sampling = SamplingConfig(temperature=0.9, top_k=9, random_seed=2, num_return_sequences=3)
     several = with_table(1, a_prompt(model, 1, 4), make_table(4), sampling=sampling)
@@ -223,7 +225,7 @@ def test_drafts_change_no_token_and_are_of_the_vocabulary(zoo: Zoo, case: str, k
 
 
 @of_llama
-def test_no_control_reads_or_brings_an_id_of_a_row(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_controls_neither_read_nor_choose_ids_of_table_rows(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     controls = [
         SamplingConfig(repetition_penalty=1.3, frequency_penalty=0.2, no_repeat_ngram_size=2),
@@ -272,7 +274,7 @@ def test_other_types_of_models_take_tables(zoo: Zoo, dtype: str) -> None:
     assert served.tokens(virtual) == served.tokens(mixed) == served.tokens(plain)
 
 
-def test_a_batch_without_virtual_tokens_has_nothing_to_do(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_without_rows_of_tables_has_no_extra_work(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo["llama-gqa"]
     engine: ModelEngine = load(model.folder, 200)
     monkeypatch.setattr(PromptTables, "_find", None)

@@ -188,7 +188,9 @@ def _answers(kind: str, model: ZooModel) -> Served:
 
 @every_topology
 @pytest.mark.parametrize("kind", ["processors", "bans", "sampling", "beams", "details", "drafts", "lookup"])
-def test_every_control_is_what_one_rank_makes_of_it(zoo: Zoo, kind: str, topology: tuple[int, int]) -> None:
+def test_every_control_has_the_same_effect_as_on_one_rank(
+    zoo: Zoo, kind: str, topology: tuple[int, int]
+) -> None:
     """In chunks, with a small cache."""
     model = zoo["llama-gqa"]
     slots = 20 if kind == "beams" else 6
@@ -216,7 +218,7 @@ def test_prompt_outputs_are_kept_by_the_reporting_rank_alone(zoo: Zoo) -> None:
 
 
 @every_topology
-def test_a_stopped_request_leaves_the_others_as_they_are(zoo: Zoo, topology: tuple[int, int]) -> None:
+def test_a_stopped_request_does_not_affect_others(zoo: Zoo, topology: tuple[int, int]) -> None:
     """One stops in its context, one in generation, and a beam search; batches with them are in flight."""
     model = zoo["llama-gqa"]
     requests = _some_of_everything(model)
@@ -274,7 +276,7 @@ def test_failed_batches_change_no_token(
 
 
 @every_topology
-def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, topology: tuple[int, int]) -> None:
+def test_only_the_request_with_nan_logits_ends(zoo: Zoo, topology: tuple[int, int]) -> None:
     """One of ten has NaN logits from some token on; no rank's forward pass fails because of it."""
     model = zoo["llama-gqa"]
     requests = _some_of_everything(model)
@@ -292,9 +294,7 @@ def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, topology:
 
 
 @pytest.mark.parametrize("topology", [(1, 2), (2, 2)], ids=["pp2", "tp2-pp2"])
-def test_a_chunk_behind_a_batch_without_numbers_is_computed_by_all_ranks(
-    zoo: Zoo, topology: tuple[int, int]
-) -> None:
+def test_a_chunk_after_a_batch_with_nan_is_computed_by_all_ranks(zoo: Zoo, topology: tuple[int, int]) -> None:
     """The chunk continues a failed one, but its ranks learn that when it is in flight."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, topology) as engine:
@@ -333,7 +333,7 @@ def test_a_batch_that_breaks_the_contract_is_refused_by_all_ranks_alike(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_alone_says_so_and_takes_part_in_nothing_more(
+def test_a_rank_that_fails_alone_reports_it_and_computes_no_more(
     zoo: Zoo, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails after sending everything that the other rank waits for, so that the other rank continues."""

@@ -229,7 +229,7 @@ def test_log_probs_and_logits_of_beams(zoo: Zoo) -> None:
             assert top == log_probs.topk(3).indices.tolist()
 
 
-def test_streamed_beams_say_everything_so_far(zoo: Zoo) -> None:
+def test_streamed_beams_have_everything_so_far(zoo: Zoo) -> None:
     model = zoo["gpt2"]
     request = make_request(model, 1, streaming=True)
     served = serve(load(model.folder, 300, SLOTS), config_of("no-evict"), [request])

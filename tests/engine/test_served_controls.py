@@ -245,7 +245,7 @@ def test_sampled_tokens_are_those_of_the_reference(zoo: Zoo, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_around_a_request_changes_its_tokens(zoo: Zoo, case: str) -> None:
+def test_tokens_do_not_depend_on_other_requests(zoo: Zoo, case: str) -> None:
     """Alone, in a batch, paused, chunked, with and without shared blocks."""
     model = zoo[case]
     requests = sampling_requests(model)

@@ -91,7 +91,9 @@ def test_requests_whose_bans_leave_no_token_fail_alone(zoo: Zoo, sampling: str, 
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
 @pytest.mark.parametrize("with_logits", [False, True])
 @pytest.mark.parametrize("sampling", ["greedy", "top_p"])
-def test_drafts_do_not_hide_it(zoo: Zoo, sampling: str, with_logits: bool, kernels: str | None) -> None:
+def test_drafts_do_not_hide_that_no_token_is_left(
+    zoo: Zoo, sampling: str, with_logits: bool, kernels: str | None
+) -> None:
     """Each of a few tokens is allowed once: a draft that contains some of them bans the rest at once."""
     model = zoo["llama-gqa"]
     logits = floats([[0.0] * VOCAB_SIZE] * 3) if with_logits else None
@@ -143,7 +145,7 @@ def test_extreme_requests_fail_no_iteration(zoo: Zoo, kernels: str | None) -> No
     assert 15 < len(together.errors) < 60
 
 
-def test_a_device_that_runs_ahead_has_fed_itself_by_then(zoo: Zoo) -> None:
+def test_overlapped_iterations_notice_that_no_token_is_left(zoo: Zoo) -> None:
     """The second batch is in flight when the first one's result is that no token is possible."""
     model = zoo["llama-gqa"]
     engine = load_paged(model.folder)

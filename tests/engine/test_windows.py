@@ -110,7 +110,7 @@ def test_windows_in_some_layers_are_transformers_layer_types(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize(("size", "same_as"), [(9, 9), (19, 19), (40, 19), (100_000, 19)])
-def test_the_smaller_of_the_checkpoints_window_and_the_one_asked_for(
+def test_the_smaller_of_the_checkpoints_and_the_parameters_window_applies(
     zoo: Zoo, size: int, same_as: int
 ) -> None:
     model = zoo["mistral-window"]
@@ -122,7 +122,9 @@ def test_the_smaller_of_the_checkpoints_window_and_the_one_asked_for(
     [(case, *setting) for case in CASES for setting in SETTINGS]
     + [("qwen2-window", (9,), 0), ("qwen2-window", (40, 9, 50), 0), ("qwen2-window", (40, 30), 5)],
 )
-def test_windows_and_sinks_are_masks(zoo: Zoo, case: str, asked: tuple[int, ...], num_sinks: int) -> None:
+def test_windows_and_sinks_have_the_effect_of_masks(
+    zoo: Zoo, case: str, asked: tuple[int, ...], num_sinks: int
+) -> None:
     model = zoo[case]
     oracle = masked(model, asked, num_sinks)
     for kernels in (None, "torch"):  # both compared with one run of the oracle, the slowest part
@@ -282,7 +284,7 @@ def test_windows_of_layers() -> None:
     assert layer_windows((None, 20), (30,), 4, 100) == (AttentionWindow(26, 4), AttentionWindow(16, 4))
 
 
-def test_entries_for_more_layers_than_there_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_window_entries_than_layers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert layer_windows((None,), (8, 9), 0, 100) == (AttentionWindow(8),)
     assert "max_attention_window_size has 2 entries, but the model has 1 layers" in caplog.text
 
@@ -314,12 +316,12 @@ def test_windows_that_all_layers_share_are_planned_once(zoo: Zoo) -> None:
         ),
     ],
 )
-def test_windows_that_cannot_be_used(zoo: Zoo, settings: dict[str, Any], message: str) -> None:
+def test_unusable_windows_are_refused(zoo: Zoo, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_engine(zoo["llama"].folder, **settings)
     assert message in str(error.value)
 
 
-def test_sinks_that_fill_the_checkpoints_own_window(zoo: Zoo) -> None:
+def test_sinks_that_fill_the_checkpoints_window_are_refused(zoo: Zoo) -> None:
     with pytest.raises(ConfigError, match="the checkpoint has layers with a window of 19"):
         load_engine(zoo["mistral-window"].folder, sink_token_length=19)

@@ -102,7 +102,7 @@ def _with_another_head(shapes: Shapes) -> Shapes:
         (_with_another_head, "'lm_head.weight' has shape [32001, 4096], expected [32000, 4096]"),
     ],
 )
-def test_headers_say_what_does_not_fit(
+def test_misfits_are_found_in_the_files_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message: str, is_tied: bool
 ) -> None:
     config = {**_LLAMA_7B, "tie_word_embeddings": is_tied}
@@ -121,7 +121,7 @@ def test_headers_say_what_does_not_fit(
     assert all(_bytes_in_memory(path) < _MOST_READ for path in paths)
 
 
-def test_weights_of_files_that_fit_are_not_read_either(tmp_path: Path) -> None:
+def test_weights_of_fitting_files_are_not_read_by_the_check(tmp_path: Path) -> None:
     """The second part checks that the test detects weights that are read."""
     (tmp_path / "config.json").write_text(json.dumps(_LLAMA_7B))
     model = read_model_description(tmp_path)

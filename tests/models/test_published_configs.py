@@ -55,7 +55,7 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_configurations_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
+def test_configurations_are_read_as_by_transformers(tmp_path: Path, name: str) -> None:
     ours, config = read(tmp_path, PUBLISHED[name]), theirs(PUBLISHED[name])
     assert (ours.vocab_size, ours.hidden_size, ours.num_layers, ours.num_heads) == (
         config.vocab_size,
@@ -125,6 +125,6 @@ def test_unsupported_features_of_a_known_family_are_refused_by_their_key(tmp_pat
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_key_that_nobody_knows_is_refused_beside_them(tmp_path: Path, name: str) -> None:
+def test_an_unknown_key_in_a_published_config_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="key 'attention_of_tomorrow' is 1"):
         read(tmp_path, {**PUBLISHED[name], "attention_of_tomorrow": 1})

@@ -19,7 +19,7 @@ def float8(rows: int, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("block", [(32, 16), (48, 40), (64, 32), None])
-def test_float8_is_what_transformers_makes_of_it(block: tuple[int, int] | None) -> None:
+def test_float8_is_dequantized_as_by_transformers(block: tuple[int, int] | None) -> None:
     levels = float8(64, 96)
     shape = () if block is None else (-(-64 // block[0]), -(-96 // block[1]))
     scales = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.1

@@ -287,7 +287,7 @@ def test_further_keys_of_published_checkpoints_are_accepted(tmp_path: Path, name
         {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
     ],
 )
-def test_none_of_something_means_nothing(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_zero_and_null_keys_of_absent_parts_are_accepted(tmp_path: Path, values: dict[str, Any]) -> None:
     assert _read(tmp_path, {**LLAMA, **values}).sliding_windows == (None,) * 4
 
 
@@ -296,7 +296,7 @@ def test_experts_that_a_dense_family_does_not_have_are_refused(tmp_path: Path) -
         _read(tmp_path, {**LLAMA, "num_experts": 8})
 
 
-def test_code_of_the_checkpoints_own_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoints_own_code_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _read(tmp_path, PUBLISHED["a fine-tune"])
     assert "auto_map names code of the checkpoint's own for AutoModelForCausalLM" in caplog.text
     assert "what is computed is LlamaForCausalLM" in caplog.text

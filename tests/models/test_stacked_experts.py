@@ -50,7 +50,7 @@ def _with_gate_above_up(stacked: torch.Tensor) -> torch.Tensor:
     return torch.cat([by_row[:, ::2], by_row[:, 1::2]], dim=1)
 
 
-def test_plain_ones_are_taken_apart(zoo: Zoo) -> None:
+def test_plain_stacks_are_split(zoo: Zoo) -> None:
     found = _experts(zoo["gpt-oss"].folder)
     mlp = zoo["gpt-oss"].oracle.model.layers[-1].mlp
     expected = mlp.experts
@@ -63,7 +63,7 @@ def test_plain_ones_are_taken_apart(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_numbers_are_those_of_transformers(dtype: torch.dtype) -> None:
+def test_dequantized_mxfp4_equals_transformers(dtype: torch.dtype) -> None:
     """Every pair of 4-bit floats with every scale, including scales without finite results."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(1, 1, 16)
@@ -83,7 +83,7 @@ def test_packed_experts_are_unpacked(packed: tuple[Path, Tensors]) -> None:
     assert torch.equal(found.down.weight, expected["model.layers.2.mlp.experts.down_proj"].transpose(1, 2))
 
 
-def test_each_rank_has_its_slices(packed: tuple[Path, Tensors]) -> None:
+def test_each_rank_has_its_slices_of_packed_experts(packed: tuple[Path, Tensors]) -> None:
     """Only the first rank has the biases that are added once."""
     folder, _ = packed
     whole = _experts(folder)
@@ -97,7 +97,7 @@ def test_each_rank_has_its_slices(packed: tuple[Path, Tensors]) -> None:
     assert whole.up.bias.shape == (6, 2 * 96) and second.up.bias.shape == (6, 96)
 
 
-def test_memory_counts_what_is_unpacked(packed: tuple[Path, Tensors], zoo: Zoo) -> None:
+def test_the_size_of_weights_counts_unpacked_experts(packed: tuple[Path, Tensors], zoo: Zoo) -> None:
     plain, here = (read_model_description(folder) for folder in (zoo["gpt-oss"].folder, packed[0]))
     both = torch.bfloat16, torch.bfloat16
     assert num_weight_bytes(here, *both) == num_weight_bytes(plain, *both)
@@ -204,7 +204,7 @@ def test_other_quantizations_are_refused(
     assert message in str(error.value)
 
 
-def test_the_published_model_is_described_as_it_is(tmp_path: Path) -> None:
+def test_the_published_gpt_oss_has_the_tensors_of_transformers(tmp_path: Path) -> None:
     """config.json of openai/gpt-oss-20b; its tensors are compared with those of transformers' model."""
     num_layers = 24
     config = {

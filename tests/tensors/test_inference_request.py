@@ -82,7 +82,7 @@ def running() -> Iterator[Library]:
         library.manager.shutdown()
 
 
-def test_a_manager_serves_them() -> None:
+def test_a_gpt_manager_serves_inference_requests() -> None:
     with running() as library:
         (answer,) = library.ask(2**64 - 1)
         streamed = library.ask(2, streaming=np.array([True]))

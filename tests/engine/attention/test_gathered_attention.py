@@ -75,9 +75,7 @@ def test_gathered_attention_is_right_for_all_tried_numbers_of_rows(
 
 
 @pytest.mark.parametrize("tile_rows", with_all([32, 64, 128], [64]))
-def test_a_kernel_that_is_wrong_for_a_last_tile_of_one_row_is_never_given_one(
-    zoo: Zoo, tile_rows: int
-) -> None:
+def test_a_kernel_that_is_wrong_for_a_last_tile_of_one_row_never_gets_one(zoo: Zoo, tile_rows: int) -> None:
     check(zoo, GatheringAttention(MemoryEfficient(tile_rows)), 32, torch.float32)
 
 
@@ -85,7 +83,7 @@ def test_a_kernel_that_is_wrong_for_a_last_tile_of_one_row_is_never_given_one(
 @pytest.mark.parametrize(
     ("num_before", "num_rows"), [*product((1, 23), (1, 33, 63, 64, 65)), (0, 33), (0, 64), (0, 65)]
 )
-def test_logits_are_the_models(zoo: Zoo, case: str, num_before: int, num_rows: int) -> None:
+def test_logits_equal_the_models(zoo: Zoo, case: str, num_before: int, num_rows: int) -> None:
     """The kernel with the defect gives correct logits of a chunk's last row, which is sampled."""
     model = zoo[case]
     prompt = model.prompt(num_before + num_rows)
@@ -115,7 +113,7 @@ def test_the_check_finds_a_wrong_tile(zoo: Zoo, tile_rows: int, num_rows: int) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens_per_block", with_all([3, 32], [3]))
-def test_learned_sinks_are_as_by_products(zoo: Zoo, dtype: torch.dtype, tokens_per_block: int) -> None:
+def test_learned_sinks_equal_those_by_products(zoo: Zoo, dtype: torch.dtype, tokens_per_block: int) -> None:
     decoder = read_model_description(zoo["gpt-oss"].folder).decoder
     for scale in (None, 0.7):
         scaled = replace(decoder, attention_scale=scale)
@@ -137,7 +135,7 @@ def test_products_with_learned_sinks_give_the_models_tokens(
     assert row.generated == model.greedy(model.prompt(40), 10)
 
 
-def test_a_gpu_whose_kernel_does_not_tell_its_sums_computes_products(
+def test_a_gpu_kernel_without_sums_is_replaced_by_products(
     zoo: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The kernel that returns sums for learned sinks is for CPUs; the meta device simulates a GPU."""
@@ -177,7 +175,7 @@ def find(zoo: Zoo, kernel: Any) -> Attention:
 
 
 @pytest.mark.parametrize("kernel", [useless, lambda query, *_, **__: torch.zeros_like(query)])
-def test_without_a_kernel_that_is_right_products_do_it(
+def test_products_are_used_without_a_correct_kernel(
     zoo: Zoo, kernel: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -187,7 +185,7 @@ def test_without_a_kernel_that_is_right_products_do_it(
     assert "plain matrix products" in gathered and "of float32 cannot be trusted on this device" in gathered
 
 
-def test_a_kernel_that_is_right_is_taken(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_correct_kernel_is_used(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         attention = find(zoo, F.scaled_dot_product_attention)
     assert isinstance(attention, GatheringAttention) and attention is not BY_PRODUCTS

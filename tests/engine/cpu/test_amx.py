@@ -185,7 +185,7 @@ def test_results_of_a_row_do_not_depend_on_the_others(
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)  # routers compute in bfloat16
-def test_int8_gives_what_it_gives_without_tiles_to_the_bit(
+def test_int8_is_bitwise_equal_with_and_without_tiles(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = draw([37, 5])
@@ -195,7 +195,7 @@ def test_int8_gives_what_it_gives_without_tiles_to_the_bit(
         assert all(torch.equal(a, b) for a, b in zip(own.logits, other.logits, strict=True))
 
 
-def test_bfloat16_gives_nearly_what_it_gives_without_tiles(
+def test_bfloat16_is_nearly_equal_with_and_without_tiles(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiled, plain = (run_all(each, draw([37, 5]), 0) for each in engines(model, stand_in, monkeypatch))
@@ -230,7 +230,7 @@ def test_a_target_whose_products_are_wrong_is_left_out(
         load_library("bfloat16", int8=True)
 
 
-def test_the_processors_flags_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processors_flags_choose_the_amx_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFLIGHT_CPU_TARGET", raising=False)
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX512 | AMX)
     assert (find_target("bfloat16").name, find_target("bfloat16", True).name) == ("amx", "amx")

@@ -226,7 +226,7 @@ def _relative_error(row: Row, model: ZooModel) -> float:
     ),
 )
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
-def test_ranks_have_their_parts(zoo: Zoo, case: str, topology: tuple[int, int]) -> None:
+def test_ranks_have_their_parts_of_adapters(zoo: Zoo, case: str, topology: tuple[int, int]) -> None:
     model = zoo[case]
     adapters = _adapters(model)
     with ranks(model.folder, topology, kernels="native") as engine:
@@ -253,7 +253,7 @@ def _step(driver: Driver, rows: list[Row], batch: ScheduledBatch) -> None:
         ]
 
 
-def test_pages_that_are_taken_over(zoo: Zoo) -> None:
+def test_an_adapter_is_removed_if_a_page_is_overwritten(zoo: Zoo) -> None:
     """An adapter is removed if any of its pages is overwritten; adapters in other pages stay."""
     model = zoo["llama-gqa"]
     engine = load_native(model)
@@ -278,7 +278,7 @@ def test_pages_that_are_taken_over(zoo: Zoo) -> None:
     assert_equal(again, singles[0])
 
 
-def test_an_adapter_that_changes_nothing_here(zoo: Zoo) -> None:
+def test_an_adapter_without_layers_of_this_stage_has_no_effect(zoo: Zoo) -> None:
     """As at a pipeline stage without any of its layers: bitwise the same as without it."""
     model = zoo["llama-gqa"]
     engine = load_native(model)
@@ -293,7 +293,7 @@ def _adapters_of(engine: ModelEngine) -> PackedAdapters:
     return engine.runner.decoder._adapters
 
 
-def test_no_memory_for_what_adapters_add(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_the_deltas_of_adapters(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo["llama-gqa"]
     engine = load_native(model)
     monkeypatch.setattr(_adapters_of(engine), "addresses", _of_an_adapter_of_endless_ranks)
@@ -316,7 +316,7 @@ def _of_an_adapter_of_endless_ranks(first_pages: Any) -> Any:
 _ENDLESS = AdapterStruct()
 
 
-def test_memory_of_adapters_is_used_again(zoo: Zoo) -> None:
+def test_memory_of_adapters_is_reused(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     adapters = _adapters_of(load_native(model))
     for number in range(40):

@@ -236,7 +236,7 @@ ERROR = {"float32": 2e-6, "bfloat16": 0.01, "int8": 0.03}
 
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("name", CASES)
-def test_experts_are_as_with_torch(name: str, dtype: str) -> None:
+def test_experts_equal_torchs(name: str, dtype: str) -> None:
     layer = Layer(CASES[name], dtype)
     x = layer.rows()
     found, expected = layer.compiled(x).float(), layer.plain(x)
@@ -245,7 +245,7 @@ def test_experts_are_as_with_torch(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("norms", ["before", "after", "around"])
 @pytest.mark.parametrize("shared", [0, 56])
-def test_the_residual_stream_gets_what_they_give(norms: NormPlacement, shared: int) -> None:
+def test_experts_results_are_added_to_the_residual_stream(norms: NormPlacement, shared: int) -> None:
     """The whole layer, with an attention whose output is zero."""
     layer = Layer(Case(7, shared=shared, norms=norms), "float32")
     x = layer.rows()
@@ -273,7 +273,7 @@ def test_a_row_gives_the_same_alone_and_with_any_number_of_threads(name: str, dt
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-def test_of_equal_scores_the_first_experts_are_chosen(dtype: str) -> None:
+def test_the_first_of_equally_scored_experts_are_chosen(dtype: str) -> None:
     layer = Layer(Case(6, count=5, per_token=2), dtype, router_scale=0)
     x = layer.rows()
     found = layer.compiled(x).float()
@@ -288,7 +288,7 @@ def test_of_equal_scores_the_first_experts_are_chosen(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-def test_a_row_that_is_no_number_disturbs_no_other(dtype: str) -> None:
+def test_a_row_with_nan_does_not_affect_other_rows(dtype: str) -> None:
     layer = Layer(CASES["few-rows"], dtype)
     x = layer.rows()
     expected = layer.compiled(x)

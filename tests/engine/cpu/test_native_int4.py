@@ -129,7 +129,7 @@ def test_every_4_bit_float_with_every_scale() -> None:
     assert (found[exact == 0] == 0).all() and (found - exact)[~is_normal].abs().max() < 1e-38
 
 
-def test_a_scale_that_is_no_number_gives_none() -> None:
+def test_a_nan_scale_gives_nan() -> None:
     """MXFP4's last scale is NaN."""
     matrix, packer = draw_floats(40, 64), make_packer()
     matrix.scales[3, 1] = torch.nan
@@ -138,7 +138,7 @@ def test_a_scale_that_is_no_number_gives_none() -> None:
 
 
 @pytest.mark.parametrize("is_float", [False, True])
-def test_a_row_depends_on_no_other(is_float: bool) -> None:
+def test_a_row_does_not_depend_on_other_rows(is_float: bool) -> None:
     matrix, packer = draw_floats(64, 256) if is_float else draw(64, 256, 64), make_packer()
     packed = packer.linear(matrix, None)
     x = torch.randn(29, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -156,7 +156,7 @@ def test_inputs_in_another_order() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
 
 
-def test_gate_and_up_are_beside_each_other() -> None:
+def test_gate_and_up_are_interleaved() -> None:
     matrix, packer = draw(2 * 40, 64, 32), make_packer()
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = multiply(packer, packer.linear(matrix, None, is_gated=True), x)
@@ -175,7 +175,7 @@ def test_scales_of_float32_are_kept_but_for_their_last_bits() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-def test_rows_without_numbers_give_none() -> None:
+def test_rows_with_nan_give_nan() -> None:
     matrix, packer = draw(32, 64, 32), make_packer()
     x = torch.zeros(3, 64).bfloat16()
     x[1, 40] = torch.nan
@@ -183,7 +183,7 @@ def test_rows_without_numbers_give_none() -> None:
     assert found[1].isnan().all() and found[[0, 2]].eq(0).all()
 
 
-def test_int8_levels_are_taken_as_they_are() -> None:
+def test_int8_levels_are_unchanged() -> None:
     generator = torch.Generator().manual_seed(3)
     values = torch.randint(-128, 128, (70, 100), generator=generator, dtype=torch.int8)
     matrix = GroupedMatrix(values, torch.rand(70, 1, generator=generator) + 0.1, None, 100, None, 8)

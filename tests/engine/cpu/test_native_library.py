@@ -105,7 +105,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @needs_native
-def test_it_is_built_once_and_kept(machine: Machine) -> None:
+def test_the_library_is_built_once_and_kept(machine: Machine) -> None:
     machine.working_compiler()
     for _ in range(2):
         assert isinstance(load_library("float32"), ctypes.CDLL)
@@ -128,7 +128,7 @@ def test_a_damaged_file_is_built_again(machine: Machine, share: float) -> None:
 
 
 @needs_native
-def test_a_file_whose_inside_was_changed_is_built_again(machine: Machine) -> None:
+def test_a_changed_file_is_built_again(machine: Machine) -> None:
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     content = bytearray(machine.real.read_bytes())
@@ -139,7 +139,7 @@ def test_a_file_whose_inside_was_changed_is_built_again(machine: Machine) -> Non
 
 
 @needs_native
-def test_a_whole_file_that_cannot_be_loaded_is_built_again_once(machine: Machine) -> None:
+def test_a_complete_file_that_cannot_be_loaded_is_built_again_once(machine: Machine) -> None:
     """For example a file that was built with another C library."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
@@ -152,7 +152,7 @@ def test_a_whole_file_that_cannot_be_loaded_is_built_again_once(machine: Machine
 
 
 @needs_native
-def test_where_nothing_can_be_run_it_is_kept_and_loaded_from_memory(machine: Machine) -> None:
+def test_a_library_in_a_noexec_folder_is_loaded_from_memory(machine: Machine) -> None:
     """A cache folder on a file system mounted noexec, in a child's own mount namespace."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
@@ -254,7 +254,7 @@ def test_a_damaged_prebuilt_library_is_built_here(
 
 
 @needs_native
-def test_of_prebuilt_libraries_the_processor_decides(
+def test_the_processor_decides_which_prebuilt_library_is_used(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.working_compiler()
@@ -268,7 +268,7 @@ def test_of_prebuilt_libraries_the_processor_decides(
 
 
 @needs_native
-def test_a_prebuilt_library_is_not_used_where_a_local_build_is_asked_for(
+def test_a_prebuilt_library_is_not_used_if_a_local_build_is_requested(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.working_compiler()
@@ -328,7 +328,7 @@ def test_a_library_that_is_being_compiled_is_not_compiled_twice(machine: Machine
 
 
 @needs_native
-def test_of_several_at_once_one_builds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_of_several_processes_builds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share only the folder, as processes do."""
     machine.working_compiler()
     meet_before_the_lock(monkeypatch, 3)
@@ -379,7 +379,7 @@ def aged(path: Path, days: float) -> Path:
 
 
 @needs_native
-def test_a_build_removes_what_nobody_has_used_for_a_month(machine: Machine) -> None:
+def test_a_build_removes_libraries_unused_for_a_month(machine: Machine) -> None:
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     names = {"decoder-a.so": 31, "decoder-b.so": 400, "build-dead": 2}
@@ -483,7 +483,7 @@ def meet_before_the_lock(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 @needs_native
 @pytest.mark.parametrize("cache", ["file", "file/below", "relative", ""])
-def test_without_a_place_to_keep_it_it_is_built_every_time(
+def test_without_a_cache_folder_the_library_is_built_every_time(
     machine: Machine, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.working_compiler()
@@ -511,7 +511,9 @@ def test_a_folder_that_others_can_write_to_is_not_used(machine: Machine, harm: s
 
 
 @needs_native
-def test_a_full_disk_is_said_and_leaves_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_files(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.working_compiler()
 
     def fail(*_: object) -> None:
@@ -526,7 +528,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(machine: Machine, monkeypatch: p
 
 @needs_native
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_compiler_that_fails_says_why_and_leaves_nothing(machine: Machine, failure: str) -> None:
+def test_a_failing_compiler_is_reported_and_leaves_no_files(machine: Machine, failure: str) -> None:
     body, message = FAILURES[failure]
     machine.compiler(body)
     with pytest.raises(CannotBuild) as error:
@@ -557,7 +559,7 @@ def test_a_compiler_that_cannot_be_run_or_does_not_end(
             os.close(handle)
 
 
-def test_the_compiler_that_the_environment_names_is_taken(
+def test_the_compiler_named_by_the_environment_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("mine", "c++", "clang++"):
@@ -575,7 +577,7 @@ def test_the_compiler_that_the_environment_names_is_taken(
 
 
 @needs_native
-def test_a_library_that_lays_weights_out_otherwise_is_refused_by_every_number(
+def test_a_library_with_another_weight_layout_is_refused_with_all_differences(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library._load_file(machine.real)

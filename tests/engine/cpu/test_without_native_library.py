@@ -84,7 +84,7 @@ LACKS = [
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("lack", LACKS)
 @pytest.mark.parametrize("dtype", [None, "int8"])
-def test_a_machine_without_it_serves_and_says_why_once(
+def test_a_machine_without_compiled_code_serves_and_logs_the_reason_once(
     zoo: Zoo,
     lack: object,
     dtype: str | None,
@@ -137,7 +137,7 @@ def test_asking_for_torch_and_int8_is_logged_as_a_warning(zoo: Zoo, caplog: pyte
         ),
     ],
 )
-def test_a_processor_that_lacks_one_thing_is_said_once(
+def test_a_missing_instruction_set_is_logged_once(
     zoo: Zoo,
     dtype: str,
     lacking: str,
@@ -152,7 +152,7 @@ def test_a_processor_that_lacks_one_thing_is_said_once(
     assert [record.getMessage().endswith(reason) for record in caplog.records] == [True]
 
 
-def test_a_dtype_that_it_does_not_have_is_computed_by_torch(
+def test_a_dtype_without_compiled_code_is_computed_by_torch(
     zoo: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -161,7 +161,7 @@ def test_a_dtype_that_it_does_not_have_is_computed_by_torch(
     assert ["not in float16" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_processor_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_a_missing_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx2")
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2 - {"f16c"})
     with pytest.raises(CannotBuild, match="the processor lacks f16c, which INFLIGHT_CPU_TARGET=avx2 needs"):
@@ -183,7 +183,7 @@ def test_a_processor_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPat
         (AVX512 | AVX2, "bfloat16", True, "generic", "generic: the processor lacks avx2, f16c, fma"),
     ],
 )
-def test_the_fastest_code_is_chosen_that_the_processor_has_all_instructions_of(
+def test_the_fastest_code_that_the_processor_can_run_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
     lacking: tuple[str, ...],
     dtype: str,
@@ -204,7 +204,7 @@ ARM = {"asimd": "neon", "asimd asimddp atomics": "neon-dot", "asimd asimddp atom
 
 
 @pytest.mark.parametrize("features", ARM)
-def test_on_arm_the_fastest_code_is_chosen_likewise(
+def test_on_arm_the_fastest_code_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nFeatures\t: fp {features}\nCPU part\t: 0xd0c\n")

@@ -34,7 +34,7 @@ LLAMA = scores()
 
 
 @pytest.mark.parametrize("error", [ImportError("undefined symbol"), RuntimeError("no FA3 forward kernels")])
-def test_a_flash_attention_3_that_is_broken_leaves_2(
+def test_a_broken_flash_attention_3_is_replaced_by_2(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))

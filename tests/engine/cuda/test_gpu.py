@@ -352,7 +352,7 @@ def test_learned_sinks_with_blocks_in_place(zoo: Zoo, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window"])
-def test_graphs_give_exactly_what_their_operations_give(zoo: Zoo, case: str) -> None:
+def test_graphs_give_exactly_the_results_of_their_operations(zoo: Zoo, case: str) -> None:
     """Padded to the same number of rows, since matrix products of other sizes may be rounded differently."""
     model = zoo[case]
     recorded = _grow_and_shrink(_load_graphed(model), model)
@@ -451,7 +451,7 @@ def test_a_product_with_eight_bits(kind: str, num_rows: int) -> None:
         "ct-float-block",
     ],
 )
-def test_quantized_checkpoints_stay_as_they_are(zoo: Zoo, tmp_path: Path, name: str) -> None:
+def test_quantized_checkpoints_stay_quantized(zoo: Zoo, tmp_path: Path, name: str) -> None:
     """Recorded, in bfloat16, compared with the dequantized weights; float8 by row rounds activations too."""
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
     row = alone(_load_graphed(model, dtype=None), model.prompt(60), 30)
@@ -496,7 +496,7 @@ def test_an_iteration_waits_for_the_device_once(zoo: Zoo, sampling: dict[str, An
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 1.0}, {"top_k": 5}])
-def test_nothing_waits_between_one_forward_pass_and_the_next(zoo: Zoo, sampling: dict[str, Any]) -> None:
+def test_the_host_does_not_wait_between_forward_passes(zoo: Zoo, sampling: dict[str, Any]) -> None:
     """Nor for a stream: only for the arrival of tokens, which torch does not count as synchronization."""
     model = zoo["llama-gqa"]
     answers = []
@@ -525,7 +525,7 @@ def test_nothing_waits_between_one_forward_pass_and_the_next(zoo: Zoo, sampling:
 
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
-def test_requests_that_go_on_without_the_host(zoo: Zoo, way: str) -> None:
+def test_requests_that_continue_without_the_host(zoo: Zoo, way: str) -> None:
     """With two iterations in flight."""
     model = zoo["llama-gqa"]
     requests = undemanding(model)

@@ -96,7 +96,7 @@ def test_tokens_are_the_same_below_at_and_above_recorded_sizes(zoo: Zoo, case: s
 
 
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2", "mistral-window"], ["mistral-window"]))
-def test_with_chunks_tokens_are_the_same_too(zoo: Zoo, case: str) -> None:
+def test_tokens_with_chunks_are_the_same(zoo: Zoo, case: str) -> None:
     """Padding rows get NaN from attention, which no sequence sees."""
     model, tape = zoo[case], Tape()
     options = {"attention": FixedRowsAttention(), "max_num_tokens": 64}
@@ -211,7 +211,7 @@ def test_searches_drafts_and_sampling_are_the_same(zoo: Zoo, way: str) -> None:
     assert tape.replayed
 
 
-def test_rows_that_fill_a_batch_up_write_into_no_block_of_a_sequence(zoo: Zoo) -> None:
+def test_padding_rows_do_not_write_to_blocks_of_sequences(zoo: Zoo) -> None:
     engine = load_paged(zoo["llama-gqa"].folder, 20, 6, Tape())
     with torch.inference_mode():
         engine.runner.slots.last_tokens[engine.runner.slots.null_slot] = 7  # 0 is padding, whose keys are 0
@@ -252,7 +252,7 @@ def test_sizes_that_cannot_be_recorded_run_without_a_recording_and_are_logged(
     assert driver.generate(row, 6) == model.greedy(model.prompt(10), 6)
 
 
-def test_the_largest_is_recorded_first(zoo: Zoo) -> None:
+def test_the_largest_size_is_recorded_first(zoo: Zoo) -> None:
     sizes: list[int] = []
 
     class Spy(IterationGraphs):
@@ -272,7 +272,7 @@ def test_the_largest_is_recorded_first(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "options"), [([64, 64, 8], {}), ([8], {"use_dora": True})])
-def test_more_adapters_than_are_recorded_and_magnitudes_run_without(
+def test_more_adapters_than_recorded_and_magnitudes_run_without_a_recording(
     zoo: Zoo, ranks: list[int], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, tape = zoo["llama-gqa"], Tape()
@@ -298,7 +298,7 @@ def test_more_adapters_than_are_recorded_and_magnitudes_run_without(
     assert len(tape.replayed) == 1, "without an adapter"
 
 
-def test_rows_that_fill_a_batch_up_have_no_adapter(zoo: Zoo) -> None:
+def test_padding_rows_have_no_adapter(zoo: Zoo) -> None:
     """Even if the rows at these places in an earlier batch had one."""
     model = zoo["llama-gqa"]
     engine = load_paged(model.folder, 60, 6, Tape(), num_adapter_pages=20)

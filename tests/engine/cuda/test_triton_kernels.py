@@ -44,13 +44,13 @@ def test_some_of_each_kernel_in_the_interpreter() -> None:
     run_checks(FOLDER, timeout_s=900, only=" or ".join(only), TRITON_INTERPRET="1")
 
 
-def test_without_a_gpu_they_cannot_be_used(zoo: Zoo) -> None:
+def test_kernels_cannot_be_used_without_a_gpu(zoo: Zoo) -> None:
     decoder = read_model_description(zoo["llama"].folder).decoder
     with pytest.raises(CannotAttend):
         check_attention(triton_attention(decoder), decoder, 16, (None,), torch.float32, torch.device("cpu"))
 
 
-def test_they_are_imported_where_they_are_asked_for_alone() -> None:
+def test_kernels_are_imported_only_where_requested() -> None:
     code = "import sys, inflight.engine.runner; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -112,7 +112,7 @@ def test_a_product_is_that_of_the_dequantized_weight(kind: str, shape: tuple[int
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_without_numbers_spoils_no_other(kind: str) -> None:
+def test_a_row_with_nan_does_not_affect_other_rows(kind: str) -> None:
     linear = Quantizing(kind, torch.bfloat16, CPU).linear(torch.randn(32, 64).bfloat16())
     x = torch.randn(6, 64).bfloat16()
     expected = linear(x)
@@ -158,7 +158,7 @@ def test_experts_and_latent_attention(zoo: Zoo, case: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_the_operator_the_weights_are_multiplied_all_the_same(
+def test_weights_are_multiplied_without_the_operator_too(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight, x = torch.randn(64, 128), torch.randn(7, 128)
@@ -176,7 +176,7 @@ def test_without_the_operator_the_weights_are_multiplied_all_the_same(
     assert caplog.text.rstrip().endswith("not here")
 
 
-def test_a_product_that_is_wrong_is_not_used(
+def test_a_wrong_product_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = quantized_linear.dequantizing_product
@@ -226,7 +226,7 @@ def test_compiled_layers_have_no_fp8(zoo: Zoo) -> None:
     assert load_engine(zoo["llama"].folder, dtype="fp8").kernels == "torch"
 
 
-def test_float8_takes_the_largest_of_a_row_for_its_largest_level() -> None:
+def test_float8_maps_a_rows_maximum_to_the_largest_level() -> None:
     values = torch.tensor([[0.0, 0.0], [1.0, -3.0], [1e-20, 2e-20], [3e38, 1e38]])
     levels, scales = quantize_float8(values)
     assert levels.float().abs().amax(1).tolist() == [0.0, 448.0, 448.0, 448.0]

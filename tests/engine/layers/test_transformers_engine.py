@@ -114,7 +114,7 @@ def test_drawn_tokens_are_those_of_our_own_layers(zoo: Zoo) -> None:
     assert tokens[0] == tokens[1] != [zoo["llama-gqa"].greedy(each.input_token_ids, 30) for each in requests]
 
 
-def test_windows_that_are_asked_for(zoo: Zoo) -> None:
+def test_windows_given_by_a_parameter(zoo: Zoo) -> None:
     model, options = zoo["llama-gqa"], {"max_attention_window_size": (13, 24), "sink_token_length": 3}
     requests = [Request(n, model.prompt(30 + n, n), 30) for n in range(3)]
     theirs, ours = (
@@ -189,7 +189,7 @@ def test_the_log_says_that_transformers_code_runs_the_layers(
     assert "the layers are transformers' own code (StableLmForCausalLM)" in caplog.text
 
 
-def test_a_type_that_has_the_class_of_a_family_of_the_table(tmp_path: Path) -> None:
+def test_an_unknown_type_with_a_known_class_is_run_by_transformers(tmp_path: Path) -> None:
     """It has its own defaults, and its type may gain other meanings."""
     model = make_model(tmp_path, "llama-gqa")
     file = tmp_path / "config.json"
@@ -205,7 +205,7 @@ def test_families_with_a_map_have_our_layers(zoo: Zoo) -> None:
     assert load(zoo["llama-gqa"].folder, 20).kernels in ("native", "torch")
 
 
-def test_our_layers_are_asked_for(zoo: Zoo) -> None:
+def test_asking_for_our_layers_is_refused_for_other_families(zoo: Zoo) -> None:
     with pytest.raises(ConfigError, match=r"StableLmForCausalLM.*expected one of LlamaForCausalLM"):
         loaded(zoo, "stablelm", implementation="torch")
 
@@ -287,7 +287,7 @@ def test_code_of_a_checkpoint_is_not_run(zoo: Zoo, tmp_path: Path) -> None:
         ("DeepseekV3", {"first_k_dense_replace": 3}, "queries of 192, keys of 192 and values of 128"),
     ],
 )
-def test_attention_that_is_not_ours_is_refused(
+def test_unsupported_attention_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, class_name: str, changes: dict[str, Any], reason: str
 ) -> None:
     monkeypatch.setitem(WITHOUT_MAP, "other", (class_name, changes))
@@ -357,7 +357,7 @@ def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
         ({"lora_cache_gpu_memory_fraction": 0.1}, "lora_cache_gpu_memory_fraction is 0.1, expected 0"),
     ],
 )
-def test_parameters_that_it_has_not(zoo: Zoo, changes: dict[str, Any], reason: str) -> None:
+def test_unsupported_parameters_are_refused(zoo: Zoo, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         loaded(zoo, "stablelm", **changes)
 

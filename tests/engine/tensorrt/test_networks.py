@@ -65,7 +65,7 @@ def test_every_family(zoo: Zoo, tmp_path: Path, case: str) -> None:
     assert largest_error(model, texts) < EXACT
 
 
-def test_refused_families_are_those_that_lack_something(zoo: Zoo) -> None:
+def test_refused_families_are_those_with_unsupported_features(zoo: Zoo) -> None:
     assert {case for case in CASES if lacking(read_model_description(zoo[case].folder).decoder)} == REFUSED
 
 
@@ -81,7 +81,7 @@ def test_error_of_other_types_is_bounded(zoo: Zoo, tmp_path: Path, case: str, dt
 
 @pytest.mark.parametrize(("dtype", "rounded"), [("int8", quantize_int8), ("fp8", quantize_float8)])
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "qwen3"], ["qwen3"]))
-def test_quantized_weights_are_what_they_stand_for(
+def test_quantized_weights_equal_rounded_matrices(
     zoo: Zoo, tmp_path: Path, case: str, dtype: str, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> None:
     """Compared with transformers with each row of its matrices rounded in the same way, from bfloat16 on."""
@@ -230,7 +230,7 @@ def _largest_of_the_others(node: Node) -> Node:
     "broken",
     [_turned_backwards, _seeing_what_comes, _keys_as_values, _without_square_root, _largest_of_the_others],
 )
-def test_networks_that_are_wired_otherwise_are_noticed(
+def test_wrongly_connected_networks_are_detected(
     zoo: Zoo, tmp_path: Path, broken: Callable[[Node], Node]
 ) -> None:
     model, texts = zoo["mixtral"], texts_of(zoo["mixtral"])
@@ -318,7 +318,7 @@ def _mask(batch: list[Rows], ranks: dict[int, int]) -> Tensor:
 
 @pytest.mark.parametrize("num_ranks", with_all([1, 2], [2]))
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
-def test_adapters_give_what_their_merged_weights_do(
+def test_adapters_give_the_results_of_merged_weights(
     zoo: Zoo, tmp_path: Path, case: str, num_ranks: int
 ) -> None:
     model = zoo[case]
@@ -345,7 +345,7 @@ def test_adapters_give_what_their_merged_weights_do(
 @pytest.mark.parametrize(
     "case", with_all(["llama-gqa", "olmo2", "qwen2-moe", "opt", "granite"], ["olmo2", "qwen2-moe"])
 )
-def test_ranks_in_step_give_what_one_does(zoo: Zoo, tmp_path: Path, case: str) -> None:
+def test_ranks_in_step_give_the_results_of_one(zoo: Zoo, tmp_path: Path, case: str) -> None:
     model = zoo[case]
     engines = build(model.folder, tmp_path, dtype="float32", tensor_parallel_size=2)
 

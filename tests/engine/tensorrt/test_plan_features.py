@@ -68,9 +68,7 @@ def test_an_adapter_with_magnitudes_ends_its_request_alone(zoo: Zoo, plans: Plan
 
 
 @pytest.mark.parametrize("where", ["A", "B"])
-def test_numbers_of_an_adapter_that_are_not_finite_reach_no_other_row(
-    zoo: Zoo, plans: Plans, where: str
-) -> None:
+def test_an_adapter_with_nan_affects_no_other_row(zoo: Zoo, plans: Plans, where: str) -> None:
     engine = load(plans(zoo["llama-gqa"], max_lora_rank=LORA_RANKS), 60)
     assert_contained(engine, zoo["llama-gqa"], where)
 
@@ -193,7 +191,7 @@ def test_recorded_batches_give_the_same_tokens(zoo: Zoo, plans: Plans, case: str
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
 )
-def test_recordings_serve_some_of_everything(zoo: Zoo, plans: Plans, way: str) -> None:
+def test_recordings_serve_requests_of_every_kind(zoo: Zoo, plans: Plans, way: str) -> None:
     """Reused prefixes, pauses, searches, drafts: recorded batches, and others between them."""
     model, replays = zoo["llama-gqa"], Replays()
     engine = load(plans(model, max_context_chunks=3), 60)
@@ -205,7 +203,7 @@ def test_recordings_serve_some_of_everything(zoo: Zoo, plans: Plans, way: str) -
     assert min(replays.ran) < num_mixed <= max(replays.ran), "of both profiles"
 
 
-def test_batches_that_plans_have_no_room_for_are_not_recorded(zoo: Zoo, plans: Plans) -> None:
+def test_batches_too_large_for_plans_are_not_recorded(zoo: Zoo, plans: Plans) -> None:
     """More rows or chunks than the plan takes at once, and no space after the sequences."""
     model, replays = zoo["llama-gqa"], Replays()
     engine = load(plans(model, max_num_tokens=40, max_seq_len=32, max_context_chunks=2), 60)

@@ -150,7 +150,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
 @pytest.mark.parametrize(
     "name", with_all(FAULTS, ["keys one position behind", "stale rows", "blocks written in another order"])
 )
-def test_a_fault_is_noticed(zoo: Zoo, plans: Plans, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_detected(zoo: Zoo, plans: Plans, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the assertions of `test_served_plans.py`, with fewer requests."""
     model = zoo["llama-gqa"]
     FAULTS[name](monkeypatch)
@@ -209,7 +209,7 @@ def empty_tiles_that_are_read(patch: Patch) -> None:
     "plant",
     [fillers_in_resting_slots, fillers_that_generate, empty_tiles_that_are_read],
 )
-def test_a_fault_in_recordings_is_noticed(
+def test_a_fault_in_recordings_is_detected(
     zoo: Zoo, plans: Plans, plant: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By an assertion of `test_plan_features.py`: rows of slots that pause for an iteration are unchanged."""
@@ -241,7 +241,7 @@ def replay_resting(engine: Any, model: Any) -> list[list[int]]:
     return [row.generated for row in ended + rows]
 
 
-def test_sequences_that_rest_are_left_alone_by_recordings(zoo: Zoo, plans: Plans) -> None:
+def test_recordings_do_not_change_idle_sequences(zoo: Zoo, plans: Plans) -> None:
     model = zoo["llama-gqa"]
     engine = load(plans(model), 60, max_num_sequences=6)
     record(engine, Replays())

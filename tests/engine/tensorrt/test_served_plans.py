@@ -71,7 +71,7 @@ def test_without_blocks_where_nothing_is_shared(zoo: Zoo, plans: Plans) -> None:
     assert [served.tokens(9, index) for index in range(3)] == [model.greedy(model.prompt(21, 9), 12)] * 3
 
 
-def test_without_blocks_fewer_tokens_are_kept_if_that_is_asked_for(zoo: Zoo, plans: Plans) -> None:
+def test_without_blocks_fewer_tokens_are_kept_on_request(zoo: Zoo, plans: Plans) -> None:
     model = zoo["llama-gqa"]
     engine = load(plans(model), 18, shares_blocks=False)
     assert engine.limits.num_blocks == 18
@@ -82,7 +82,7 @@ def test_without_blocks_fewer_tokens_are_kept_if_that_is_asked_for(zoo: Zoo, pla
     assert served.num_pauses > 0
 
 
-def test_a_conversation_that_goes_on_finds_its_row(zoo: Zoo, plans: Plans) -> None:
+def test_a_continued_conversation_finds_its_row(zoo: Zoo, plans: Plans) -> None:
     """Only tokens that the row lacks are read from blocks: none if a slot continues its own conversation."""
     model = zoo["llama-gqa"]
     engine = load(plans(model), num_blocks=60, max_num_sequences=1)

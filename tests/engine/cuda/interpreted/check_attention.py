@@ -138,7 +138,7 @@ def test_a_chunk_is_the_same_however_it_is_cut(zoo: Zoo, window: AttentionWindow
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("rounding", [None, FP8_LEVELS])
-def test_memory_behind_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | None) -> None:
+def test_memory_after_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | None) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
     packed = pack_rows((PackedChunk(0, 0, 5, 30),), (1,), (50,), rows.tables)
@@ -155,7 +155,7 @@ def test_memory_behind_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | No
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window", "gpt-oss", "gemma2"])
-def test_tokens_are_the_models(zoo: Zoo, case: str) -> None:
+def test_tokens_equal_the_models(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     decoder = read_model_description(model.folder).decoder
     row = alone(load_paged(model.folder, attention=KernelAttention(decoder)), model.prompt(19), 8)
@@ -210,7 +210,7 @@ def test_recorded_batches_have_the_tokens_of_others(zoo: Zoo) -> None:
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize("windows", [(None,), (None, AttentionWindow(20, 3))])
-def test_chunks_by_another_and_as_they_are_recorded(zoo: Zoo, windows: Any) -> None:
+def test_chunks_by_both_kernels_and_as_recorded(zoo: Zoo, windows: Any) -> None:
     """The batches that loading tries: chunks by both kernels, and with a larger maximum length."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     for_chunks = PagedAttention(ReferenceVarlen(), True) if windows == (None,) else None
@@ -227,7 +227,7 @@ def test_heads_that_are_too_wide_are_refused(zoo: Zoo) -> None:
 
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
-def test_over_8_bits_tokens_are_those_of_gathered_blocks(zoo: Zoo) -> None:
+def test_tokens_over_8_bit_blocks_equal_those_of_gathered_blocks(zoo: Zoo) -> None:
     """In two chunks, the second beside a generation row."""
     model = zoo["llama-gqa"]
     decoder = read_model_description(model.folder).decoder

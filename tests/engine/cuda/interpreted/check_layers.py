@@ -126,7 +126,7 @@ def off(function: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["add_norm", "rotate_and_write", "gated_activation"])
-def test_a_load_notices_each_that_is_off_or_raises(
+def test_a_load_detects_each_wrong_or_raising_kernel(
     zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inflight.engine.layers.layer_check._ROWS", (3,))
@@ -198,7 +198,7 @@ def test_a_wrong_kernel_alone_is_left_out_and_logged(
         ("deepseek-v3", {ADD_NORM, ACTIVATION}),
     ],
 )
-def test_tokens_are_the_models(zoo: Zoo, case: str, parts: set[str]) -> None:
+def test_tokens_equal_the_models(zoo: Zoo, case: str, parts: set[str]) -> None:
     """Parts for which there is a kernel use it; the others use torch."""
     model = zoo[case]
     operations = KernelLayerOperations(decoder_of(zoo, case))
@@ -241,7 +241,7 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("with_kernels", "count"), [(True, 10), (False, 17)])
-def test_a_layer_of_generation_rows_is_so_many_launches(
+def test_the_number_of_launches_of_a_layer(
     zoo: Zoo, with_kernels: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Count the launches that docs/performance.md states, as the difference that one layer makes.
@@ -278,7 +278,7 @@ def test_peaks(size: int) -> None:
     assert len(peaks.find_peaks(logits[:0]).tokens) == 0
 
 
-def test_a_row_with_nan_has_one() -> None:
+def test_a_row_with_nan_has_a_nan_peak() -> None:
     logits = torch.randn(2, 9000)
     logits[0, 8191] = torch.nan
     logits[0, 17] = torch.inf
@@ -336,7 +336,7 @@ def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dt
     assert product.int8_product(x[:0], levels, scales).shape == (0, outputs)
 
 
-def test_how_often_an_int8_product_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_launches_of_an_int8_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """With few outputs and rows, several programs share a sum, and a second launch adds the parts."""
     for num_rows, outputs, added in ((3, 40, ["_add_parts"]), (33, 40, []), (3, 8200, [])):
         x, (levels, scales) = torch.randn(num_rows, 64), quantize_int8(torch.randn(outputs, 64))

@@ -54,7 +54,7 @@ def harmless(model: ZooModel, length: int, seed: int) -> tuple[int, ...]:
 @every_way
 @pytest.mark.parametrize("token", OVERFLOWING)
 @pytest.mark.parametrize("place", with_all([0, 10, 20], [10]))
-def test_a_nan_is_noticed_at_any_position(
+def test_a_nan_is_detected_at_any_position(
     zoo: Zoo, overflowing: Path, kernels: str, dtype: str, cache: str, token: int, place: int
 ) -> None:
     """At the beginning of the context, in a later chunk, and as the last token."""
@@ -69,7 +69,7 @@ def test_a_nan_is_noticed_at_any_position(
 
 
 @every_way
-def test_requests_beside_it_are_answered_as_without_it(
+def test_requests_beside_a_nan_are_unaffected(
     zoo: Zoo, overflowing: Path, kernels: str, dtype: str, cache: str
 ) -> None:
     model = zoo["llama-gqa"]
@@ -101,7 +101,7 @@ def leave_behind(engine: ModelEngine, value: float) -> None:
 @every_way
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "mistral-window", "gpt2"], ["mistral-window"]))
 @pytest.mark.parametrize("tokens_per_block", with_all([2, 24], [2]))
-def test_a_nan_left_in_a_block_reaches_no_later_sequence(
+def test_a_nan_left_in_a_block_affects_no_later_sequence(
     zoo: Zoo, case: str, kernels: str, dtype: str, cache: str, tokens_per_block: int
 ) -> None:
     """Contexts of even and odd lengths, whole and in chunks, side by side, followed by generation."""
