@@ -105,7 +105,7 @@ def _reason(name: str, revision: str, error: Exception) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"{endpoint} has no model of this name, or it is private: then set HF_TOKEN to a token of "
-            "somebody who may read it"
+            "an account that may read it"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"on {endpoint} it has no revision {revision!r}"
@@ -117,7 +117,7 @@ def _reason(name: str, revision: str, error: Exception) -> str:
             f"it cannot be fetched from {endpoint} ({_first_line(error.__cause__)}), nor is revision "
             f"{revision!r}, or all of it, in the hub's cache {cache}"
         )
-    return f"not to be had from {endpoint}: {_first_line(error)}"
+    return f"it is not available from {endpoint}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

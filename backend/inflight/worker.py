@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m inflight.worker",
         description="One rank of an engine. Beside tritonserver in leader mode: mpirun --enable-recovery -n 1 "
         "tritonserver ARGUMENTS : -n N-1 python -m inflight.worker. In orchestrator mode the model starts it.",
-        epilog="It takes no arguments: rank 0 hears what to serve, and tells the others.",
+        epilog="It takes no arguments: rank 0 receives the job and sends it to the other ranks.",
     )
 
 

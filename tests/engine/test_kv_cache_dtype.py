@@ -228,7 +228,7 @@ WINDOWS = {"max_attention_window_size": (12, 40), "sink_token_length": 3}
 
 
 def assert_same_in_all_ways(engine: ModelEngine, model: ZooModel) -> None:
-    """With full and partial reuse, chunks, pauses, beams, drafts and prompt lookup, compared with each alone."""
+    """Compare with each alone: full and partial reuse, chunks, pauses, beams, drafts and prompt lookup."""
     requests = some_of_everything(model)[:6]
     alone = config_of("no-evict", enable_kv_cache_reuse=False)
     expected = [serve(engine, alone, [request]).beams(request) for request in requests]

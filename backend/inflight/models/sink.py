@@ -70,7 +70,7 @@ class Sink(ABC, Generic[LayerT, LinearT]):
 
         `is_stack`: whether the matrix belongs to an expert.
         """
-        return "it is not kept as it is"
+        return "this engine does not keep it quantized"
 
     @abstractmethod
     def layer(self, layer: Layer[LinearT]) -> LayerT:

@@ -213,14 +213,14 @@ class WeightReader(Generic[LayerT, LinearT]):
         are_quantized = [part.name in levels for part in source.parts]
         if source.transposed or not all(are_quantized):
             if any(are_quantized):
-                self._note_unpacked(source, "what is multiplied with it is not quantized")
+                self._note_unpacked(source, "another part of its fused matrix is not quantized")
             return None
         found: list[GroupedMatrix] = []
         for part in source.parts:
             whole = levels[part.name].read()
             found += [whole.part(rows, source.kept).grouped() for rows in part.ranges]
         if (matrix := stack_rows(found)) is None:
-            self._note_unpacked(source, "others that are multiplied with it are quantized otherwise")
+            self._note_unpacked(source, "other parts of its fused matrix are quantized differently")
         return matrix
 
     def _release(self, source: TensorSource) -> None:

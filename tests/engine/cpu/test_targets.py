@@ -69,7 +69,7 @@ def test_logits_in_fewer_bits_are_near_those_in_float32(
 
 
 def check_rounded_cache(model: ZooModel, dtype: str, kind: str, tolerance: float) -> None:
-    """A number near the border of two levels may be rounded to the other one, so some logits differ slightly."""
+    """Compare logits; numbers near the border of two levels may be rounded to either, so a few differ."""
     settings = {"dtype": dtype, "kv_cache_dtype": kind, "max_num_sequences": 3}
     found, expected = (
         torch.stack(alone(load_engine(model.folder, kernels=kernels, **settings), model.prompt(33), 3).logits)

@@ -55,7 +55,7 @@ def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
 
 
 def nothing_that_can_be_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    """Compiling succeeds, but neither a folder nor memory allows execution."""
+    """Let compiling succeed, but forbid execution from folders and memory; return the reason."""
 
     def refuse(name: str) -> None:
         raise OSError(f"{name}: failed to map segment from shared object")

@@ -297,7 +297,7 @@ GRAPHED = {"dtype": "bfloat16", "device": "cuda", "max_num_sequences": 11, "max_
 
 
 def _load_graphed(model: ZooModel, **changes: Any) -> ModelEngine:
-    """With blocks that FlashAttention 2 accepts for launched chunks; it accepts no smaller ones."""
+    """Load with the smallest blocks that FlashAttention 2 accepts, which is used for launched chunks."""
     values = {**GRAPHED, "tokens_per_block": 256, "max_tokens_in_paged_kv_cache": 256 * 40, **changes}
     return load_engine(model.folder, **values)
 

@@ -1,5 +1,4 @@
-"""Quantized checkpoints whose weights stay quantized: logits near those of the dequantized weights, in every
-setting.
+"""Quantized checkpoints whose weights stay quantized: logits are near those of the dequantized weights.
 
 Weights are exact. Compiled layers round the inputs of products to int8, and the output projection; torch's
 operators round only to the dtype.

@@ -53,7 +53,7 @@ def two_layers_in_one_cache(patch: Patch) -> None:
 
 
 def output_beside_its_input(patch: Patch) -> None:
-    """TensorRT would write to unused memory if it did not refuse this."""
+    """Plant a fault: TensorRT would write to unused memory if it did not refuse this."""
     context = LoadedPlan._context
 
     def elsewhere(self: LoadedPlan, *arguments: Any) -> Any:
