@@ -25,7 +25,8 @@ _MOST_DESCRIPTORS = 65_536
 def raise_descriptor_limit() -> None:
     """Raise this process's limit of open files and connections, which its children inherit, as far as allowed.
 
-    Some systems allow a thousand million, and programs that close every possible descriptor then take very long.
+    The new limit is capped: some systems allow a thousand million, and programs that close every possible
+    descriptor would take very long.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)

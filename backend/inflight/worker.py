@@ -1,10 +1,9 @@
 """`python -m inflight.worker`: one rank of an engine, started by mpirun or srun together with the others.
 
     leader mode         rank 0 is Triton's process of the model; all other ranks run this program
-    orchestrator mode   Triton's process of the model starts all ranks, which run this program; it writes rank
-    0's job
-                        as one line to its standard input, reads from one line of its standard output whether it
-                        serves, and supervises it through the engine endpoint
+    orchestrator mode   Triton's process of the model starts all ranks, which run this program; it writes the job
+                        as one line to rank 0's standard input, reads from one line of its standard output whether
+                        it serves, and supervises it through the engine endpoint
 
 The main thread loads the model and then waits until the engine ends. A rank that loses another one ends at once.
 """
