@@ -1,6 +1,6 @@
 """TensorRT-LLM's `InferenceRequest`, a map of tensors, for programs that use GptManager as a library.
 
-What the tensors mean, `requests` says, as for a served model.
+`requests` interprets the tensors, as for a served model.
 Specification: Inference Request. Any thread.
 """
 
@@ -40,18 +40,18 @@ class InferenceRequest:
     tensors: Mapping[str, Any] = field(default_factory=dict)
 
     def to_request(self, limits: ModelLimits) -> Request:
-        """The Request that GetInferenceRequests returns to a GptManager; see `to_prompt`."""
+        """Return the Request that a GetInferenceRequests callback returns to a GptManager; see `to_prompt`."""
         return self.to_prompt(limits).request
 
     def to_prompt(self, limits: ModelLimits) -> Prompt:
-        """Convert the tensors to a Request, and to which outputs are to come back.
+        """Convert the tensors to a Request and the names of its outputs.
 
         Args:
-            limits: Of the scheduler that the GptManager runs (`Scheduler.limits`).
+            limits: Limits of the scheduler that the GptManager runs (`Scheduler.limits`).
 
         Raises:
             InvalidArgument: A name, type, shape or value is wrong; the message names the tensor.
-            Unsupported: A tensor is not built, or needs a tokenizer: there is none here.
+            Unsupported: A tensor is not implemented, or needs a tokenizer, which is not available here.
         """
         for name in self.tensors:
             self._check_name(name)
