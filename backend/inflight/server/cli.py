@@ -1,7 +1,7 @@
-"""The command line of `scripts/serve`: options in, a READY line out.
+"""The command line of `scripts/serve`: parses options, runs the server, and prints a READY line.
 
-Keeping the server up is `supervisor.py`'s affair. Runs on the main thread alone; the server's log is copied to
-stderr by a thread of `log.ServerLog`.
+`supervisor.py` keeps the server running. This module runs on the main thread; a thread of `log.ServerLog`
+copies the server's log to stderr.
 """
 
 import argparse
@@ -33,12 +33,12 @@ _DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until a signal says to end; returns the exit status."""
+    """Serve until a signal ends it; return the exit status."""
     raise_descriptor_limit()
     try:
         options = parse(arguments)
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
-            os.environ.pop(variable, None)  # which are none of the models' business
+            os.environ.pop(variable, None)  # the models must not see them
         return _serve(options)
     except ServeError as error:
         print(f"serve: {error}", file=sys.stderr)
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> ServerOptions:
-    """The options a command line stands for; raises OptionError, or ends the program for wrong usage."""
+    """Parse a command line. Raises OptionError, or exits the program for wrong usage."""
     given = _parser().parse_args(arguments)
     _check_engine(given)
     return ServerOptions(
@@ -280,7 +280,7 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_engine(given: argparse.Namespace) -> None:
-    """Raise OptionError where --engine and --engine-dir do not go together."""
+    """Raise OptionError if --engine and --engine-dir contradict each other."""
     folder = given.engine_dir
     if folder is not None and given.engine not in (None, "tensorrt"):
         raise OptionError(f"--engine-dir {folder} is for --engine tensorrt, not {given.engine}")
@@ -299,7 +299,7 @@ def _serve(options: ServerOptions) -> int:
 
 @contextlib.contextmanager
 def _echo() -> Generator[TextIO, None, None]:
-    """The stream of the server's log: stderr; on a terminal, lines about progress become a bar there."""
+    """Yield the stream of the server's log: stderr; on a terminal it shows progress as a bar."""
     if not sys.stderr.isatty():
         yield sys.stderr
         return
@@ -316,7 +316,7 @@ def _write(options: ServerOptions, target: Path) -> int:
 
 
 def ready_line(server: TritonServer) -> str:
-    """The line that tells where a ready server listens and what it serves."""
+    """Return the line that says where a ready server listens and what it serves."""
     model = server.repository.checkpoint or "none"
     openai = f" openai={server.openai}" if server.openai else ""
     return f"READY http={server.http} grpc={server.grpc} metrics={server.metrics}{openai} model={model}"
