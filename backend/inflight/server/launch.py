@@ -217,7 +217,7 @@ class TritonServer:
         return is_openai_up and is_ready(self._address, ports.http, ports.metrics, models)
 
     def _make_startup(self, say: Callable[[str], None] | None) -> Startup:
-        assert self._log is not None, "who waits has started the server"
+        assert self._log is not None, "waiting for a server that was not started"
 
         def tell(line: str) -> None:
             if say is not None:

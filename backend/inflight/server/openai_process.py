@@ -112,7 +112,7 @@ class OpenAiProcess:
         num_lost = 0
         while (process := self._start_one(engine)) is not None:
             begun_s = time.monotonic()
-            assert process.stdout is not None and process.stderr is not None, "it was started with pipes"
+            assert process.stdout is not None and process.stderr is not None, "started without pipes"
             log = ServerLog(process.stderr, self._echo, has_gpu=True)
             # The process writes one line once it listens, and none if it ends before.
             self._was_up |= bool(process.stdout.readline())
@@ -153,7 +153,7 @@ class OpenAiProcess:
                 umask=UMASK,
             )
             orphans.claim(self._process)
-            assert self._process.stdin is not None, "it was started with a pipe"
+            assert self._process.stdin is not None, "started without a pipe"
             with (
                 contextlib.suppress(BrokenPipeError),
                 self._process.stdin as pipe,

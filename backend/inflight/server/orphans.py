@@ -35,7 +35,7 @@ def reap() -> None:
     with _lock:
         own = {process.pid for process in _own}
     this = ProcessId.of(os.getpid())
-    assert this is not None, "this process runs"
+    assert this is not None, "this process has no entry in /proc"
     for child in this.children():
         fields = stat_fields(child.pid)
         if child.pid not in own and fields is not None and fields[STATE] == "Z":

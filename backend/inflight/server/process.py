@@ -64,7 +64,7 @@ class ServerProcess:
     @property
     def output(self) -> IO[bytes]:
         """Stdout and stderr of the server, as one stream."""
-        assert self._child.stdout is not None, "it was started with a pipe"
+        assert self._child.stdout is not None, "started without a pipe"
         return self._child.stdout
 
     @property
