@@ -1,10 +1,10 @@
 """Measure the cost of guided decoding: masks for many rows, and the delay of other requests by a slow guide.
 
-The first part times an iteration of a model of random weights. The second chooses tokens as that model's engine
-does, of a made-up vocabulary, with a JSON schema that every row follows and without, in turn: the difference is
-what an iteration does for guides, that is, fill masks, ban what they do not have, and go on with the tokens that
-were chosen. In the third part a request streams while others' guides, which take longer to compile than they may,
-are compiled in vain: the gaps between its tokens with them and without.
+The first part times an iteration of a model with random weights. The second samples with that model's engine
+from a made-up vocabulary, in turn with and without a JSON schema that every row follows. The difference is an
+iteration's work for guides: filling masks, banning tokens, and accepting sampled tokens. In the third part a
+request streams while other requests' guides, which exceed the time limit, are compiled in vain. It compares
+the gaps between the stream's tokens with and without them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _GUIDE = Guide(GuideKind.JSON_SCHEMA, json.dumps(_SCHEMA))
 
 
 def made_up_vocabulary(vocab_size: int) -> GuideVocabulary:
-    """All bytes, and texts of two to eight letters, a third of them behind a space."""
+    """Return a vocabulary of all bytes, and texts of two to eight letters, a third of them after a space."""
     numbers = np.random.default_rng(0)
     tokens = {bytes([each]): None for each in range(256)}
     while len(tokens) < vocab_size:
@@ -71,11 +71,12 @@ def made_up_vocabulary(vocab_size: int) -> GuideVocabulary:
 def mask_milliseconds(
     name: str, kernels: RowKernels, num_rows: int, vocab_size: int, num_steps: int, num_rounds: int
 ) -> dict[str, float]:
-    """Milliseconds that `Sampler.decode` takes with guides and without, in turn.
+    """Measure the milliseconds of `Sampler.decode` with guides and without, in turn.
 
     Returns:
-        What reading the vocabulary and compiling the guide took; the medians of the rounds, of which each is the
-        median or the 99th percentile of its steps; the difference, `guides_ms`, and the lowest and the highest.
+        The times of reading the vocabulary and compiling the guide; medians over the rounds, where a round's
+        value is the median or the 99th percentile of its steps; the difference `guides_ms`, with its lowest
+        and highest value.
     """
     vocabulary = made_up_vocabulary(vocab_size)
     begun = time.perf_counter()
@@ -113,7 +114,7 @@ def _decode_seconds(
     vocab_size: int,
     num_steps: int,
 ) -> list[float]:
-    """Greedy rows whose logits are drawn anew in every step, so that texts go everywhere a guide lets them."""
+    """Time greedy rows with new random logits in every step, so that texts take all paths of a guide."""
     cpu = torch.device("cpu")
     sampler = Sampler(num_rows, num_steps + 2, vocab_size, cpu, kernels, grammars=grammars)
     slots = tuple(range(num_rows))
@@ -138,7 +139,7 @@ def _decode_seconds(
 def loaded_engine(
     shape: str, workload: Workload, dtype: str, device: str | None, kernels: str | None
 ) -> Iterator[ModelEngine]:
-    """An engine of random weights with room for the workload."""
+    """Yield an engine of random weights with slots and memory for the workload."""
     (num_rows,) = workload.rows
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), shape=SHAPES[shape], dtype="bfloat16")
@@ -160,7 +161,7 @@ def loaded_engine(
 
 
 def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[float]:
-    """Milliseconds between the tokens of a stream, while so many slow guides are compiled one after another."""
+    """Return the milliseconds between a stream's tokens while `num_slow` slow guides are compiled in turn."""
     found: list[Grammars] = []
 
     def make_grammars(vocab_size: int) -> Grammars:
@@ -202,7 +203,7 @@ def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[floa
 
 
 def _slow_guide(number: int) -> Guide:
-    """A grammar that stands for twice as much with every rule: minutes."""
+    """Return a grammar whose size doubles with every rule: it takes minutes to compile."""
     rules = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(1800))
     return Guide(GuideKind.EBNF_GRAMMAR, f'root ::= r0\n{rules}\nr1800 ::= "a{number}"')
 
