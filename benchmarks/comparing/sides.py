@@ -70,11 +70,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Printed:
-    """Output of a program: its line of JSON, or the reason why it has none; and everything else that it
-    printed.
+    """Output of a program: its line of JSON or the reason why it has none, and all other output.
 
     `has_hung` says that it was killed because it took too long.
-    """
     """
 
     figures: Mapping[str, object] | None
