@@ -203,9 +203,7 @@ def _describe(process: psutil.Process) -> Process | None:
         words = process.cmdline()
         peak = _kilobytes(Path(f"/proc/{process.pid}/status"), "VmHWM:")
         pss = process.memory_full_info().pss
-        cpu_s = sum(
-            process.cpu_times()[:4]
-        )  # user and system time, its own and of children that have ended
+        cpu_s = sum(process.cpu_times()[:4])  # user and system time, its own and of children that have ended
     except (OSError, StopIteration, psutil.Error):
         return None
     return Process(_name(words), cpu_s, pss, peak * 1024) if words else None
