@@ -53,7 +53,7 @@ def test_unknown_parameters_are_refused_by_name(demo_server, model, body, name, 
         {"image_url_input": "", "decoder_text_input": "", "num_draft_tokens": 0},
     ],
 )
-def test_parameters_that_clients_are_known_to_send_pass(demo_server, body) -> None:
+def test_known_parameters_of_clients_are_accepted(demo_server, body) -> None:
     try:
         answer = generate(demo_server.http, **TEXT, **body)
     except urllib.error.HTTPError as error:

@@ -173,7 +173,7 @@ def test_impossible_adapters_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("models", ["", "all_models/inflight_batcher_llm"])
-def test_an_input_is_declared_in_the_type_that_its_parameter_says(tmp_path: Path, models: str) -> None:
+def test_an_inputs_declared_type_matches_its_parameter(tmp_path: Path, models: str) -> None:
     source = default_repository().parent / models if models else default_repository()
     for name, value in (("set", "TYPE_BF16"), ("bad", "BF16")):
         runtime = assemble(source, tmp_path / name, Wanted(settings={"lora_weights_data_type": value}))
