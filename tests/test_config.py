@@ -1,4 +1,4 @@
-"""The parameters table: what parses, what counts as absent, and that everything else fails the load by name."""
+"""The table of parameters: valid texts, absent values, and errors that name every other text."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def value_of(parameters: Parameters, key: str) -> object:
 
 @pytest.mark.parametrize("text", ["", "${tokens_per_block}", "${anything at all}"])
 @pytest.mark.parametrize("spec", PARAMETERS, ids=lambda spec: spec.key)
-def test_empty_or_unfilled_is_absent(spec: ParameterSpec, text: str) -> None:
+def test_empty_or_unfilled_parameters_are_absent(spec: ParameterSpec, text: str) -> None:
     role = role_of(spec.key)
     assert make_parameters(role, **{spec.key: text}) == make_parameters(role)
 
@@ -159,7 +159,7 @@ def test_valid_texts_of_parameters_are_read(key: str, text: str, value: object) 
     assert value_of(make_parameters(role_of(key), **{key: text}), key) == value
 
 
-def test_every_built_row_is_covered_above() -> None:
+def test_every_built_parameter_has_a_valid_text_in_the_tests() -> None:
     assert {key for key, *_ in GOOD} == {spec.key for spec in PARAMETERS if spec.built}
 
 
@@ -204,12 +204,12 @@ def test_bad_values_fail_by_name(key: str, text: str, expected: str) -> None:
     assert f"{key}: got {text!r}, expected {expected}" in str(raised.value)
 
 
-def test_v1_is_static_batching_whatever_the_policy() -> None:
+def test_v1_means_static_batching_under_any_policy() -> None:
     parameters = make_parameters(gpt_model_type="V1", batch_scheduler_policy="max_utilization")
     assert parameters.scheduler.policy is CapacityPolicy.STATIC_BATCH
 
 
-def test_an_engine_packs_as_many_tokens_as_the_scheduler_gives_it() -> None:
+def test_the_engine_and_the_scheduler_have_the_same_max_num_tokens() -> None:
     parameters = make_parameters(max_num_tokens="512")
     assert parameters.engine.max_num_tokens == parameters.scheduler.max_num_tokens == 512
 
@@ -225,7 +225,7 @@ def test_an_unknown_model_type_is_refused_in_upstreams_words() -> None:
     ("parameter", "triton_queue", "bound"),
     [(None, None, 0), (None, 7, 7), ("5", None, 5), ("5", 7, 5), ("0", 7, 0), ("${max_queue_size}", 7, 7)],
 )
-def test_the_queues_bound_may_stand_where_upstream_has_it(
+def test_the_queue_bound_may_be_given_in_upstreams_place(
     parameter: str | None, triton_queue: int | None, bound: int
 ) -> None:
     config = make_model_config(**({} if parameter is None else {"max_queue_size": parameter}))
@@ -234,7 +234,7 @@ def test_the_queues_bound_may_stand_where_upstream_has_it(
     assert read_parameters(config, Role.ENGINE).scheduler.max_queue_size == bound
 
 
-def test_a_dynamic_batcher_without_a_bound_is_none() -> None:
+def test_a_dynamic_batcher_without_a_bound_does_not_bound_the_queue() -> None:
     assert (
         read_parameters(make_model_config() | {"dynamic_batching": {}}, Role.ENGINE).scheduler.max_queue_size
         == 0
@@ -284,7 +284,7 @@ def test_old_names_of_tensorrtllm_backend_are_read() -> None:
     ]
 
 
-def test_an_old_name_that_says_otherwise_is_refused() -> None:
+def test_an_old_name_with_a_contradicting_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_attention_window_size: got '7', but its other name says"):
         make_parameters(max_kv_cache_length="512", max_attention_window_size="7")
     with pytest.raises(ConfigError, match="max_kv_cache_length, now max_attention_window_size: got 'x'"):
@@ -301,7 +301,7 @@ def test_a_parameter_of_another_model_is_unknown() -> None:
         make_parameters(Role.POSTPROCESSING, max_num_tokens="5")
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         make_parameters(max_batch_size=-1, max_num_tokens="x", nonsense="y", num_nodes="4")
     message = str(raised.value)
@@ -310,7 +310,7 @@ def test_all_problems_come_at_once() -> None:
 
 
 def sample_of(spec: ParameterSpec) -> str:
-    """Some text that the row takes."""
+    """Return a text that is valid for the parameter."""
     texts = ("7", "0.5", "auto", "beam_search", "python", "TYPE_FP32", "/a/path")
     return next(text for text in texts if parses(spec, text))
 
@@ -327,6 +327,6 @@ def test_parameters_without_effect_load_and_are_logged(spec: ParameterSpec) -> N
 
 
 @pytest.mark.parametrize("mode", ["medusa", "lookahead", "eagle", "top-k"])
-def test_a_decoding_mode_that_is_not_there_is_refused(mode: str) -> None:
+def test_an_unknown_decoding_mode_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match=f"decoding_mode: got '{mode}', expected auto or top_k or "):
         make_parameters(decoding_mode=mode)

@@ -1,4 +1,4 @@
-"""Processes by an identity that outlives them."""
+"""Identities of processes, which remain valid after their end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_an_identity_survives_its_text():
     assert ProcessId.parse(str(myself)) == myself
 
 
-def test_a_process_that_runs_has_not_ended_and_is_its_parents_child():
+def test_a_running_process_has_not_ended_and_is_its_parents_child():
     with subprocess.Popen(["sleep", "60"]) as child:
         found = ProcessId.of(child.pid)
         assert found is not None
@@ -36,7 +36,7 @@ def test_a_later_process_with_the_same_number_is_another():
     assert myself is not None
     earlier = replace(myself, start_time=myself.start_time - 1)
     assert earlier.wait(0)
-    earlier.signal(signal.SIGKILL)  # nobody
+    earlier.signal(signal.SIGKILL)  # no process has it
 
 
 def test_a_parent_is_found():
