@@ -224,7 +224,7 @@ def test_client_errors_name_the_option_of_a_bias() -> None:
     assert str(error) == f"logit_bias must be in [0, {VOCAB_SIZE - 1}], got {NO_TOKEN} at position 0"
 
 
-def test_a_seed_beyond_64_bits_is_refused_by_every_protocol() -> None:
+def test_the_client_refuses_a_seed_outside_64_bits() -> None:
     with pytest.raises(ValueError, match=r"^seed must be in \[0, 18446744073709551615\], got -1$"):
         read_options({"seed": -1})
 

@@ -190,7 +190,7 @@ def test_layers_are_reported_on_a_processor_without_needed_instructions(
     assert all("AVX2" in each.mend for each in found)
 
 
-def test_layers_are_yellow_on_a_machine_with_the_generic_target(
+def test_layers_are_green_on_a_machine_with_only_the_generic_target(
     compiler: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(library, "TARGETS", library.TARGETS[-1:])

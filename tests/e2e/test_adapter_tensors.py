@@ -1,4 +1,4 @@
-"""LoRA tensors on the wire, before any adapter is looked for: types, shapes, what goes together, commands."""
+"""LoRA tensors of requests, before any adapter is looked up: types, shapes, combinations, commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_conflicting_tensors_are_refused(fake_server, model, tensors, message):
     request = REQUEST if model == "tensorrt_llm" else TEXT_REQUEST
     (refused,) = ask(fake_server.grpc, model, **request, **tensors)
     assert message in str(refused.error)
-    # All inputs of the test's marks are sent, in whichever of its cases.
+    # All inputs of the test's marks are sent, in one or another of its cases.
     ask(
         fake_server.grpc,
         model,
@@ -72,7 +72,7 @@ def test_triton_takes_weights_in_the_declared_type_alone(fake_server):
 
 @pytest.fixture(scope="module")
 def bfloat16_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """One that takes weights in bfloat16, and commands; its adapters there are none."""
+    """A server that takes bfloat16 weights and adapter commands, and has no adapters."""
     settings = {
         "fake_engine": "vocab=1000,step_us=0",
         "tokenizer_dir": str(DEMO_MODEL),
@@ -93,7 +93,7 @@ def test_every_model_declares_what_the_parameter_says(bfloat16_server, model):
 
 
 def test_weights_of_bfloat16_are_read(bfloat16_server):
-    """numpy has no such type: what is said of their shape shows that they came."""
+    """numpy has no such type; the error about their shape shows that they were read."""
     weights = grpc.InferInput("lora_weights", WEIGHTS.shape, "BF16")
     weights.set_data_from_numpy(WEIGHTS.astype(np.float32))
     others = make_inputs(grpc, **REQUEST, lora_task_id=1, lora_config=ROWS[:, :1])

@@ -1,4 +1,4 @@
-"""LoRA adapters through a real server: its tokens are those of PEFT, however the adapter gets there."""
+"""LoRA adapters through a real server: its tokens equal PEFT's, whichever way the adapter is sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .test_metrics import page_of
 PROMPT = [10, 11, 12, 13, 14]
 NUM_TOKENS = 12
 ADAPTERS = {"sql": 1, "chat": 2, "found": 3, "prefetched": 4}
-"""Names of PEFT folders, and the seeds that they are made with."""
+"""Names of PEFT folders, and the seeds of their adapters."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path]) -> dict[str, list[int]]:
-    """The greedy tokens of each adapter, and of none, by transformers and PEFT."""
+    """Return the greedy tokens of each adapter, and without one, by transformers and PEFT."""
     found = {"": greedy(PROMPT, NUM_TOKENS)}
     found |= {name: greedy(PROMPT, NUM_TOKENS, folder) for name, folder in folders.items()}
     assert len({tuple(each) for each in found.values()}) == len(found), (
@@ -92,7 +92,7 @@ def test_weights_come_once_and_then_the_id_is_enough(server, folders, expected):
 
 
 def test_an_adapter_is_a_model_to_an_openai_endpoint_elsewhere(server, expected):
-    """In front of the tritonserver, which tells it the names of its adapters."""
+    """The endpoint is in front of the tritonserver, which returns the names of its adapters."""
     remote = KServeEngineClient(server.grpc, str(DEMO_MODEL))
     asked = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     with served(remote) as url, httpx.Client(base_url=url, timeout=60) as client:
@@ -117,7 +117,7 @@ def test_the_metrics_page_names_the_adapters_of_requests(server):
             )  # fmt: skip
         family = "inflight_adapter_running_requests"
         wait_until(lambda: {"sql", "chat"} <= set(page_of(server).series(family, "lora_name")))
-        # The page is written metric by metric: what else it says of this iteration may come a moment later.
+        # The page is written metric by metric: other values of this iteration may appear a moment later.
         wait_until(lambda: page_of(server).series("inflight_adapters", "place")["on_device"] >= 2)
         wait_until(lambda: page_of(server).value("inflight_adapter_loads_total") >= 2)
         stream.cancel()
@@ -142,7 +142,7 @@ def test_a_wrong_adapter_fails_alone(server, folders, expected):
 
 @pytest.mark.parametrize("name", ["sql", "chat", "found"])
 def test_by_name(server, expected, name):
-    """Adapters named by --lora, and one that lies in lora_dir."""
+    """There are adapters named by --lora, and one in lora_dir."""
     assert tokens_of(server, lora_name=name) == expected[name]
     result = infer(
         server.http, "tensorrt_llm_infer", input_ids=PROMPT, request_output_len=NUM_TOKENS, end_id=-1,
@@ -206,7 +206,7 @@ def test_every_model_lists_adapters(server, model):
 
 @pytest.mark.parametrize("split", with_all(["tp", "pp"], ["tp"]))
 def test_ranks_have_their_parts(elsewhere, folders, expected, split):
-    """Weights reach every rank once, beside what is broadcast; each rank has its part of the adapter."""
+    """Weights are sent to every rank once, outside of the broadcast; each rank keeps its part of them."""
     settings = {"max_tokens_in_paged_kv_cache": "16384", "lora_weights_data_type": "TYPE_FP32"}
     wanted = Wanted(adapters=(("chat", folders["chat"]),))
     options = ServerOptions(mode="orchestrator", wanted=wanted, **{split: 2})

@@ -1,4 +1,4 @@
-"""Hidden states and top logits over the real server, against transformers; and the page that explains them."""
+"""Hidden states and top logits of the real server against transformers, and the page that explains them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def expected(oracle, tokens: list[int]) -> dict[str, np.ndarray]:
 
 
 def assert_rows(found: dict[str, np.ndarray], oracle, tokens: tuple[int, ...]) -> None:
-    """Expect all rows of the prompt, and for each token the row of the position it was chosen from."""
+    """Check all rows of the prompt, and for each token the row of the position that it was sampled from."""
     wanted = expected(oracle, [*PROMPT, *tokens])
     for name, rows in found.items():
         part, _, plain = name.partition("_")
@@ -92,7 +92,7 @@ def test_a_text_has_them_too(client):
 
 @pytest.mark.covers("additional_outputs")
 def test_a_client_that_cannot_name_outputs_sends_their_names(exact_server, oracle):
-    """HTTP generate, whose answer is flat; and gRPC without a list of outputs."""
+    """This is tested with HTTP generate, whose response is flat, and gRPC without a list of outputs."""
     names = [CONTEXT[0], GENERATION[3]]
     answer = completion(
         exact_server.grpc,

@@ -1,4 +1,4 @@
-"""Several prompts in one Triton request, several sequences of one prompt: apart where they can, else in one."""
+"""Several prompts of one Triton request, or sequences of one prompt, in separate responses or in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inflight.testing.fake_model import expected_tokens
 from .clients import TIMEOUT_S, Answer, Stream, ask, infer, unary
 from .conftest import FAKE_VOCABULARY
 
-# Ragged: what input_lengths leaves out is anything.
+# Ragged: values beyond input_lengths do not matter.
 PROMPTS = [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]
 LENGTHS = [4, 2, 3]
 
@@ -38,7 +38,7 @@ def batch(**tensors: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def by_prompt(answers: list[Answer]) -> dict[int, list[int]]:
-    """All ids of each prompt, by its batch_index."""
+    """Return all ids of each prompt, by its batch_index."""
     found: dict[int, list[int]] = {}
     for answer in answers:
         found.setdefault(answer.outputs["batch_index"].item(), []).extend(answer.ids)
@@ -153,7 +153,7 @@ def test_a_stop_ends_the_whole_batch(fake_server):
 
 
 def test_a_cancel_frees_every_prompt_of_a_batch(fake_server):
-    """The KV cache holds four such requests: the next ones run only when all rows are gone."""
+    """The KV cache holds four such requests: the next ones run only after all rows are freed."""
     with Stream(fake_server.grpc) as stream:
         long = batch(request_output_len=column([1900] * 3), streaming=column([True] * 3, np.bool_))
         stream.send("tensorrt_llm", "batch", **long)

@@ -1,4 +1,4 @@
-"""Beam search over the real server: what transformers finds, in every shape in which it can be asked for."""
+"""Beam search on the real server finds transformers' beams, in every form of request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompt(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def end_id(oracle, prompt) -> int:
-    """A token that some beams end with, early, and others do not."""
+    """Return a token with which some beams end early, and others do not."""
     found = oracle.beams(prompt, NUM_TOKENS, num_beams=4, num_return_sequences=4)
     holders = [set(tokens[2:8]) - set(tokens[:2]) for tokens, _ in found]
     counts = {token: sum(token in held for held in holders) for token in set().union(*holders)}
@@ -37,7 +37,7 @@ def end_id(oracle, prompt) -> int:
 
 
 def scored_by_transformers(oracle, prompt, end_id: int, **options) -> list[tuple[list[int], float]]:
-    """Tokens before the end id, and final score, of each beam."""
+    """Return the tokens before the end id and the final score of each beam."""
     found = oracle.beams(prompt, NUM_TOKENS, end_id=end_id, pad_token_id=end_id, **options)
     return [(list(itertools.takewhile(lambda token: token != end_id, ids)), score) for ids, score in found]
 
@@ -77,7 +77,7 @@ def test_beams_are_those_of_transformers(
     for row, ((tokens, score), reason) in enumerate(zip(expected, reasons, strict=True)):
         length, ended = len(tokens), reason == b"END_ID"
         assert sums[0, row] / (length + ended) ** length_penalty == pytest.approx(score, abs=1e-4)
-        if not ended:  # else the end id's is in the sum and not among the others
+        if not ended:  # otherwise the sum includes the end id's log prob, which is not returned
             assert sums[0, row] == pytest.approx(log_probs[0, row, :length].sum(), abs=1e-4)
         assert not log_probs[0, row, length:].any()
 
@@ -156,7 +156,7 @@ def test_the_diversity_rate_reaches_the_search(fake_server, rate):
 
 @pytest.mark.covers("streaming")
 def test_streamed_beams_say_everything_each_time(fake_server):
-    """The beams as they would come back if the search ended now."""
+    """Each response has the beams of a search that would end then."""
     request = Request(1, PLAIN, 8, sampling=SamplingConfig(beam_width=3))
     steps = expected_beam_steps(request, FAKE_VOCABULARY, attend_to_all=False)
     answers = ask(fake_server.grpc, input_ids=list(PLAIN), request_output_len=8, beam_width=3, streaming=True)
@@ -168,7 +168,7 @@ def test_streamed_beams_say_everything_each_time(fake_server):
 
 
 def test_beams_beside_streams_change_neither(fake_server, oracle):
-    """Different widths and samplers share the iterations; nobody waits for them to drain."""
+    """Different widths and samplers share iterations, and none waits for the others to end."""
     alone = [
         completion(fake_server.grpc, input_ids=list(PLAIN), request_output_len=12, beam_width=width).beams
         for width in (1, 2, 5)

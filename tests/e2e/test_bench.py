@@ -57,5 +57,5 @@ def test_lags_are_between_the_choice_of_a_token_and_its_arrival(elsewhere, tmp_p
         row = stream.Bench(server, trace).measure(num_streams=4, num_tokens=300)
     assert 0 < row["lag_ms_median_of_quickest_stream"] <= row["lag_ms_max"] < 10_000
     assert 1 <= row["tokens_behind_max"] <= 300
-    # Processor time is counted in hundredths of a second, of which each process has to take one at least.
+    # Processor time is counted in hundredths of a second; each process must take at least one.
     assert min(row["cpu_us_per_response"].values()) > 0

@@ -1,4 +1,4 @@
-"""`tensorrt_llm_bls` on a real server: a draft model changes what a text costs, and nothing of the text."""
+"""`tensorrt_llm_bls` on a real server: a draft model changes the time of a text, but not the text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_drawn_text_is_that_of_the_target_by_the_same_seed(pair_server):
 
 
 def test_by_logits_a_draft_of_nearly_the_same_distribution_is_nearly_always_accepted(pair_server):
-    """Drafts drawn by another temperature than that of their logits would be refused more often."""
+    """Drafts sampled with another temperature than that of their logits would be rejected more often."""
     answers = [
         drafted(pair_server, use_draft_logits=True, top_p=1.0, temperature=0.5, seed=seed)
         for seed in range(3)
@@ -95,7 +95,7 @@ def test_an_end_from_outside(pair_server, by):
             stream.cancel()
 
     def is_free() -> bool:
-        """Tell whether a request's id can be used again."""
+        """Return whether a request's id can be used again."""
         with Stream(pair_server.grpc) as again:
             again.send("tensorrt_llm_bls", "long", **{**REQUEST, "max_tokens": 1})
             return again.receive()[1].error is None

@@ -1,4 +1,4 @@
-"""The client library against the real server: what options mean arrives, and what they ask for comes back."""
+"""The client library on the real server: options have their effect, and requested outputs are returned."""
 
 from __future__ import annotations
 

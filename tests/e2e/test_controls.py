@@ -1,4 +1,4 @@
-"""Every control of how tokens are chosen, over the real server, with transformers to say what is right."""
+"""Every sampling control on the real server, compared with transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 
 
 class SeenTokens(transformers.LogitsProcessor):
-    """Presence and frequency penalties, which transformers does not have; written out."""
+    """Presence and frequency penalties, which transformers lacks."""
 
     def __init__(self, presence: float = 0.0, frequency: float = 0.0) -> None:
         self.presence, self.frequency = presence, frequency
@@ -52,7 +52,7 @@ def bias_of(values: dict[int, float]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Control:
-    """One control: what we are sent, what transformers is told."""
+    """A control: the tensors sent to the server, and the arguments for transformers."""
 
     name: str
     tensors: dict[str, Any]
@@ -82,7 +82,7 @@ def test_greedy_tokens_are_those_of_transformers(exact_server, oracle, prompt, c
     "name", [pytest.param(name, marks=pytest.mark.covers(name)) for name in ("min_length", "min_tokens")]
 )
 def test_no_end_id_before_min_length(exact_server, oracle, prompt, name):
-    """A stop word is no end id: min_length does not keep it from ending."""
+    """A stop word is not an end id: min_length does not keep it from ending the sequence."""
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     end_id = plain[4]
     expected = oracle.generate(tuple(prompt), NUM_TOKENS, end_id=end_id, min_new_tokens=12)
@@ -98,7 +98,7 @@ def test_no_end_id_before_min_length(exact_server, oracle, prompt, name):
 
 @pytest.mark.covers("bad_words_list")
 def test_bad_words_are_never_generated(exact_server, oracle, prompt):
-    """Alone, and as the last token of a sequence; token 0 like any other."""
+    """A word is banned alone, and as the last token of a sequence; token 0 is no exception."""
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     words = [[plain[3]], [plain[0], plain[1]], [0]]
     expected = oracle.generate(tuple(prompt), NUM_TOKENS, bad_words_ids=words)
@@ -111,7 +111,7 @@ def test_bad_words_are_never_generated(exact_server, oracle, prompt):
 
 @pytest.mark.covers("bad_words_list")
 def test_token_zero_can_be_banned(exact_server, oracle, tokenizer):
-    """Upstream cannot; here it is the end of a text, which the demo model comes to soon."""
+    """In tensorrtllm_backend it cannot; here it is the end of a text, which the demo model reaches soon."""
     prompt = tokenizer.encode("def f():\n    return 1\n")
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     assert 0 in plain
@@ -136,7 +136,7 @@ def test_a_bias_is_added_to_the_logits(exact_server, oracle, prompt):
 
 @pytest.mark.parametrize("sampling", [{}, {"runtime_top_p": 0.9}, {"beam_width": 2}])
 def test_bans_that_leave_no_token_are_an_error(exact_server, oracle, prompt, sampling):
-    """And the same without the last two bans is answered, from the same server."""
+    """Without the last two bans, the same server answers the request."""
     arguments = {"input_ids": prompt, "request_output_len": 4, **sampling}
     bias = bias_of(dict.fromkeys(range(2, VOCABULARY), -np.inf))
     (refused,) = ask(exact_server.grpc, **arguments, embedding_bias=bias, bad_words_list=word_list([0], [1]))
@@ -155,7 +155,7 @@ LOGIT_BIAS = ("logit_bias_ids", "logit_bias_values")
 @pytest.mark.covers(*LOGIT_BIAS)
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_a_bias_of_a_few_tokens_is_added_to_their_logits(exact_server, oracle, tokenizer, prompt, model):
-    """The biases of a token that is named twice add up."""
+    """The biases of a token that is named twice are added."""
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     values = {plain[2]: -4.0, plain[5]: 2.5, 77: 3.0}
     expected = oracle.generate(
@@ -171,7 +171,7 @@ def test_a_bias_of_a_few_tokens_is_added_to_their_logits(exact_server, oracle, t
 @pytest.mark.covers("allowed_token_ids")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_nothing_but_allowed_tokens_comes(exact_server, oracle, tokenizer, prompt, model):
-    """transformers is told to suppress all others."""
+    """transformers suppresses all other tokens."""
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     allowed = sorted({*plain[::2], *range(100, 400)})
     others = sorted(set(range(VOCABULARY)) - set(allowed))
@@ -215,7 +215,7 @@ def test_an_end_id_that_is_not_allowed_does_not_come(exact_server, oracle, token
     "more", [{}, {"beam_width": 3}, {"runtime_top_p": 0.9}, {"prompt_lookup_num_tokens": 3}]
 )
 def test_allowed_tokens_and_biases_with_everything_else(exact_server, prompt, more):
-    """A token that is not allowed gets no bias that brings it back; one that is banned by its bias never comes."""
+    """A bias does not bring back a token that is not allowed; a token banned by its bias is never sampled."""
     answer = completion(
         exact_server.grpc,
         input_ids=prompt,
@@ -285,7 +285,7 @@ def test_words_are_biased_by_every_token_of_theirs(exact_server, oracle, tokeniz
 @pytest.mark.covers("bad_words")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_bad_words_as_text(exact_server, oracle, tokenizer, prompt, model):
-    """With and without a space before them: the demo model's vocabulary has other tokens for the two."""
+    """The demo model's vocabulary has different tokens for a word with and without a space before it."""
     plain = tokenizer.decode(oracle.greedy(tuple(prompt), NUM_TOKENS))
     word = next(word for word in plain.split() if word.isalpha() and len(word) > 2)
     length = "max_tokens" if model == "ensemble" else "request_output_len"
@@ -303,11 +303,11 @@ def test_bad_words_as_text(exact_server, oracle, tokenizer, prompt, model):
     assert word in plain and word not in answer.text.split()
 
 
-# ---------------------------------------------------------------- sampling: what may be drawn
+# ---------------------------------------------------------------- sampling: tokens that may be drawn
 
 
 def kept(oracle: ZooModel, prompt: list[int], tokens: list[int], *warpers: Any) -> list[bool]:
-    """Whether each of `tokens` is among those that transformers' warpers leave to be drawn."""
+    """Return whether each of `tokens` is among those that transformers' warpers keep."""
     logits = oracle.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
     for warper in warpers:
         logits = warper(None, logits.clone())
@@ -320,7 +320,7 @@ def sampled(server, prompt: list[int], count: int = NUM_TOKENS, **tensors: Any) 
 
 
 class TopNSigmaWarper:
-    """llama.cpp's sampler of this name, which transformers has none of."""
+    """llama.cpp's sampler of this name, which transformers lacks."""
 
     def __init__(self, n: float) -> None:
         self._n = n
@@ -381,7 +381,7 @@ def test_a_top_p_that_has_decayed_to_nothing_is_greedy_and_a_floor_holds_it(exac
 
 @pytest.mark.covers("runtime_top_p_reset_ids")
 def test_a_reset_id_sets_top_p_back(exact_server, oracle, prompt):
-    """The token after it is the one that is drawn there with the first top_p; then all is greedy again."""
+    """The token after it is sampled with the first top_p; afterwards all tokens are greedy again."""
     nucleus = {"runtime_top_p": 0.95, "temperature": 2.5}
     decayed = sampled(exact_server, prompt, runtime_top_p_decay=0.001, **nucleus)
     reset_at = 3
@@ -419,7 +419,7 @@ def test_several_sequences_are_drawn_apart(exact_server, prompt, streaming):
     assert sequences[0] == completion(exact_server.grpc, **request).ids
 
 
-# ---------------------------------------------------------------- where the prompt ends, and the output
+# ---------------------------------------------------------------- the end of the prompt and of the output
 
 
 @pytest.mark.covers("input_ids", "input_lengths", "text_input", "request_output_len", "max_tokens", "stop")

@@ -1,4 +1,4 @@
-"""Every metric and label that deploy/ asks Prometheus for is on the page of a server that has answered."""
+"""Every metric and label that deploy/ queries is on the page of a server that has answered requests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}")
 MATCHER = re.compile(r'(\w+)(=~|!=|!~|=)"([^"]*)"')
 OF_PROMETHEUS = {"instance", "namespace", "pod"}
-"""Labels that Prometheus adds to what it reads."""
+"""Labels that Prometheus adds to scraped metrics."""
 BY_NAME = {family.name: family.label for family in LEVELS if not family.values}
-"""Metrics that have no series before a request names an adapter: test_adapters.py looks for those."""
+"""Metrics that have no series before a request names an adapter; test_adapters.py tests those."""
 NUM_TOKENS = 4 + 3 + 9
 LANGUAGE = {
     "sum",
@@ -63,7 +63,7 @@ def matchers(text: str) -> list[tuple[str, str, str]]:
 
 @pytest.fixture(scope="module")
 def page(fake_server) -> Page:
-    """The metrics page of a server that has answered requests of several kinds."""
+    """Return the metrics page of a server that has answered requests of several kinds."""
 
     def text() -> str:
         with urllib.request.urlopen(f"http://{fake_server.metrics}/metrics", timeout=30) as response:

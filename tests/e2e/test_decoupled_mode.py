@@ -1,4 +1,4 @@
-"""`decoupled_mode` false: `tensorrt_llm` and `ensemble` give one response to a request, by any way Triton has."""
+"""With `decoupled_mode` false, `tensorrt_llm` and `ensemble` give one response, over every protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts over the real server: accepted where they are right, and never another token than without them."""
+"""Drafts on the real server: they are accepted if they are right, and never change a token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 
 
 def counts(answer) -> tuple[int, int]:
-    """Draft tokens accepted, and verified."""
+    """Return the numbers of accepted and of verified draft tokens."""
     names = ("total_accepted_draft_tokens", "total_draft_tokens")
     accepted, verified = (answer.outputs[name].item() for name in names)
     rate = answer.outputs["acceptance_rate"].item()
@@ -57,7 +57,7 @@ def logits_of(oracle, prompt: list[int], draft: list[int]) -> np.ndarray:
 
 @pytest.mark.covers("draft_logits")
 def test_drafts_from_the_targets_own_distribution_are_accepted(exact_server, oracle, prompt):
-    """p_target / p_draft is 1 everywhere: whatever was drafted."""
+    """p_target / p_draft is 1 everywhere, so any drafted token is accepted."""
     draft = [100, 200, 300, 400]
     answer = completion(
         exact_server.grpc,

@@ -1,4 +1,4 @@
-"""Guides over the real server, from every kind of client; docs/guided-decoding.md as it is written."""
+"""Guides on the real server, from every kind of client, and the examples of docs/guided-decoding.md."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_wrong_guides_over_http_are_refused(demo_server, kind, text, message):
 
 
 def generate(server, **parameters) -> dict:
-    """Return the answer of the generate endpoint, errors too."""
+    """Return the response of the generate endpoint, also if it is an error."""
     body = {"text_input": "x = ", "max_tokens": 30, **parameters}
     request = urllib.request.Request(
         f"http://{server.http}/v2/models/ensemble/generate", json.dumps(body).encode()
