@@ -128,7 +128,7 @@ class Stream:
         beside: dict | None = None,
         **tensors,
     ) -> None:
-        """Send a request; `beside` has other arguments of tritonclient: `timeout`, `priority`, `parameters`."""
+        """Send a request; `beside` is for tritonclient's other arguments (timeout, priority, parameters)."""
         wanted = [grpc.InferRequestedOutput(name) for name in outputs] if outputs else None
         self.num_open += 1
         self.client.async_stream_infer(

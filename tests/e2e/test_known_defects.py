@@ -76,7 +76,7 @@ def column(*values: object, dtype: type = np.int32) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def together_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A fake engine behind Triton's dynamic batcher: what comes within 0.5 s is handed over in one call."""
+    """A fake engine behind Triton's dynamic batcher, which passes requests of 0.5 s on in one call."""
     repository = tmp_path_factory.mktemp("together") / "model_repository"
     make_fake_repository(repository)
     with (repository / "tensorrt_llm" / "config.pbtxt").open("a") as config:
@@ -90,10 +90,10 @@ def together_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @contextmanager
 def handed_over_together(server: TritonServer, num_requests: int) -> Iterator[None]:
-    """So many requests are sent inside, and come to the model in fewer calls."""
+    """Check that the requests sent in the `with` block reach the model in fewer calls."""
 
     def counts() -> tuple[float, float]:
-        """Requests that a decoupled model has let go, refused ones too, and calls of it."""
+        """Return the numbers of a decoupled model's released or refused requests, and of its calls."""
         page = page_of(server)
         names = ("nv_inference_request_success", "nv_inference_exec_count")
         return tuple(page.value(name, model="tensorrt_llm") for name in names)
@@ -108,7 +108,7 @@ def handed_over_together(server: TritonServer, num_requests: int) -> Iterator[No
 
 
 def test_one_id_used_many_times_at_once_leaves_later_requests_answered(fake_server):
-    """Elsewhere the second use replaces the first, whose end then kills the thread that answers everybody."""
+    """In the other server the second use replaces the first, whose end then kills the thread that answers."""
     with Stream(fake_server.grpc) as first, Stream(fake_server.grpc) as second:
         for stream in (first, second):
             for _ in range(4):
@@ -126,7 +126,7 @@ def test_one_id_used_many_times_at_once_leaves_later_requests_answered(fake_serv
 
 
 def test_requests_that_arrive_together_are_no_batch(together_server):
-    """Elsewhere all requests that Triton hands over in one call count as one batch, and get a batch_index."""
+    """In the other server all requests of one call count as one batch, and get a batch_index."""
     with handed_over_together(together_server, 32), Stream(together_server.grpc) as stream:
         for number in range(32):
             stream.send("tensorrt_llm", str(number), input_ids=[number + 1, 2], request_output_len=3)
@@ -138,7 +138,7 @@ def test_requests_that_arrive_together_are_no_batch(together_server):
 
 
 def test_a_batch_may_say_for_every_row_that_it_is_no_stop(together_server):
-    """Elsewhere `stop` has to be a scalar, or all requests of the call fail."""
+    """In the other server `stop` must be a scalar, or all requests of the call fail."""
     prompts = np.array([[5, 6, 7], [8, 9, 10]], np.int32)
     with handed_over_together(together_server, 2), Stream(together_server.grpc) as stream:
         stream.send("tensorrt_llm", "beside", input_ids=PROMPT[:3], request_output_len=6, stop=False)
@@ -158,7 +158,7 @@ def test_a_batch_may_say_for_every_row_that_it_is_no_stop(together_server):
 
 @pytest.mark.covers("num_input_tokens", "num_output_tokens")
 def test_a_batch_is_told_its_numbers_of_tokens(fake_server):
-    """Elsewhere the flags have to be scalars, which is found out when the requests run: no answer ever comes."""
+    """In the other server the flags must be scalars; otherwise the requests run, and are never answered."""
     flags = column(True, True, dtype=np.bool_)
     answers = ask(
         fake_server.grpc,
@@ -174,7 +174,7 @@ def test_a_batch_is_told_its_numbers_of_tokens(fake_server):
 
 
 def test_bad_requests_in_a_burst_are_refused_and_nobody_else(together_server):
-    """Elsewhere requests that come in one call are queued in one call: one that is refused takes all with it."""
+    """In the other server requests of one call are queued together: a refused one fails all of them."""
     with handed_over_together(together_server, 30), Stream(together_server.grpc) as stream:
         for number in range(30):
             token = FAKE_VOCABULARY if number % 3 == 1 else number + 1
@@ -187,7 +187,7 @@ def test_bad_requests_in_a_burst_are_refused_and_nobody_else(together_server):
 
 
 def test_padding_is_no_output_in_the_metrics(fake_server):
-    """Elsewhere every place of a ragged answer's array counts, those filled with -1 too."""
+    """In the other server every element of a ragged output's array counts, with its padding of -1."""
     options = {"runtime_top_k": 50, "random_seed": 7}
     sampled = {"top_k": 50, "random_seed": 7}
     whole = [alone(PROMPT, 30, index, **sampled) for index in range(2)]
@@ -211,7 +211,7 @@ def test_padding_is_no_output_in_the_metrics(fake_server):
 
 
 def test_requests_leave_nothing_in_the_log(narrow_server):
-    """Elsewhere each one writes a line when it is deleted."""
+    """In the other server each one logs a line when it is deleted."""
     ask(narrow_server.grpc, input_ids=PROMPT, request_output_len=2)
     before = len(narrow_server.log_text())
     for number in range(5):
@@ -226,7 +226,7 @@ def test_requests_leave_nothing_in_the_log(narrow_server):
 )
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_a_guide_is_refused_and_not_left_out(fake_server, model, kind, status):
-    """Elsewhere an unknown kind gives an answer that was not guided, and nobody is told. Here is no tokenizer."""
+    """In the other server an unknown kind gives an unguided response. This server has no tokenizer."""
     request = {"input_ids": PROMPT, "request_output_len": 4}
     if model == "ensemble":
         request = {"text_input": "def f", "max_tokens": 4}
@@ -264,7 +264,7 @@ def test_a_parameter_of_what_is_not_built_fails_the_load(elsewhere, key, value):
     ],
 )
 def test_inputs_of_what_is_not_here_are_refused(fake_server, name):
-    """Encoder and decoder, disaggregated serving, code of others in the loop: nothing could use them."""
+    """Encoder and decoder, disaggregated serving, custom code in the loop: nothing here could use them."""
     unknown = grpc.InferInput(name, [1, 2], "INT32")
     unknown.set_data_from_numpy(np.zeros((1, 2), np.int32))
     client = grpc.InferenceServerClient(fake_server.grpc)
@@ -276,7 +276,7 @@ def test_inputs_of_what_is_not_here_are_refused(fake_server, name):
 
 @pytest.mark.parametrize("name", ["context_hidden_states", "generation_hidden_states", "encoder_output"])
 def test_additional_outputs_are_refused(fake_server, name):
-    """Elsewhere they come back empty."""
+    """In the other server they are returned empty."""
     with pytest.raises(InferenceServerException, match=name):
         unary(fake_server.grpc, outputs=["output_ids", name], input_ids=PROMPT, request_output_len=2)
 
@@ -285,7 +285,7 @@ def test_additional_outputs_are_refused(fake_server, name):
 
 
 def test_no_output_of_ensemble_comes_twice(fake_server):
-    """Elsewhere kv_cache_alloc_total_blocks is in the list twice."""
+    """In the other server kv_cache_alloc_total_blocks is in the list twice."""
     with Stream(fake_server.grpc) as stream:
         outputs = stream.client.get_model_metadata("ensemble", as_json=True)["outputs"]
         stream.send("ensemble", text_input="def f", max_tokens=3, return_perf_metrics=True)
@@ -298,7 +298,7 @@ def test_no_output_of_ensemble_comes_twice(fake_server):
 
 
 def test_ensemble_returns_nothing_that_was_not_asked_for(fake_server):
-    """Elsewhere every output of the engine comes back, filled with zeros unless it was computed."""
+    """In the other server all outputs of the engine are returned, and are zeros unless computed."""
     request = {"text_input": "def f", "max_tokens": 3}
     (plain,) = ask(fake_server.grpc, "ensemble", **request)
     assert set(plain.outputs) == {"text_output", "finish_reason"}
@@ -308,7 +308,7 @@ def test_ensemble_returns_nothing_that_was_not_asked_for(fake_server):
 
 
 def test_a_stop_of_an_unknown_id_does_not_end_a_later_request(fake_server):
-    """Elsewhere the id is kept for ever, for a request that may come."""
+    """In the other server the id is kept forever, and stops a later request."""
     with Stream(fake_server.grpc) as stream:
         for _ in range(3):
             stream.send("tensorrt_llm", "later", stop=True)
@@ -319,7 +319,7 @@ def test_a_stop_of_an_unknown_id_does_not_end_a_later_request(fake_server):
 
 
 def test_another_beam_width_waits_for_nobody(fake_server):
-    """Elsewhere a width waits until all requests of another one have ended, and everybody behind it with it."""
+    """In the other server a width waits until all requests of other widths end, and blocks the queue."""
     with Stream(fake_server.grpc) as stream:
         stream.send("tensorrt_llm", "long", input_ids=PROMPT, request_output_len=LONG, streaming=True)
         stream.receive()
@@ -335,12 +335,12 @@ def test_another_beam_width_waits_for_nobody(fake_server):
 
 
 POISON = 3071
-"""A token whose embedding is NaN, in the checkpoint of `poisoned_server`."""
+"""A token whose embedding is NaN in the checkpoint of `poisoned_server`."""
 
 
 @pytest.fixture(scope="module")
 def poisoned_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """The demo model, but one token makes everything that follows it nan."""
+    """The demo model with a token that makes all following values NaN."""
     folder = tmp_path_factory.mktemp("poisoned") / "model"
     shutil.copytree(DEMO_MODEL, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -355,7 +355,7 @@ def poisoned_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_an_iteration_that_raises_ends_the_faulty_request_alone(poisoned_server, oracle, tokenizer):
-    """Elsewhere an exception in a forward pass ends all active requests."""
+    """In the other server an exception in a forward pass ends all active requests."""
     prompts = [tokenizer.encode(text) for text in ("def f(x):\n", "import os\n", "class A:\n", "for i in ")]
     with Stream(poisoned_server.grpc) as stream:
         for number, prompt in enumerate(prompts):

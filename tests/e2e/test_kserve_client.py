@@ -1,4 +1,4 @@
-"""The engine client over KServe's protocol: requests as over the engine's socket, and the same responses."""
+"""The engine client over KServe's protocol gives the same responses as over the engine's socket."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def local(exact_server) -> Iterator[SocketEngineClient]:
 
 
 def local_client(server: TritonServer) -> SocketEngineClient:
-    """On the engine's socket."""
+    """Make a client on the engine's socket."""
     folder = server.repository.path.parent
     return SocketEngineClient(endpoint_path(server.pid, "tensorrt_llm", str(folder)))
 
 
 @pytest.fixture(scope="module")
 def slow_server(elsewhere) -> Iterator[TritonServer]:
-    """A fake engine on which `LONG` tokens take a minute at least: so long is a request in flight."""
+    """A fake engine that takes at least a minute for `LONG` tokens, so that requests stay in flight."""
     settings = {
         "fake_engine": "vocab=3072,step_us=2000",
         "max_sequence_length": "32768",
@@ -93,7 +93,7 @@ def slow_server(elsewhere) -> Iterator[TritonServer]:
 
 
 class Asked:
-    """A request in flight, and its responses as they come."""
+    """A request in flight, and its responses as they arrive."""
 
     def __init__(self, client: EngineClient, request: Request) -> None:
         self._responses: queue.Queue[Response] = queue.Queue()
@@ -116,9 +116,10 @@ def make_request(new: int = 8, **fields) -> Request:
 
 
 def comparable(results: list[SequenceResult]) -> dict[int, list]:
-    """By sequence all that its results say, numbers rounded; joined, as timing decides how deltas are cut.
+    """Return the merged contents of results by sequence, rounded, as timing decides where deltas are cut.
 
-    Left out is what has no tensor: how many iterations it took. Times are not the same twice.
+    The number of iterations is left out because it has no tensor. Times are left out because they differ in
+    every run.
     """
     found: dict[int, list] = {}
     for result in results:
@@ -141,7 +142,7 @@ def comparable(results: list[SequenceResult]) -> dict[int, list]:
 
 
 def as_numbers(found: dict[int, list]) -> dict[int, list]:
-    """The same without tolerance, for the side that is compared with the other's."""
+    """Return the same without tolerance, for the side that is compared with the other."""
 
     def plain(value):
         if hasattr(value, "expected"):
@@ -332,7 +333,7 @@ def test_a_server_that_is_away_is_unavailable_and_so_is_a_model(exact_server):
 
 
 def test_streams_serve_one_request_after_another(slow_server, monkeypatch):
-    """Refused ones too; a request that is stopped ends its stream."""
+    """Refused requests are served too; a stopped request ends its stream."""
     opened = []
     stream_infer = triton.InferenceServerClient.stream_infer
 
@@ -366,7 +367,7 @@ def test_a_client_that_is_closed_answers_what_is_in_flight(slow_server):
 
 
 def test_the_endpoint_in_front_of_a_server_elsewhere(exact_server):
-    """The same answer as beside the server, by a process of its own that ends when it is told to."""
+    """It gives the same response as beside the server, in a process of its own that ends when told to."""
     command = [sys.executable, "-m", "inflight.openai", "--triton", exact_server.grpc]
     command += ["--tokenizer", str(DEMO_MODEL), "--port", "0", "--served-model-name", "code"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as process:
@@ -400,7 +401,7 @@ def template(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def urls(remote, local, template) -> Iterator[tuple[str, str]]:
-    """The endpoint in front of the tritonserver, and the same on the engine's socket."""
+    """URLs of the endpoint in front of the tritonserver, and of one on the engine's socket."""
     with ExitStack() as stack:
         yield tuple(stack.enter_context(served(client, chat_template=template)) for client in (remote, local))
 
@@ -453,7 +454,7 @@ NOT_THE_SAME_TWICE = {"id", "created", "prompt_tokens_details", "system_fingerpr
 
 
 def plain(value: Any) -> Any:
-    """JSON without what differs by nature, numbers rounded."""
+    """Return JSON without values that necessarily differ, and with rounded numbers."""
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items() if key not in NOT_THE_SAME_TWICE}
     if isinstance(value, list):
@@ -468,7 +469,7 @@ def ask_http(url: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream_http(url: str, route: str, body: dict[str, Any]) -> tuple[dict[int, list], dict[str, Any]]:
-    """By choice what a stream has said of it, joined, and its usage."""
+    """Return a stream's merged contents by choice, and its usage."""
     asked = {"model": "demo", **body, "stream": True, "stream_options": {"include_usage": True}}
     said: dict[int, list] = {}
     usage: dict[str, Any] = {}
@@ -515,7 +516,7 @@ def test_both_endpoints_stream_the_same_and_count_it(urls, name):
 
 
 def test_a_prompt_that_is_cached_over_there_is_counted(urls):
-    """In whole blocks of the server's size."""
+    """They are counted in whole blocks of the server's size."""
     asked = {**TEXT, "prompt": list(range(500, 600)), "max_tokens": 2}
     ask_http(urls[0], "completions", asked)
     told = [ask_http(url, "completions", asked)["usage"]["prompt_tokens_details"] for url in urls]
@@ -523,7 +524,7 @@ def test_a_prompt_that_is_cached_over_there_is_counted(urls):
 
 
 def test_a_chat_without_a_bound_asks_for_what_fits(urls):
-    """Here that is what is left of the model's length."""
+    """Here it is the rest of the model's length."""
     unbound = {key: value for key, value in CHAT.items() if key != "max_tokens"}
     far, near = (ask_http(url, "chat/completions", {**unbound, "stop": ["\n"]}) for url in urls)
     assert plain(far) == plain(near)
@@ -556,7 +557,7 @@ def test_a_client_that_disconnects_ends_its_request_on_the_server(slow_server, t
 
 
 def config_of(**parameters: str) -> dict[str, Any]:
-    """A model's configuration as KServe tells it."""
+    """Return a model's configuration as KServe returns it."""
     given = {key: {"string_value": value} for key, value in parameters.items()}
     return {"name": "tensorrt_llm", "max_batch_size": 4, "parameters": given}
 
@@ -577,7 +578,7 @@ def test_defaults_of_a_configuration_are_those_of_the_engine():
 
 
 def test_a_server_that_goes_away_and_comes_back_is_served_again(elsewhere: Path, tmp_path: Path):
-    """Also its description: what its configuration leaves open, the size of its KV cache, its state tells."""
+    """Its description is read again too, with the KV cache's size, which only the server's state has."""
     settings = {
         "fake_engine": "vocab=3072,step_us=2000",
         "max_sequence_length": "32768",
@@ -611,7 +612,7 @@ def test_a_server_that_goes_away_and_comes_back_is_served_again(elsewhere: Path,
 
 
 def test_a_host_that_does_not_answer_is_unavailable_and_waited_for_once(monkeypatch):
-    """It takes connections, and no packet comes back."""
+    """It accepts connections, and never answers."""
     monkeypatch.setattr(kserve_client, "_CONFIG_S", 0.5)
     now_s, waits, describe = 0.0, [], KServeEngineClient.describe
 

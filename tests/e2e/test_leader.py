@@ -1,4 +1,4 @@
-"""Leader mode with a real engine: rank 0 is Triton's process of the model, under one mpirun with the workers."""
+"""Leader mode with a real engine: rank 0 is Triton's process of the model, under mpirun with the workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS = ([3, 1, 4, 1, 5], list(range(40, 90)))
 
 
 def workers(folder: Path) -> list[int]:
-    """Process ids of the other ranks of a server, by its private folder."""
+    """Return process ids of the other ranks of a server, by its private folder."""
     found = []
     for process in runtime_directory.find_processes(folder):
         words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")

@@ -1,4 +1,4 @@
-"""all_models/llmapi: tensors without a dimension for a batch, as TensorRT-LLM's llmapi_client.py sends them."""
+"""all_models/llmapi: tensors without a batch dimension, as TensorRT-LLM's llmapi_client.py sends them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def llmapi_server(elsewhere: Path) -> Iterator[TritonServer]:
 
 
 def ask(server: TritonServer, outputs: list[str] | None = None, **tensors: np.ndarray) -> grpc.InferResult:
-    """One unary call with arrays as they are."""
+    """Send one unary request with arrays as they are."""
     client = grpc.InferenceServerClient(server.grpc)
     inputs = []
     for name, array in tensors.items():

@@ -1,4 +1,4 @@
-"""The metrics page of the real server: what is there, that it adds up, and that it is what the log says."""
+"""The metrics page of the real server: it is complete and consistent, and equals the log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def page_of(server: TritonServer) -> Page:
 
 
 def log_lines(server: TritonServer) -> list[dict]:
-    """Every statistics line; the log escapes their quotes."""
+    """Return every statistics line; the log escapes their quotes."""
     text = server.log_text().replace('\\"', '"')
     return [json.loads(line) for line in re.findall(r"\{\"Timestamp\".*?\}", text)]
 
@@ -39,15 +39,17 @@ def active(page: Page) -> float:
 
 
 def ended(page: Page) -> float:
-    """Sequences that have ended, and requests that have failed."""
+    """Return the number of ended sequences and failed requests."""
     counts = page.series("inflight_finished_sequences_total", "finish_reason")
     return sum(counts.values()) + sum(page.series("inflight_failed_requests_total", "code").values())
 
 
 def wait_idle(server: TritonServer, before: Page | None = None, sequences: int = 0) -> Page:
-    """The page once nothing is active, so many have ended since, and it is that of the last log line.
+    """Wait until nothing is active, `sequences` have ended since `before`, and the page equals the last log
+    line.
 
-    Without `before` everything that has ended until now is on it: a request is made that it has to be newer than.
+    Without `before`, everything ended so far is on the page: a further request is sent, and the page must
+    include it.
     """
     oldest_us = time.time() * 1e6
     if before is None:
@@ -65,7 +67,7 @@ def wait_idle(server: TritonServer, before: Page | None = None, sequences: int =
 
 
 def complete(server: TritonServer, count: int = 1, tokens: int = 8, **tensors) -> None:
-    """Requests one after another, each answered in full."""
+    """Send requests one after another, and wait until each is answered."""
     tensors = {"input_ids": PROMPT, "end_id": -1, "pad_id": 0} | tensors
     for _ in range(count):
         answers = ask(server.grpc, request_output_len=tokens, **tensors)
@@ -111,7 +113,7 @@ def test_the_page_is_the_log_line_and_falls_back_when_idle(fake_server):
 
 
 def test_answered_requests_are_counted_on_the_page_at_once(fake_server):
-    """At once, with nothing else in flight: the page waits for the engine's publication."""
+    """Nothing else is in flight, so the page waits for the engine's publication."""
     for _ in range(3):
         before = wait_idle(fake_server)
         threads = [threading.Thread(target=complete, args=(fake_server,)) for _ in range(13)]
@@ -208,7 +210,7 @@ def test_a_stop_is_counted_and_timed(fake_server):
 
 @pytest.fixture(scope="module")
 def static_server(elsewhere):
-    """V1 batching over a fake engine."""
+    """V1 batching on a fake engine."""
     settings = {
         "fake_engine": f"vocab={FAKE_VOCABULARY},step_us=0",
         "gpt_model_type": "V1",

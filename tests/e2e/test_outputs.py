@@ -1,4 +1,4 @@
-"""Every output over the real server: exactly what was asked for, and of the demo model what transformers says."""
+"""Outputs of the real server: exactly the requested ones, with transformers' values for the demo model."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 
 
 def joined(answers: list[Answer], name: str) -> np.ndarray:
-    """The deltas of a stream, one after another."""
+    """Return the deltas of a stream, concatenated."""
     return np.concatenate([answer.outputs[name] for answer in answers], axis=2)
 
 
 def model_log_probs(oracle, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """[tokens, vocab_size]: what each of `tokens` was chosen from."""
+    """Return log probs [tokens, vocab_size] at the position of each of `tokens`."""
     return oracle.logits([*prompt, *tokens])[len(prompt) - 1 : -1].log_softmax(-1)
 
 
@@ -53,7 +53,7 @@ SAMPLED = {"runtime_top_p": 0.9, "temperature": 1.5, "repetition_penalty": 1.2, 
 @pytest.mark.parametrize("controls", [{}, SAMPLED], ids=["greedy", "sampled, penalized"])
 @pytest.mark.parametrize("streaming", [True, False])
 def test_log_probs_are_the_models_own_and_add_up(exact_server, oracle, prompt, controls, streaming):
-    """Before temperature, penalties and what top_p keeps; in a stream, of all tokens so far."""
+    """They precede temperature, penalties and top_p; in a stream the sum is over all tokens so far."""
     answers = ask(
         exact_server.grpc,
         input_ids=prompt,
@@ -136,7 +136,7 @@ def test_context_logits_that_are_too_large_to_repeat_are_in_a_streams_first_resp
 
 @pytest.mark.covers(*METRICS[:4], "return_kv_cache_reuse_stats")
 def test_blocks_of_a_prompt_that_comes_again_are_found(exact_server):
-    """128 tokens of prompt fill four blocks; of the second run's last one, one token has to be computed again."""
+    """128 prompt tokens fill four blocks; in the second run, one token of the last is computed again."""
     request = {
         "input_ids": list(range(200, 329)),
         "request_output_len": 4,
@@ -154,7 +154,7 @@ def test_blocks_of_a_prompt_that_comes_again_are_found(exact_server):
 
 
 def test_block_counts_are_those_of_upstreams_test_and_tokens_those_of_transformers(exact_server, oracle):
-    """Its prompt has 109 tokens: three blocks of 32, and the beginning of one that the first answer has filled."""
+    """Upstream's prompt has 109 tokens: three blocks of 32, and a part of one that the response filled."""
     prompt = [*range(400, 509)]
     other = [*prompt[:105], 77, 78, 79]
     counts, answers = [], []

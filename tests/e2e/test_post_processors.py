@@ -1,4 +1,4 @@
-"""Logits post-processors over the real server: the page's example as written, refusals, and failures alone."""
+"""Logits post-processors on the real server: the page's example as written, refusals, single failures."""
 
 from __future__ import annotations
 

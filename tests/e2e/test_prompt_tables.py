@@ -1,4 +1,4 @@
-"""Prompt tables through real servers, in every declared type, against transformers' inputs_embeds."""
+"""Prompt tables on real servers, in every declared type, against transformers' inputs_embeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_rows(seed: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def greedy(oracle):
-    """Tokens by transformers."""
+    """Return a function that generates tokens by transformers."""
 
     def generate(ids: list[int], rows: torch.Tensor) -> list[int]:
         tokens = torch.tensor(ids)
@@ -94,7 +94,7 @@ def test_the_client(exact_server, greedy) -> None:
     for rows in (*tables, *tables):
         answer = client.generate(IDS, NUM_TOKENS, prompt_table=rows, end_id=-1)
         assert list(answer.token_ids) == greedy(IDS, rows)
-    # A refused request disturbs no other.
+    # A refused request does not affect others.
     with pytest.raises(ServerError, match=r"input_ids must be in \[0, 3074\], got 3075 at position 0"):
         client.generate([VOCAB_SIZE + 3], 5, prompt_table=tables[0])
     with pytest.raises(ServerError, match=r"must have shape \[1, rows, 256\]"):
@@ -118,7 +118,7 @@ def test_the_example(exact_server) -> None:
     assert " 0 blocks" in first and " 0 blocks" not in again
 
 
-# ---------------------------------------------------------------------- declared in other types
+# ---------------------------------------------------------------------- other declared types
 
 
 @pytest.fixture(scope="module", params=with_all(["TYPE_BF16", "TYPE_FP32"], ["TYPE_BF16"]))

@@ -33,7 +33,7 @@ def wait_until_idle(server) -> None:
 
 @contextmanager
 def occupied(server) -> Iterator[Stream]:
-    """A stream whose request "occupant" has the only slot; `release` it, or it is cancelled in the end."""
+    """A stream whose request "occupant" has the only slot until `release`, or is cancelled at the end."""
     wait_until_idle(server)
     with Stream(server.grpc) as stream:
         stream.send(
@@ -56,7 +56,7 @@ def release(stream: Stream) -> None:
 
 
 def finals(stream: Stream, count: int) -> list[tuple[str, Answer]]:
-    """(id, final answer) of the next `count` requests but the occupant's."""
+    """Return (id, final response) of the next `count` requests except the occupant's."""
     found: list[tuple[str, Answer]] = []
     while len(found) < count:
         name, answer = stream.receive()
@@ -119,9 +119,9 @@ def test_clients_of_one_priority_take_turns(narrow_server, largest):
 
 # -------------------------------------------------------------------- deadlines
 
-ALLOTTED_MS = 500  # in which a busy machine takes a first step too
+ALLOTTED_MS = 500  # enough for a first step on a busy machine too
 MOST_TOKENS = ALLOTTED_MS // NARROW_STEP_MS + 2
-"""Steps take at least as long as they say: so many begin before the deadline, and one is under way."""
+"""Most tokens before the deadline: steps take at least their time, and one more is under way."""
 
 WAYS = {
     "tensor": {"allotted_time_ms": ALLOTTED_MS},
@@ -181,7 +181,7 @@ def test_a_tensor_of_no_deadline_says_more_than_a_timeout(narrow_server):
 
 
 def test_tritons_own_priority_changes_nothing(narrow_server):
-    """The server keeps it to itself, on either protocol."""
+    """The server does not pass it on, on either protocol."""
     for call, url in ((unary, narrow_server.grpc), (infer, narrow_server.http)):
         assert call(url, **SHORT, beside={"priority": 1}).as_numpy("finish_reason").item() == b"LENGTH"
 
@@ -252,11 +252,11 @@ def test_a_higher_priority_is_let_in(narrow_server):
         assert finals(stream, NARROW_QUEUE + 1)[0][0] == "urgent"
 
 
-# -------------------------------------------------------------------- whose KV blocks
+# -------------------------------------------------------------------- sharing of KV blocks
 
 
 def reused_and_missed(server, first: int, **tensors) -> tuple[int, int]:
-    """KV blocks of a prompt of 129 tokens, of which 4 are full, that were found and that were not."""
+    """Return how many KV blocks of a prompt of 129 tokens, with 4 full blocks, were found and not found."""
     answer = completion(
         server.grpc,
         input_ids=list(range(first, first + 129)),

@@ -1,4 +1,4 @@
-"""The commands of README and of pages for newcomers, as written, against a server on its ports."""
+"""The commands of README and of pages for newcomers, as written, on a running server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 FOR_NEWCOMERS = (
     "index.md", "first-model.md", "triton.md", "from-vllm.md", "from-tensorrtllm-backend.md", "production.md",
 )  # fmt: skip
-"""Other pages with commands; those that ask /v1 are tried in tests/openai_endpoint, flags in tests/docs."""
+"""Other pages with commands. tests/openai_endpoint tests requests to /v1, and tests/docs tests flags."""
 IN_PAGES = [
     line
     for page in FOR_NEWCOMERS
@@ -35,7 +35,7 @@ def commands(language: str, page: str = "README.md") -> list[str]:
 
 
 def here(text: str, server) -> str:
-    """The same command for a server on other ports, in an environment that need not be .venv."""
+    """Return the same command for a server on other ports, in an environment that need not be .venv."""
     text = text.replace(".venv/bin/python", shlex.quote(sys.executable))
     text = text.replace("localhost:8000", server.http).replace("localhost:8001", server.grpc)
     text = text.replace("localhost:8002", server.metrics)
@@ -80,7 +80,7 @@ def test_perf_analyzer_runs(demo_server):
 def test_a_python_example_prints_what_it_is_about(demo_server, number, first_line):
     programs = commands("python", "docs/triton.md")
     assert len(programs) == 2
-    assert "tritonclient.http" not in programs[number]  # scripts/serve does not install what that needs
+    assert "tritonclient.http" not in programs[number]  # scripts/serve does not install its dependencies
     program = here(programs[number], demo_server)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

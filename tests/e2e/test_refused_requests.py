@@ -1,6 +1,6 @@
-"""Requests that end tritonserver 2.51 where nothing refuses them first: each gets an error, and nobody notices.
+"""Requests that end an unchecked tritonserver 2.51: each gets an error, and no other request is affected.
 
-Which bounds there are is in `tests/server/test_request_checks.py`; here are the front ends of a real server.
+`tests/server/test_request_checks.py` tests the bounds; these tests use the front ends of a real server.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SETTINGS = {"fake_engine": "vocab=3072,step_us=0", "tokenizer_dir": str(DEMO_MOD
 
 @pytest.fixture(scope="module")
 def server(elsewhere: Path) -> Iterator[TritonServer]:
-    """A server of this file's own: if it ended, other tests would fail without a reason."""
+    """A server of this file's own, so that its end would not fail other tests."""
     with serve_fake(settings=SETTINGS) as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def others_are_served(server: TritonServer) -> Iterator[None]:
-    """By the same process."""
+    """Check afterwards that the same process serves other requests."""
     request = {"input_ids": PROMPT, "request_output_len": 3}
     pid, before = server.pid, completion(server.grpc, **request).ids
     yield
@@ -51,7 +51,7 @@ def others_are_served(server: TritonServer) -> Iterator[None]:
 
 
 def post(server: TritonServer, path: str, body: Any, **headers: str) -> tuple[int, str]:
-    """The status and what the error says."""
+    """Return the status and the error's text."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection = http.client.HTTPConnection(server.http, timeout=TIMEOUT_S)
     try:
@@ -69,7 +69,7 @@ def tensor(name: str, shape: list[int], data: list[Any], kind: str = "INT32") ->
 def call(
     server: TritonServer, model: str, shapes: dict[str, list[int]], data: list[bytes], classes: str = ""
 ) -> str:
-    """Return the error text of a gRPC request, by a call or on a stream."""
+    """Return the error text of a gRPC request, unary or on a stream."""
     request = service_pb2.ModelInferRequest(model_name=model, raw_input_contents=data)
     for name, shape in shapes.items():
         request.inputs.add(name=name, datatype="INT32", shape=shape)

@@ -113,7 +113,7 @@ def test_llmapis_flags_ask_for_outputs(demo_server) -> None:
 
 
 def test_the_bias_of_preprocessing_is_that_of_the_serving_models(demo_server) -> None:
-    """The steps of upstream's ensemble one after another, for words that change what comes."""
+    """The steps of upstream's ensemble run one after another, with words that change the output."""
     words = np.array([[b"print", b" return"]], np.object_)
     weights = np.array([[9.0, -9.0]], np.float32)
     steps = infer(

@@ -1,4 +1,4 @@
-"""Servers with several ranks on one host, and engines in one server: none knows of the others."""
+"""Servers with several ranks on one host, and engines in one server, do not affect each other."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_server_goes_on_when_a_server_of_the_other_mode_ends(exact_server, sta
 
 @pytest.fixture(scope="module")
 def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with the demo model, another model of two ranks, and a front end of each."""
+    """Make a repository with the demo model, another model with two ranks, and a front end for each."""
     folder = tmp_path_factory.mktemp("two engines")
     checkpoint = make_model(folder / "checkpoint", "llama", "tiny", dtype="float32", seed=5)
     for model in ("tensorrt_llm", "tensorrt_llm_infer"):

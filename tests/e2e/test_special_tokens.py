@@ -1,4 +1,4 @@
-"""Special tokens that tokenizer.json does not know, on a real server: shown where wanted, and stopping."""
+"""Special tokens that tokenizer.json lacks, on a real server: shown on request, and able to stop a text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIVEN = {"exclude_input_in_output": True, "end_id": -1}
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model's tokenizer with its special token in tokenizer_config.json alone."""
+    """Return the demo model's tokenizer with its special token in tokenizer_config.json only."""
     folder = tmp_path_factory.mktemp("tokenizer")
     pipeline = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
     (added,) = pipeline["added_tokens"]
@@ -40,7 +40,8 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def showing_server(elsewhere: Path, tokenizer_folder: Path) -> Iterator[TritonServer]:
     """`exact_server` with that tokenizer; special tokens are shown.
 
-    In float32, as two servers are compared: in bfloat16 the two best tokens may be as near as 0.02.
+    It is in float32, because two servers are compared: in bfloat16 the two best logits may differ by only
+    0.02.
     """
     settings = {"tokenizer_dir": str(tokenizer_folder), "skip_special_tokens": "false"}
     with serve(dtype="float32", settings=settings) as server:
@@ -65,7 +66,7 @@ def stream(server: TritonServer, **changes: object) -> list[dict]:
 
 
 def test_a_special_token_stops_through_every_model_streamed_or_not(server):
-    """The model ends its function with the token, and goes on behind it where nothing stops it."""
+    """The model ends its function with the token, and continues after it if nothing stops it."""
     ended = generate(server, end_id=None)
     assert ended["finish_reason"] == "END_ID"
     assert generate(server)["finish_reason"] == "LENGTH"
@@ -163,7 +164,7 @@ def test_a_text_that_cannot_fit_is_refused_and_one_that_may_is_read(exact_server
 
 
 def test_a_text_of_many_megabytes_ends_nobody(exact_server, tmp_path):
-    """tritonserver itself overflows its stacks by a long text in the body of HTTP generate, if they are small."""
+    """With small stacks, a long text in a body of HTTP generate overflows tritonserver's own stacks."""
     (tmp_path / "body").write_text(json.dumps({"text_input": "x" * 10_000_000, "max_tokens": 1}))
     url = f"{exact_server.http}/v2/models/ensemble/generate"
     answer = subprocess.run(

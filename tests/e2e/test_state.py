@@ -1,4 +1,4 @@
-"""`state`: what the batcher is doing, from every model, where the server was told to tell."""
+"""`state` requests: every model returns what the batcher does, if the server allows it."""
 
 from __future__ import annotations
 

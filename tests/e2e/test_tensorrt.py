@@ -1,4 +1,4 @@
-"""A real tritonserver on plans, which a stand-in for TensorRT runs inside the model's process."""
+"""A real tritonserver with plans, which a stand-in for TensorRT runs in the model's process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from inflight.triton.models.engine import TritonPythonModel
 
 @pytest.fixture(scope="module")
 def server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> TritonServer:
-    """Plans alone: tokenizer and template lie beside them, wherever the checkpoint is."""
+    """A server of plans only: tokenizer and template are beside them, wherever the checkpoint is."""
     folder = tmp_path_factory.mktemp("plans")
     checkpoint = shutil.copytree(DEMO_MODEL, folder / "checkpoint")
     engines.build(checkpoint, folder / "built", max_num_tokens=64, max_seq_len=128)
@@ -96,7 +96,7 @@ def test_the_log_says_what_runs(server: TritonServer) -> None:
 def test_two_ranks_that_the_model_starts(
     elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oracle, tokenizer
 ) -> None:
-    """Every rank is a process of its own with its own plans; they find the stand-in by TensorRT's name."""
+    """Each rank is a process with its own plans, and imports the stand-in by TensorRT's name."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / f"{NAME}.py").write_text(TENSORRT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))

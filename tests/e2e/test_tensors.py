@@ -1,4 +1,4 @@
-"""Token ids over the real server: every built tensor, every refusal with its code, nobody else touched."""
+"""Token ids on the real server: every built tensor, and every refusal with its code, affecting no other."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_unary_grpc_answers_on_the_model_that_is_not_decoupled(fake_server):
     ],
 )
 def test_a_refusal_names_the_tensor_and_touches_nobody_else(fake_server, tensors, code, words):
-    """A stream's error has no code in Triton's protocol, so the code is looked at in a unary call."""
+    """Triton's protocol has no code for a stream's error, so a unary request shows the code."""
     with Stream(fake_server.grpc) as other:
         other.send("tensorrt_llm", input_ids=PROMPT, request_output_len=25, streaming=True)
         (refused,) = ask(fake_server.grpc, **tensors)
@@ -212,7 +212,7 @@ def test_a_refusal_names_the_tensor_and_touches_nobody_else(fake_server, tensors
 
 
 def test_neutral_values_of_what_is_not_built_are_accepted(fake_server):
-    """And upstream's defaults of what is: they ask for nothing."""
+    """Upstream's defaults of built tensors have no effect either."""
     answer = completion(
         fake_server.grpc,
         input_ids=PROMPT,

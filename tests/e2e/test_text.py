@@ -1,4 +1,4 @@
-"""Text over the real server on the demo model: curl, generate_stream, and the deltas that add up to the whole."""
+"""Text on the real server with the demo model: curl, generate_stream, and deltas that add up."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_streamed_text_adds_up_to_the_whole(demo_server, prompt):
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_text_and_ids_are_the_same_request(demo_server, prompt):
-    """The ids of the prompt, sent as ids, give the ids whose text is the text."""
+    """The prompt's ids, sent as ids, give ids whose text equals the text output."""
     tokenizer = Tokenizer.from_dir(str(DEMO_MODEL))
     ids = tokenizer.encode(prompt)
     by_ids = infer(demo_server.http, input_ids=ids, request_output_len=24, end_id=0)
@@ -79,7 +79,8 @@ def test_text_ends_at_the_checkpoints_end_id(demo_server):
     assert "<|endoftext|>" not in "".join(answer.text for answer in answers)
 
 
-# The demo model's answer is a docstring and a return; all but one stop string are in it, most across tokens.
+# The demo model's output is a docstring and a return; it contains all stop strings but one, most across
+# tokens.
 STOPPED_PROMPT = "def read_lines(path):\n"
 STOP_STRINGS = [
     ["\n"],
@@ -92,7 +93,7 @@ STOP_STRINGS = [
 
 
 def cut_at(text: str, stops: list[str]) -> str:
-    """Up to the stop string that ends first, the longest of those."""
+    """Return the text up to the stop string that ends first, or the longest of those."""
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     if not ends:
         return text
@@ -175,7 +176,7 @@ def test_preprocessing_and_postprocessing_stand_alone(demo_server):
 
 
 def test_texts_have_no_batch_dimension(demo_server, tokenizer):
-    """`as_numpy("text_output")[0].decode()`, as from tensorrtllm_backend; so many texts as there are sequences."""
+    """`as_numpy("text_output")[0].decode()` works as with tensorrtllm_backend; one text per sequence."""
     result = unary(demo_server.grpc, text_input="import os", request_output_len=3)
     assert result.as_numpy("text_output").shape == (1,)
     assert result.as_numpy("text_output")[0].decode().startswith("import os")

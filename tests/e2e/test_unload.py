@@ -1,7 +1,8 @@
-"""Models unloaded and loaded while the server runs: everyone answered once, nothing left behind, the same tokens.
+"""Models are unloaded and loaded while the server runs: every request is answered once, and nothing is left
+behind.
 
-Triton refuses new requests of an unloaded model at once and lets those in flight finish; its process lives on for
-as long as a client holds a gRPC stream that used it.
+Triton refuses new requests of an unloaded model at once, and lets those in flight finish. The model's process
+lives on while a client holds a gRPC stream that used it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def test_only_this_user_reads_the_models_shared_memory(server) -> None:
 
 
 def unload(server: TritonServer, model: str = ENGINE) -> None:
-    """Triton takes the model away at once, and ends its process when nobody uses it any more."""
+    """Unload a model: Triton removes it at once, and ends its process when it is not used any more."""
     with grpc.InferenceServerClient(server.grpc) as client:
         client.unload_model(model, headers=CONTROL)
         wait_until(lambda: not client.is_model_ready(model))
@@ -81,7 +82,7 @@ def set_engine(server: TritonServer, value: str) -> None:
 
 
 class Client(Stream):
-    """A stream whose final responses are kept, and every one of whose requests may have one."""
+    """A stream that keeps the final responses of all its requests."""
 
     def __init__(self, server: TritonServer, model: str = ENGINE) -> None:
         super().__init__(server.grpc)
@@ -89,7 +90,7 @@ class Client(Stream):
         self._finals: list[Answer] = []
 
     def ask(self, length: int = LONG, **tensors) -> None:
-        """Send a request for so many tokens; `streaming` under the name that the model has for it."""
+        """Send a request for `length` tokens, with `streaming` under the model's name of it."""
         if self._model == ENGINE:
             self.send(ENGINE, input_ids=PROMPT, request_output_len=length, end_id=-1, **tensors)
         else:
@@ -98,7 +99,7 @@ class Client(Stream):
             self.send(self._model, text_input="def f", max_tokens=length, end_id=-1, **tensors)
 
     def until_taken(self) -> None:
-        """Wait until the model has taken all that was sent: it answers in order that there is nothing to stop."""
+        """Wait until the model has received all requests: it answers a stop of an unknown id after them."""
         self.send(self._model, "the last", stop=True)
         while self._next()[0] != "the last":
             pass
@@ -110,7 +111,7 @@ class Client(Stream):
             pass
 
     def finals(self, count: int) -> list[Answer]:
-        """The final responses of all requests so far, exactly one of each."""
+        """Return the final responses of all requests so far, exactly one for each."""
         while len(self._finals) < count:
             self._next()
         with pytest.raises(queue.Empty):
@@ -141,7 +142,7 @@ def tokens_of_all(server: TritonServer) -> list[object]:
 
 
 def busy_round(server: TritonServer) -> None:
-    """Unload with streams, a beam search and waiting requests in flight, direct and by a front end; and load."""
+    """Unload with streams, a beam search and waiting requests in flight, some by a front end; then load."""
     with Client(server) as direct, Client(server, "ensemble") as by_front_end:
         for client in (direct, by_front_end):
             client.ask(streaming=True)
@@ -169,7 +170,7 @@ def errors_of(answers: list[Answer]) -> set[str]:
 
 
 def test_rounds_of_unloading_under_load_leave_nothing_behind(server):
-    """Resources taken in the first rounds are kept for good; later rounds take no more."""
+    """Resources of the first rounds are kept for reuse; later rounds take no more."""
     tokens = tokens_of_all(server)
     footprints = []
     for _ in range(3):
@@ -193,7 +194,7 @@ def test_idle_rounds_leave_nothing_behind(server):
 
 
 def test_a_stream_that_is_held_open_does_not_keep_the_next_engine_from_loading(server):
-    """The last one frees its place, although Triton keeps its process until the stream is closed."""
+    """The last engine frees its place, although Triton keeps its process until the stream is closed."""
     with Client(server) as held:
         held.ask(length=3)
         held.finals(1)
@@ -258,11 +259,11 @@ def test_requests_in_flight_of_a_front_end_finish_before_it_is_unloaded(server):
     tokens_of_all(server)
 
 
-# ---------------------------------------------------------------- with servers of their own
+# ---------------------------------------------------------------- tests with their own servers
 
 
 def too_long_for_an_unload() -> None:
-    """Running ones, a beam search and one that waits; 400 tokens would take 40 seconds."""
+    """Running requests, a beam search and a waiting request; 400 tokens would take 40 seconds."""
     with serve_fake(settings=SLOW, options=EXPLICIT) as server:
         with Client(server, "ensemble") as client:
             client.ask(streaming=True)
@@ -279,7 +280,7 @@ def too_long_for_an_unload() -> None:
 
 
 def hanging() -> None:
-    """Unload a hanging engine, apart because Triton waits for requests in flight before it unloads."""
+    """Unload a hanging engine separately, because Triton waits for requests in flight before it unloads."""
     with serve_fake(settings=HANGING, options=EXPLICIT) as server:
         with Client(server) as direct, Client(server, "ensemble") as by_front_end:
             direct.ask(streaming=True)
@@ -320,7 +321,7 @@ Story = Callable[[], None]
 
 @pytest.fixture(scope="module", autouse=True)
 def told(request: pytest.FixtureRequest, elsewhere) -> Iterator[dict[Story, Future[None]]]:
-    """Run those slow cases that are selected at once and beside the tests above: they mostly wait."""
+    """Run the selected slow cases at the same time, beside the tests above, because they mostly wait."""
     stories = {
         item.callspec.params["story"]
         for item in request.session.items

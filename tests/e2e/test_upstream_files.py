@@ -1,4 +1,4 @@
-"""A repository made as tensorrtllm_backend's README says: templates copied, filled in and served."""
+"""A repository made by tensorrtllm_backend's README: templates copied, filled in and served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.triton.upstream_files import (
 from .clients import generate, infer, unary
 from .conftest import DEMO_MODEL
 
-# Beside what the README says, whatever it leaves to the user.
+# Further settings, which the README leaves to the user.
 MORE = {"tensorrt_llm": ",normalize_log_probs:True,decoding_mode:auto,lora_cache_max_adapter_size:64"}
 PROMPT = [10, 11, 12, 13]
 
@@ -96,7 +96,7 @@ def server_of_upstreams_file(
 def server_of_upstreams_ensemble(
     elsewhere: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """tensorrtllm_backend's own `ensemble`, which Triton runs, over three of this project's models."""
+    """tensorrtllm_backend's own `ensemble`, which Triton runs, with three of this project's models."""
     repository = tmp_path_factory.mktemp("upstream") / "ensemble"
     for name, arguments in QUICK_START:
         if name in ("preprocessing", "tensorrt_llm", "postprocessing"):

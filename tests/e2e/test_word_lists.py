@@ -1,4 +1,4 @@
-"""Word lists over the wire: what this server says of a broken one, and what Triton says before it."""
+"""Word lists in requests: this server's errors for invalid ones, and Triton's own errors."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ WRONG_TYPE = "but model 'tensorrt_llm' expects 'INT32'"
     ids=["[2, n]", "[n]", "[1, n]", "three rows", "INT64", "FP32"],
 )
 def test_wrong_shapes_are_refused_with_tritons_message(fake_server, name, array, said):
-    """docs/tensors.md quotes them. A missing batch dimension looks like a batch of two to Triton."""
+    """docs/tensors.md quotes them. To Triton, a missing batch dimension looks like a batch of two."""
     message = refusal(fake_server, **{name: array})
     assert said in message
     assert said == MIXED_UP or name in message

@@ -1,4 +1,4 @@
-"""Token ids to `tensorrt_llm`: streamed where it is decoupled, and with unary requests where it is not."""
+"""Token ids to `tensorrt_llm`: streamed if it is decoupled, and by unary requests if it is not."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ REQUESTED = [
 
 @pytest.fixture(scope="module")
 def long_server(elsewhere: Path, long_model: Path) -> Iterator[TritonServer]:
-    """The demo model on streams, with room for `LONG` tokens: a request is still there when it is stopped."""
+    """The demo model on streams, with room for `LONG` tokens, so that requests are in flight when stopped."""
     with serve(model=long_model, settings={"max_tokens_in_paged_kv_cache": "65536"}) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def expected(demo_server: TritonServer, prompt: list[int]) -> list[int]:
-    """The greedy continuation, asked for in another way, of another model of the repository."""
+    """Return the greedy continuation, requested from another model of the repository."""
     answer = infer(demo_server.http, input_ids=prompt, request_output_len=LENGTH, end_id=0)
     return answer.as_numpy("output_ids").reshape(-1).tolist()[len(prompt) :]
 
 
 def asking_for(names: tuple[str, ...]) -> dict[str, bool]:
-    """The flags without which these outputs would not come."""
+    """Return the flags that request these outputs."""
     asked = {
         "return_log_probs": "output_log_probs",
         "return_context_logits": "context_logits",
@@ -107,7 +107,7 @@ ASKED = [
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "+".join(asked))
 def test_every_streamed_response_has_what_was_asked_for(demo_server, prompt, expected, asked):
-    """The original takes it from the last response with ids, and fails where any of them lacks it."""
+    """The original reads them from the last response with ids, and fails if any response lacks them."""
     flags = Flags(streaming=True, **asked)
     outcome = run(demo_server, prompt, flags)
     assert outcome.generated == [expected]
@@ -119,7 +119,7 @@ def test_every_streamed_response_has_what_was_asked_for(demo_server, prompt, exp
 
 @pytest.mark.parametrize("names", REQUESTED, ids=lambda names: names[-1])
 def test_streamed_outputs_are_the_requested_ones(demo_server, prompt, expected, names):
-    """Every single response has exactly the requested outputs; `run` checks it."""
+    """Every single response has exactly the requested outputs, which `run` checks."""
     flags = Flags(streaming=True, requested_outputs=names, **asking_for(names))
     assert run(demo_server, prompt, flags).generated == [expected]
 
@@ -170,7 +170,7 @@ def test_a_unary_answer_has_what_was_asked_for(unary_server, prompt, beam_width,
     flags = Flags(beam_width=beam_width, end_id=-1, **asked)
     outcome = run(unary_server, prompt, flags)
     assert [len(ids) for ids in outcome.sequences] == [len(prompt) + LENGTH] * beam_width
-    if beam_width > 1:  # one for all beams
+    if beam_width > 1:  # one response for all beams
         outcome.outputs[1:] = [outcome.outputs[0] | outputs for outputs in outcome.outputs[1:]]
     check_optional(outcome, prompt, flags, LENGTH)
 
@@ -182,7 +182,7 @@ def test_the_outputs_of_a_unary_answer_are_the_requested_ones(unary_server, prom
 
 
 def test_a_stop_ends_a_unary_request_and_both_are_answered(unary_server, prompt):
-    """The answer to the stop has no ids; `run` waits for two answers."""
+    """The response to the stop has no ids; `run` waits for two responses."""
     flags = Flags(request_output_len=LONG, end_id=-1, stop_after_ms=STOP_AFTER_MS, request_id="1")
     outcome = run(unary_server, prompt, flags)
     assert outcome.num_responses == 2 and not outcome.is_cancelled

@@ -1,7 +1,8 @@
-"""Blocks and times of one request, alone and after the same prompt has been there, as three clients read them.
+"""Blocks and times of one request, alone and after another one with the same prompt, as three clients read
+them.
 
-A prompt that ends within its fourth block takes four. When it comes again all four are found; the last one, which
-the first request has gone on with, is copied, and the copy is the one block that is new.
+A prompt that ends within its fourth block takes four blocks. When it is sent again, all four are found. The
+first request has written to the last one, so that is copied, and the copy is the only new block.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ AGAIN = {"alloc_new": 1, "alloc_total": 1, "reused": 4}
 
 
 def long_prompt(tokenizer: Tokenizer, name: str) -> str:
-    """A text of more than three blocks and less than four, which begins with the name."""
+    """Return a text of more than three and less than four blocks, which begins with the name."""
     text = f"{name} = []\n"
     while len(tokenizer.encode(text)) <= 3 * TOKENS_PER_BLOCK + 4:
         text += f"self.{name} = load(path)\n"
@@ -32,7 +33,7 @@ def long_prompt(tokenizer: Tokenizer, name: str) -> str:
 
 
 def check(metrics: dict, expected: dict[str, int], streaming: bool = False) -> None:
-    """Check the same values as the original: block counts, no drafts, and times, the last one only at the end."""
+    """Check the values that the original checks: block counts, no drafts, and times, the last at the end."""
     assert {name: int(metrics[f"kv_cache_{name}_blocks"]) for name in expected} == expected
     drafts = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
     assert [float(metrics[name]) for name in drafts] == [0, 0, 0]
@@ -41,7 +42,7 @@ def check(metrics: dict, expected: dict[str, int], streaming: bool = False) -> N
 
 
 def test_over_generate_stream(perf_metrics_server, tokenizer):
-    """A request that does not stream is one event, and the acceptance rate is written 0.0."""
+    """A request that does not stream has one event, where the acceptance rate is written as 0.0."""
     body = {
         "text_input": long_prompt(tokenizer, "events"),
         "max_tokens": 50,
@@ -70,7 +71,7 @@ def test_over_generate(perf_metrics_server, tokenizer):
 
 @pytest.mark.parametrize("response", [0, -1], ids=["first", "last"])
 def test_of_text_that_streams(perf_metrics_server, tokenizer, response):
-    """The original's log is searched for the first; blocks that generated tokens take do not count in the last."""
+    """The original searches its log for the first; blocks of generated tokens are not counted in the last."""
     text = long_prompt(tokenizer, "texts" if response else "words")
     flags = text_client.Flags(streaming=True, return_perf_metrics=True)
     for expected in (ALONE, AGAIN):

@@ -1,11 +1,11 @@
-"""More requests than the queue takes: some are told so, and the rest are answered."""
+"""More requests than the queue takes: some are refused with the reason, and the others are answered."""
 
 from __future__ import annotations
 
 from . import queue_client
 
 COUNT = 30
-LENGTH = 400  # so long that the first twenty are not done before the others have come
+LENGTH = 400  # long enough that the first twenty are not done before the others arrive
 MESSAGES = ("Maximum queue size of", "Exceeds maximum queue size")
 
 

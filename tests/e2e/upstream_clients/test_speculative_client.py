@@ -1,4 +1,4 @@
-"""Drafting and verifying from outside gives the ensemble's text."""
+"""Drafting and verification by the client gives the ensemble's text."""
 
 from __future__ import annotations
 

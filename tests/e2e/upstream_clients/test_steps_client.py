@@ -1,4 +1,4 @@
-"""Preprocessing, the engine and postprocessing by hand say what the ensemble says, over unary HTTP and gRPC."""
+"""Preprocessing, the engine and postprocessing by hand give the ensemble's text, over unary HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_preprocessing_returns_what_every_client_reads(demo_server, tokenizer):
         "INPUT_ID": [ids],
         "REQUEST_INPUT_LEN": [[len(ids)]],
         "REQUEST_OUTPUT_LEN": [[8]],
-        "DECODER_INPUT_ID": [[0]],  # the padding
+        "DECODER_INPUT_ID": [[0]],  # the padding id
         "REQUEST_DECODER_INPUT_LEN": [[1]],
         "OUT_END_ID": [[0]],
         "OUT_PAD_ID": [[0]],

@@ -1,4 +1,4 @@
-"""Configuration files that are filled in by the documented command lines, and what is served from them."""
+"""Configuration files filled in by documented command lines, and the servers they configure."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ LENGTH = 20
 
 @pytest.fixture(scope="module")
 def completions(demo_server) -> list[str]:
-    """The texts that HTTP generate gives, without the prompts."""
+    """Return the texts of HTTP generate, without the prompts."""
     return [
         generate(demo_server.http, text_input=prompt, max_tokens=LENGTH, exclude_input_in_output=True)[
             "text_output"
@@ -73,7 +73,7 @@ def test_words_that_are_bad_or_biased_or_stop_are_obeyed(demo_server, completion
 
 
 def test_no_biased_words_at_all_may_be_sent(demo_server, completions):
-    """Arrays of [1, 0], as the program that compares speculative decoding sends them."""
+    """The program that compares speculative decoding sends arrays of [1, 0]."""
     flags = Flags(
         output_len=LENGTH,
         embedding_bias_words=(),
