@@ -249,7 +249,7 @@ def resident_bytes(server: TritonServer) -> int:
 
 
 @pytest.mark.exhaustive
-def test_nothing_is_wrong_and_nothing_is_left(
+def test_a_soak_with_many_adapters_has_no_errors_and_leaves_nothing_behind(
     server: TritonServer, known: Known, request: pytest.FixtureRequest
 ) -> None:
     count, client = int(request.config.getoption("--soak-requests", 0)), Client(server.grpc)

@@ -48,7 +48,7 @@ def of_transformers(oracle, prompt, end_id: int, **options) -> list[list[int]]:
 
 @pytest.mark.covers("beam_width", "len_penalty", "early_stopping", "cum_log_probs", "output_log_probs")
 @pytest.mark.parametrize(("width", "length_penalty", "early_stopping"), GRID)
-def test_beams_are_those_of_transformers(
+def test_beams_equal_those_of_transformers(
     exact_server, oracle, prompt, end_id, width, length_penalty, early_stopping
 ):
     expected = scored_by_transformers(
@@ -83,7 +83,7 @@ def test_beams_are_those_of_transformers(
 
 
 @pytest.mark.covers("length_penalty")
-def test_ensemble_calls_it_length_penalty(exact_server, oracle, tokenizer, prompt, end_id):
+def test_length_penalty_of_ensemble_reaches_the_search(exact_server, oracle, tokenizer, prompt, end_id):
     options = {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 2.0}
     expected = of_transformers(oracle, prompt, end_id, **options)
     (answer,) = ask(
@@ -102,7 +102,7 @@ def test_ensemble_calls_it_length_penalty(exact_server, oracle, tokenizer, promp
 
 @pytest.mark.covers("num_return_sequences", "pad_id", "finish_reason")
 @pytest.mark.parametrize("pad_id", [-1, 77])
-def test_the_best_come_back_and_ragged_ones_are_filled_up(exact_server, oracle, prompt, end_id, pad_id):
+def test_the_best_beams_are_returned_with_padding(exact_server, oracle, prompt, end_id, pad_id):
     expected = of_transformers(oracle, prompt, end_id, num_beams=4, num_return_sequences=3)
     assert len({len(tokens) for tokens in expected}) > 1
     answer = completion(
@@ -155,7 +155,7 @@ def test_the_diversity_rate_reaches_the_search(fake_server, rate):
 
 
 @pytest.mark.covers("streaming")
-def test_streamed_beams_say_everything_each_time(fake_server):
+def test_each_response_of_streamed_beams_has_all_tokens(fake_server):
     """Each response has the beams of a search that would end then."""
     request = Request(1, PLAIN, 8, sampling=SamplingConfig(beam_width=3))
     steps = expected_beam_steps(request, FAKE_VOCABULARY, attend_to_all=False)
@@ -167,7 +167,7 @@ def test_streamed_beams_say_everything_each_time(fake_server):
     assert [answer.final for answer in answers] == [False] * (len(answers) - 1) + [True]
 
 
-def test_beams_beside_streams_change_neither(fake_server, oracle):
+def test_beams_and_streams_do_not_affect_each_other(fake_server, oracle):
     """Different widths and samplers share iterations, and none waits for the others to end."""
     alone = [
         completion(fake_server.grpc, input_ids=list(PLAIN), request_output_len=12, beam_width=width).beams
@@ -192,7 +192,7 @@ def test_beams_beside_streams_change_neither(fake_server, oracle):
         assert rows == alone
 
 
-def test_a_stop_string_cuts_the_text_of_beams(exact_server, tokenizer, prompt):
+def test_a_stop_string_ends_the_text_of_beams(exact_server, tokenizer, prompt):
     request = {"text_input": PROMPT, "request_output_len": NUM_TOKENS, "beam_width": 3, "end_id": -1}
     plain = completion(exact_server.grpc, **request)
     texts = [text.decode() for text in plain.outputs["text_output"]]

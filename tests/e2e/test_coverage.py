@@ -42,7 +42,7 @@ def rows_of(table: TensorTable, names: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("table", [INPUTS, OUTPUTS], ids=["inputs", "outputs"])
-def test_every_built_row_of_the_table_is_covered(table: TensorTable) -> None:
+def test_every_built_tensor_is_covered(table: TensorTable) -> None:
     """A fixture checks that the marked tests really send or receive them."""
     built = {spec.name for spec in table.specs if spec.built}
     assert built - rows_of(table, covered_names()) == set()

@@ -35,7 +35,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [[]],
     ),
 )
-def test_letters_outside_ascii_in_every_path(tmp_path: Path, cache: Path, options: list[str]) -> None:
+def test_a_server_works_with_letters_outside_ascii_in_every_path(
+    tmp_path: Path, cache: Path, options: list[str]
+) -> None:
     folder = tmp_path / "Käfig 模型"
     home, model, environment = folder / "Hüme", folder / "Modèle 模型", folder / "environmënt"
     home.mkdir(parents=True)

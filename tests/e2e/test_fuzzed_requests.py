@@ -213,7 +213,7 @@ def ask_grpc(server: TritonServer, request: service_pb2.ModelInferRequest, is_st
 
 
 @pytest.mark.parametrize("seeds", with_all([range(300), range(300, 1500)], [range(300)]), ids=str)
-def test_every_request_is_answered_and_the_server_lives_on(server, seeds):
+def test_every_random_request_is_answered_and_the_server_survives(server, seeds):
     request = {"input_ids": PROMPT, "request_output_len": 3}
     before, seen = completion(server.grpc, **request).ids, set()
     for seed in seeds:

@@ -1,36 +1,38 @@
-"""Verified defects of the servers that this one replaces, each with the test that it does not have it.
+"""Verified defects of the servers that this one replaces, and the tests that show that it does not have them.
 
-Defects of the Python model                       shown not to be here by
+"here" means this file. Names of tests are given without `test_`, and may be shortened.
+
+Defects of the Python model                       tested by
   1  one id used twice at once hangs the server     here; test_tensors: an_id_in_flight_cannot_be_used_twice
-  2  batch_index on requests that are no batch      here; triton/test_front_end_batches:
-                                                    two_requests_of_one_call_are_no_batch
+  2  batch_index on requests that are not a batch   here; triton/test_front_end_batches:
+                                                    two_requests_of_one_call_are_not_a_batch
   3  `stop` in a batch fails the whole call         here; test_batches: a_stop_ends_the_whole_batch
   4  token counts of a batch: never answered        here
-  5  one bad request fails those beside it          here; test_tensors: a_refusal_names_the_tensor
+  5  a bad request fails the others of its call     here; test_tensors: a_refusal_names_the_tensor
   6  every error is INTERNAL                        test_tensors: a_refusal_names_the_tensor,
-                                                    http_carries_the_status; triton/test_front_end:
-                                                    a_client_that_goes_away_is_noticed
-  7  cancellation asked for every 100 ms, again     triton/test_cancellation; how long it takes:
-     and again                                      test_metrics: a_stop_is_counted_and_timed
-  8  metrics: padding counted as output, seconds    here; test_metrics: the_page_is_the_log_line,
-     for microseconds, no `reused`; a log line a    lengths_are_in_the_buckets, every_metric_family
-     request
+                                                    http_returns_the_status; triton/test_front_end:
+                                                    a_clients_disconnection_is_detected
+  7  cancellation is polled every 100 ms            triton/test_cancellation; the time it takes:
+                                                    test_metrics: a_stop_is_counted_and_timed
+  8  metrics: padding counted as output, seconds    here; test_metrics: the_page_equals_the_log_line,
+     for microseconds, no `reused`; a log line a    lengths_are_counted_in_their_buckets,
+     request                                        every_metric_family_is_on_the_page
   9  lora_prefetch_dir ignored                      test_adapters: prefetched_adapters_need_no_weights
      unknown kinds of guides ignored                here
- 10  what is not supported is ignored               here; no_repeat_ngram_size: test_controls; priority, client_id,
-                                                    allotted_time_ms: test_queueing; parameters:
-                                                    triton/test_parameters
+ 10  unsupported options ignored                    here; no_repeat_ngram_size: test_controls; priority,
+                                                    client_id, allotted_time_ms: test_queueing;
+                                                    parameters: tensors/test_request_parameters
 
 Defects of the C++ backend
      runtime_top_p_min under another name           test_controls: a_floor_holds_it
-     early_stopping declared BOOL, read as INT32    test_beams: beams_are_those_of_transformers
+     early_stopping declared BOOL, read as INT32    test_beams: beams_equal_those_of_transformers
      an output of `ensemble` listed twice           here
-     `ensemble` fills what nobody asked for         here
+     `ensemble` fills outputs without a request     here
      one exception fails all active requests        here; core/test_recovery
-     a queued request is cancelled when it starts   test_endings: a_stop_reaches_a_request_that_waits
+     a queued request is cancelled when it starts   test_endings: a_stop_ends_a_waiting_request
      ids of cancelled unknown requests are kept     here
      token 0 cannot be banned                       test_controls: token_zero_can_be_banned
-     another beam width blocks the queue            here; test_beams: beams_beside_streams_change_neither
+     another beam width blocks the queue            here; test_beams: beams_and_streams_do_not_affect_each_other
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ def handed_over_together(server: TritonServer, num_requests: int) -> Iterator[No
 # ---------------------------------------------------------------- the Python model
 
 
-def test_one_id_used_many_times_at_once_leaves_later_requests_answered(fake_server):
+def test_later_requests_are_answered_after_one_id_is_used_many_times_at_once(fake_server):
     """In the other server the second use replaces the first, whose end then kills the thread that answers."""
     with Stream(fake_server.grpc) as first, Stream(fake_server.grpc) as second:
         for stream in (first, second):
@@ -125,7 +127,7 @@ def test_one_id_used_many_times_at_once_leaves_later_requests_answered(fake_serv
         assert result.as_numpy("output_ids").ravel().tolist() == PROMPT + alone(PROMPT, 5)
 
 
-def test_requests_that_arrive_together_are_no_batch(together_server):
+def test_requests_that_arrive_together_are_not_a_batch(together_server):
     """In the other server all requests of one call count as one batch, and get a batch_index."""
     with handed_over_together(together_server, 32), Stream(together_server.grpc) as stream:
         for number in range(32):
@@ -137,7 +139,7 @@ def test_requests_that_arrive_together_are_no_batch(together_server):
     assert not any("batch_index" in answer.outputs for answer in answers.values())
 
 
-def test_a_batch_may_say_for_every_row_that_it_is_no_stop(together_server):
+def test_a_batch_may_have_stop_false_in_every_row(together_server):
     """In the other server `stop` must be a scalar, or all requests of the call fail."""
     prompts = np.array([[5, 6, 7], [8, 9, 10]], np.int32)
     with handed_over_together(together_server, 2), Stream(together_server.grpc) as stream:
@@ -157,7 +159,7 @@ def test_a_batch_may_say_for_every_row_that_it_is_no_stop(together_server):
 
 
 @pytest.mark.covers("num_input_tokens", "num_output_tokens")
-def test_a_batch_is_told_its_numbers_of_tokens(fake_server):
+def test_a_batch_gets_its_token_counts(fake_server):
     """In the other server the flags must be scalars; otherwise the requests run, and are never answered."""
     flags = column(True, True, dtype=np.bool_)
     answers = ask(
@@ -173,7 +175,7 @@ def test_a_batch_is_told_its_numbers_of_tokens(fake_server):
     assert sorted(found) == [(0, 3, 4), (1, 2, 6)]
 
 
-def test_bad_requests_in_a_burst_are_refused_and_nobody_else(together_server):
+def test_only_bad_requests_of_a_burst_are_refused(together_server):
     """In the other server requests of one call are queued together: a refused one fails all of them."""
     with handed_over_together(together_server, 30), Stream(together_server.grpc) as stream:
         for number in range(30):
@@ -186,7 +188,7 @@ def test_bad_requests_in_a_burst_are_refused_and_nobody_else(together_server):
     assert found == {n: [n + 1, *alone([n + 1], 4)] for n in range(30) if n % 3 != 1}
 
 
-def test_padding_is_no_output_in_the_metrics(fake_server):
+def test_padding_is_not_counted_as_output_in_the_metrics(fake_server):
     """In the other server every element of a ragged output's array counts, with its padding of -1."""
     options = {"runtime_top_k": 50, "random_seed": 7}
     sampled = {"top_k": 50, "random_seed": 7}
@@ -210,7 +212,7 @@ def test_padding_is_no_output_in_the_metrics(fake_server):
     assert grown(before, after, "nv_llm_output_token_len_sum") == sum(lengths)
 
 
-def test_requests_leave_nothing_in_the_log(narrow_server):
+def test_requests_log_nothing(narrow_server):
     """In the other server each one logs a line when it is deleted."""
     ask(narrow_server.grpc, input_ids=PROMPT, request_output_len=2)
     before = len(narrow_server.log_text())
@@ -225,7 +227,7 @@ def test_requests_leave_nothing_in_the_log(narrow_server):
     [("json_schema", "UNIMPLEMENTED"), ("regex", "UNIMPLEMENTED"), ("no such kind", "INVALID_ARGUMENT")],
 )
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_a_guide_is_refused_and_not_left_out(fake_server, model, kind, status):
+def test_an_unsupported_guide_is_refused_and_not_ignored(fake_server, model, kind, status):
     """In the other server an unknown kind gives an unguided response. This server has no tokenizer."""
     request = {"input_ids": PROMPT, "request_output_len": 4}
     if model == "ensemble":
@@ -246,7 +248,7 @@ def test_a_guide_is_refused_and_not_left_out(fake_server, model, kind, status):
         ["encoder_model_path"],
     ),
 )
-def test_a_parameter_of_what_is_not_built_fails_the_load(elsewhere, key, value):
+def test_a_parameter_of_an_unsupported_feature_fails_the_load(elsewhere, key, value):
     with (
         pytest.raises(ServeError, match=f"{key}: got '{value}', which is not available"),
         serve_fake(settings={"fake_engine": "vocab=100,step_us=0", key: value}),
@@ -263,7 +265,7 @@ def test_a_parameter_of_what_is_not_built_fails_the_load(elsewhere, key, value):
         "logits_post_processor_name",
     ],
 )
-def test_inputs_of_what_is_not_here_are_refused(fake_server, name):
+def test_inputs_of_unsupported_features_are_refused(fake_server, name):
     """Encoder and decoder, disaggregated serving, custom code in the loop: nothing here could use them."""
     unknown = grpc.InferInput(name, [1, 2], "INT32")
     unknown.set_data_from_numpy(np.zeros((1, 2), np.int32))
@@ -284,7 +286,7 @@ def test_additional_outputs_are_refused(fake_server, name):
 # ---------------------------------------------------------------- the C++ backend
 
 
-def test_no_output_of_ensemble_comes_twice(fake_server):
+def test_ensemble_lists_no_output_twice(fake_server):
     """In the other server kv_cache_alloc_total_blocks is in the list twice."""
     with Stream(fake_server.grpc) as stream:
         outputs = stream.client.get_model_metadata("ensemble", as_json=True)["outputs"]
@@ -297,7 +299,7 @@ def test_no_output_of_ensemble_comes_twice(fake_server):
     assert "kv_cache_alloc_total_blocks" in returned and returned.keys() <= declared.keys()
 
 
-def test_ensemble_returns_nothing_that_was_not_asked_for(fake_server):
+def test_ensemble_returns_only_requested_outputs(fake_server):
     """In the other server all outputs of the engine are returned, and are zeros unless computed."""
     request = {"text_input": "def f", "max_tokens": 3}
     (plain,) = ask(fake_server.grpc, "ensemble", **request)
@@ -318,7 +320,7 @@ def test_a_stop_of_an_unknown_id_does_not_end_a_later_request(fake_server):
     assert (answer.ids, answer.finish_reason) == (PROMPT + alone(PROMPT, 5), "LENGTH")
 
 
-def test_another_beam_width_waits_for_nobody(fake_server):
+def test_a_request_with_another_beam_width_does_not_wait_for_others(fake_server):
     """In the other server a width waits until all requests of other widths end, and blocks the queue."""
     with Stream(fake_server.grpc) as stream:
         stream.send("tensorrt_llm", "long", input_ids=PROMPT, request_output_len=LONG, streaming=True)
@@ -354,7 +356,7 @@ def poisoned_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -
         yield server
 
 
-def test_an_iteration_that_raises_ends_the_faulty_request_alone(poisoned_server, oracle, tokenizer):
+def test_an_iteration_that_raises_ends_only_the_faulty_request(poisoned_server, oracle, tokenizer):
     """In the other server an exception in a forward pass ends all active requests."""
     prompts = [tokenizer.encode(text) for text in ("def f(x):\n", "import os\n", "class A:\n", "for i in ")]
     with Stream(poisoned_server.grpc) as stream:

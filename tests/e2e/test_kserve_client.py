@@ -255,7 +255,7 @@ def test_both_clients_get_the_same_errors(remote, local, name):
     assert str(errors[1]) == str(errors[0])
 
 
-def test_metrics_cross_the_wire(remote):
+def test_per_request_metrics_are_returned_over_kserve(remote):
     (response,) = Asked(remote, make_request(output=OutputOptions(return_perf_metrics=True))).all()
     metrics = response.result.perf_metrics
     assert 0 < metrics.arrival_time_ns <= metrics.first_token_time_ns < metrics.last_token_time_ns
@@ -263,7 +263,7 @@ def test_metrics_cross_the_wire(remote):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_logits_of_a_prompt_cross_the_wire_once(remote, local, streaming):
+def test_logits_of_a_prompt_are_sent_once(remote, local, streaming):
     wanted = OutputOptions(exclude_input_from_output=True, return_context_logits=True)
     told = []
     for client in (remote, local):
@@ -274,7 +274,7 @@ def test_logits_of_a_prompt_cross_the_wire_once(remote, local, streaming):
     np.testing.assert_allclose(told[0], told[1], atol=1e-4)
 
 
-def test_a_stopped_request_and_a_stopped_sequence_end_once_and_at_once(slow_server):
+def test_a_stopped_request_and_a_stopped_sequence_end_at_once_and_once(slow_server):
     client = KServeEngineClient(slow_server.grpc, str(DEMO_MODEL))
     asked = Asked(client, make_request(LONG, streaming=True))
     asked.next()
@@ -295,7 +295,7 @@ def test_a_stopped_request_and_a_stopped_sequence_end_once_and_at_once(slow_serv
     assert len([r for r in responses if r.result.is_sequence_final]) == 2 and responses[-1].is_final
 
 
-def test_the_description_is_what_the_engine_says_as_far_as_a_server_tells_it(remote, local):
+def test_the_description_equals_the_engines_as_far_as_the_server_has_it(remote, local):
     far, near = remote.describe(), local.describe()
     assert far.eos_token_ids == near.eos_token_ids and far.model_path == near.model_path
     assert far.tokenizer_dir == str(DEMO_MODEL)
@@ -312,7 +312,7 @@ def test_client_apis_that_the_server_refuses_are_unsupported(remote):
         remote.submit(make_request(output=OutputOptions(return_generation_logits=True)), print)
 
 
-def test_a_server_that_is_away_is_unavailable_and_so_is_a_model(exact_server):
+def test_a_missing_server_or_model_is_unavailable(exact_server):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     nowhere = KServeEngineClient(f"127.0.0.1:{port}", str(DEMO_MODEL))
@@ -357,7 +357,7 @@ def test_streams_serve_one_request_after_another(slow_server, monkeypatch):
     client.close()
 
 
-def test_a_client_that_is_closed_answers_what_is_in_flight(slow_server):
+def test_closing_the_client_answers_requests_in_flight(slow_server):
     client = KServeEngineClient(slow_server.grpc, str(DEMO_MODEL))
     asked = Asked(client, make_request(LONG, streaming=True))
     asked.next()
@@ -366,7 +366,7 @@ def test_a_client_that_is_closed_answers_what_is_in_flight(slow_server):
     assert isinstance(last.error, Unavailable) and last.is_final
 
 
-def test_the_endpoint_in_front_of_a_server_elsewhere(exact_server):
+def test_the_endpoint_serves_in_front_of_a_remote_server(exact_server):
     """It gives the same response as beside the server, in a process of its own that ends when told to."""
     command = [sys.executable, "-m", "inflight.openai", "--triton", exact_server.grpc]
     command += ["--tokenizer", str(DEMO_MODEL), "--port", "0", "--served-model-name", "code"]
@@ -491,7 +491,7 @@ def stream_http(url: str, route: str, body: dict[str, Any]) -> tuple[dict[int, l
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_both_endpoints_answer_the_same(urls, name):
+def test_both_endpoints_give_the_same_responses(urls, name):
     route, body = BODIES[name]
     far, near = (ask_http(url, route, body) for url in urls)
     assert plain(far) == plain(near)
@@ -505,7 +505,7 @@ def test_both_endpoints_answer_the_same(urls, name):
 @pytest.mark.parametrize(
     "name", [name for name, (_, body) in BODIES.items() if "prompt_logprobs" not in body]
 )
-def test_both_endpoints_stream_the_same_and_count_it(urls, name):
+def test_both_endpoints_stream_the_same_with_the_same_usage(urls, name):
     route, body = BODIES[name]
     far, near = (stream_http(url, route, body) for url in urls)
     assert far[0] == near[0] and plain(far[1]) == plain(near[1])
@@ -515,7 +515,7 @@ def test_both_endpoints_stream_the_same_and_count_it(urls, name):
     assert far[1]["completion_tokens"] > 0 or body["max_tokens"] == 0
 
 
-def test_a_prompt_that_is_cached_over_there_is_counted(urls):
+def test_cached_prompt_tokens_of_a_remote_server_are_counted(urls):
     """They are counted in whole blocks of the server's size."""
     asked = {**TEXT, "prompt": list(range(500, 600)), "max_tokens": 2}
     ask_http(urls[0], "completions", asked)
@@ -523,7 +523,7 @@ def test_a_prompt_that_is_cached_over_there_is_counted(urls):
     assert told == [{"cached_tokens": 96}] * 2
 
 
-def test_a_chat_without_a_bound_asks_for_what_fits(urls):
+def test_a_chat_without_max_tokens_may_fill_the_models_length(urls):
     """Here it is the rest of the model's length."""
     unbound = {key: value for key, value in CHAT.items() if key != "max_tokens"}
     far, near = (ask_http(url, "chat/completions", {**unbound, "stop": ["\n"]}) for url in urls)
@@ -562,7 +562,7 @@ def config_of(**parameters: str) -> dict[str, Any]:
     return {"name": "tensorrt_llm", "max_batch_size": 4, "parameters": given}
 
 
-def test_defaults_of_a_configuration_are_those_of_the_engine():
+def test_defaults_of_a_configuration_equal_the_engines():
     of_model = describe(str(DEMO_MODEL))
     plain_one = of_model(config_of(tokens_per_block="${tokens_per_block}", of_a_newer_server="1"), None)
     limits = plain_one.limits
@@ -577,7 +577,7 @@ def test_defaults_of_a_configuration_are_those_of_the_engine():
     assert packed.max_input_length == 64 < split.max_input_length == limits.max_sequence_length - 1
 
 
-def test_a_server_that_goes_away_and_comes_back_is_served_again(elsewhere: Path, tmp_path: Path):
+def test_a_restarted_server_is_used_again(elsewhere: Path, tmp_path: Path):
     """Its description is read again too, with the KV cache's size, which only the server's state has."""
     settings = {
         "fake_engine": "vocab=3072,step_us=2000",
@@ -611,7 +611,7 @@ def test_a_server_that_goes_away_and_comes_back_is_served_again(elsewhere: Path,
         client.close()
 
 
-def test_a_host_that_does_not_answer_is_unavailable_and_waited_for_once(monkeypatch):
+def test_a_host_that_does_not_answer_is_unavailable_after_one_wait(monkeypatch):
     """It accepts connections, and never answers."""
     monkeypatch.setattr(kserve_client, "_CONFIG_S", 0.5)
     now_s, waits, describe = 0.0, [], KServeEngineClient.describe
@@ -643,7 +643,7 @@ def test_a_host_that_does_not_answer_is_unavailable_and_waited_for_once(monkeypa
         ([], "one of the arguments --triton --engine-endpoint is required"),
     ],
 )
-def test_a_command_line_that_cannot_be_followed_is_said_at_once(arguments, said, capsys):
+def test_an_impossible_command_line_is_refused_at_once(arguments, said, capsys):
     try:
         status = main(arguments)
     except SystemExit as ended:

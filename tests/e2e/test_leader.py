@@ -32,7 +32,7 @@ def workers(folder: Path) -> list[int]:
     return found
 
 
-def test_ranks_under_one_mpirun_answer_as_one_rank_and_end_in_order(elsewhere, exact_server):
+def test_ranks_under_one_mpirun_answer_like_one_rank_and_end_in_order(elsewhere, exact_server):
     with serve(dtype="float32", settings=SETTINGS, options=LEADER) as leader:
         assert len(workers(folder_of(leader))) == 1
         assert_equal_answers(leader, exact_server)
@@ -57,7 +57,7 @@ def assert_equal_answers(leader: TritonServer, exact_server: TritonServer) -> No
 
 
 @pytest.mark.parametrize("number", with_all([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
-def test_a_worker_that_is_lost_ends_the_server_once_everybody_is_answered(elsewhere, long_model, number):
+def test_a_lost_worker_ends_the_server_after_all_requests_are_answered(elsewhere, long_model, number):
     settings = ("--set", "max_tokens_in_paged_kv_cache=65536", "--set", "rank_timeout_ms=4000")
     ranks = ("--model", str(long_model), "--tp", "2", "--mode", "leader", "--restarts", "0")
     with command(REPOSITORY, *ranks, *settings) as serving:

@@ -96,7 +96,7 @@ def test_every_metric_family_is_on_the_page(fake_server):
     assert page.value("inflight_preemptions_total", model="tensorrt_llm", version="1") >= 0
 
 
-def test_the_page_is_the_log_line_and_falls_back_when_idle(fake_server):
+def test_the_page_equals_the_log_line_and_gauges_fall_when_idle(fake_server):
     before = wait_idle(fake_server)
     complete(fake_server, 3)
     page = shown(wait_idle(fake_server, before, 3))
@@ -112,7 +112,7 @@ def test_the_page_is_the_log_line_and_falls_back_when_idle(fake_server):
     assert page["Runtime CPU Memory Usage"] > 10_000_000
 
 
-def test_answered_requests_are_counted_on_the_page_at_once(fake_server):
+def test_the_page_counts_answered_requests_at_once(fake_server):
     """Nothing else is in flight, so the page waits for the engine's publication."""
     for _ in range(3):
         before = wait_idle(fake_server)
@@ -124,7 +124,7 @@ def test_answered_requests_are_counted_on_the_page_at_once(fake_server):
         assert ended(page_of(fake_server)) - ended(before) == 13
 
 
-def test_gauges_show_what_runs_and_what_waits(fake_server):
+def test_gauges_show_running_and_waiting_requests(fake_server):
     """Four long requests fill the KV cache; the fifth waits in the queue."""
     with Stream(fake_server.grpc) as stream:
         for number in range(5):
@@ -144,7 +144,7 @@ def test_gauges_show_what_runs_and_what_waits(fake_server):
     assert (page["Active Request Count"], page["Used KV cache blocks"]) == (0, 0)
 
 
-def test_histograms_add_up_to_the_requests(fake_server):
+def test_histograms_count_every_request(fake_server):
     before = wait_idle(fake_server)
     complete(fake_server, 3, tokens=8)
     complete(fake_server, 2, tokens=60, input_ids=[7] * 20)
@@ -165,7 +165,7 @@ def test_histograms_add_up_to_the_requests(fake_server):
         assert buckets == sorted(buckets) and buckets[-1] == after.value(f"{histogram.name}_count")
 
 
-def test_lengths_are_in_the_buckets_that_they_belong_to(fake_server):
+def test_lengths_are_counted_in_their_buckets(fake_server):
     before = wait_idle(fake_server)
     complete(fake_server, tokens=10, input_ids=[2] * 50)
     complete(fake_server, tokens=101, input_ids=[2] * 51)
@@ -184,7 +184,7 @@ def test_lengths_are_in_the_buckets_that_they_belong_to(fake_server):
     )
 
 
-def test_a_prompt_that_comes_back_is_found(fake_server):
+def test_a_repeated_prompt_is_counted_as_reused(fake_server):
     prompt = [(17 * i * i + 5) % FAKE_VOCABULARY for i in range(4 * 64 + 1)]
     first = wait_idle(fake_server)
     complete(fake_server, input_ids=prompt)
@@ -239,7 +239,7 @@ def test_static_batching_has_a_family_of_its_own(static_server):
     }
 
 
-def test_triton_counts_a_request_for_the_model_it_was_sent_to_and_the_engine_counts_all(fake_server):
+def test_triton_counts_requests_per_model_and_the_engine_counts_all(fake_server):
     def counts() -> dict[str, float]:
         page = page_of(fake_server)
         models = ("ensemble", "tensorrt_llm", "preprocessing", "postprocessing")
@@ -255,7 +255,7 @@ def test_triton_counts_a_request_for_the_model_it_was_sent_to_and_the_engine_cou
     assert [after[model] - before[model] for model in unchanged] == [0, 0, 0]
 
 
-def test_tritons_compute_time_of_a_decoupled_model_is_no_answers_time(fake_server):
+def test_tritons_compute_time_of_a_decoupled_model_excludes_generation(fake_server):
     name = "nv_inference_compute_infer_duration_us"
     before = page_of(fake_server).value(name, model="tensorrt_llm")
     ask(fake_server.grpc, input_ids=[3, 1, 4], request_output_len=200)

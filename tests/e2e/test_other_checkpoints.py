@@ -40,7 +40,7 @@ def engine_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["orchestrator", "leader"])
-def test_ranks_that_have_whole_experts(elsewhere, engine_alone, tmp_path, mode):
+def test_expert_parallel_ranks_give_the_same_tokens(elsewhere, engine_alone, tmp_path, mode):
     model = make_model(tmp_path / "mixtral", "mixtral-even")
     options = ServerOptions(tp=2, ep=2, mode=mode)
     prompts = {str(length): model.prompt(length) for length in (3, 40)}
@@ -56,7 +56,7 @@ def test_ranks_that_have_whole_experts(elsewhere, engine_alone, tmp_path, mode):
 
 
 @pytest.mark.exhaustive
-def test_a_family_without_a_map(elsewhere, engine_alone, tmp_path):
+def test_an_unknown_family_is_served_by_transformers(elsewhere, engine_alone, tmp_path):
     """No option selects transformers; requests are streamed, and a beam search."""
     model = make_model(tmp_path / "stablelm", "stablelm")
     prompt = model.prompt(40)
@@ -70,7 +70,7 @@ def test_a_family_without_a_map(elsewhere, engine_alone, tmp_path):
     assert beams == [tokens for tokens, _ in expected]
 
 
-def test_a_family_of_the_table_by_transformers_own_code(elsewhere, oracle, tokenizer):
+def test_a_known_family_can_be_served_by_transformers(elsewhere, oracle, tokenizer):
     text = "def area(self):\n    return"
     prompt = tuple(tokenizer.encode(text))
     options = ServerOptions(wanted=Wanted(DEMO_MODEL, "float32", SETTINGS, engine="transformers"))
@@ -84,7 +84,7 @@ def test_a_family_of_the_table_by_transformers_own_code(elsewhere, oracle, token
 
 
 @pytest.mark.exhaustive
-def test_a_checkpoint_of_4_bits_over_a_kv_cache_of_8(elsewhere, engine_alone, tmp_path, tokenizer):
+def test_a_4_bit_checkpoint_is_served_with_an_8_bit_kv_cache(elsewhere, engine_alone, tmp_path, tokenizer):
     """The tokens equal those of the engine in this process, which other tests compare with transformers."""
     folder = quantize_checkpoint(DEMO_MODEL, tmp_path / "gptq", "gptq")
     prompt = tuple(tokenizer.encode("def area(self):\n    return"))

@@ -146,7 +146,7 @@ def test_two_ranks_answer_like_one(server, exact_server):
     assert by_http[0] == by_http[1]
 
 
-def test_two_ranks_have_the_post_processors_of_one(server, exact_server):
+def test_two_ranks_apply_post_processors_like_one(server, exact_server):
     """Both ranks call them; an error on both ends only its request."""
     request = {"input_ids": PROMPT, "request_output_len": 12}
     for name in ("no_echo", "even_ids", "batched"):
@@ -197,7 +197,7 @@ def test_statistics_of_the_ranks_are_on_the_metrics_page(server):
         [("rank 1", KILL, True)],
     ),
 )
-def test_an_orchestrated_engine_comes_back(server, victim, number, is_busy):
+def test_an_orchestrated_engine_is_restarted_after_a_loss(server, victim, number, is_busy):
     before, tokens_before = Processes.of(server), tokens(server)
     num_before, memory_before = len(before.always_there), len(shared_memory(server))
     lost = [before.by_name[name] for name in ("rank 0", "rank 1", "mpirun", "stub")]
@@ -243,7 +243,7 @@ def test_a_load_over_a_loaded_model_replaces_its_ranks(server):
     ("mode", "number"),
     with_all([("orchestrator", KILL), ("leader", KILL), ("leader", STOP)], [("leader", KILL)]),
 )
-def test_a_lost_stub_takes_the_server_with_it(elsewhere, mode, number):
+def test_a_lost_stub_ends_the_server(elsewhere, mode, number):
     with serve(dtype="float32", settings=SETTINGS, options=ServerOptions(tp=2, mode=mode)) as server:
         processes = Processes.of(server)
         with Clients(server) as clients:
@@ -256,7 +256,7 @@ def test_a_lost_stub_takes_the_server_with_it(elsewhere, mode, number):
 
 
 @pytest.mark.exhaustive
-def test_a_leader_that_loses_a_rank_ends_although_it_has_nothing_to_do(elsewhere):
+def test_an_idle_leader_that_loses_a_rank_ends(elsewhere):
     """`test_leader` tests the same with requests in flight."""
     with serve(dtype="float32", settings=SETTINGS, options=ServerOptions(tp=2, mode="leader")) as server:
         processes = Processes.of(server)
@@ -266,7 +266,7 @@ def test_a_leader_that_loses_a_rank_ends_although_it_has_nothing_to_do(elsewhere
     assert not shared_memory(server)
 
 
-def test_a_leaders_model_is_not_loaded_twice(elsewhere):
+def test_a_leaders_model_cannot_be_loaded_twice(elsewhere):
     options = ServerOptions(tp=2, mode="leader", model_control="explicit", client_apis=CONTROLLED)
     with (
         serve(dtype="float32", settings=SETTINGS, options=options) as server,

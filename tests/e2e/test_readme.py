@@ -44,7 +44,7 @@ def here(text: str, server) -> str:
     return re.sub(r"-m inflight_client (\w+)", rf"-m inflight_client \1 --url {server.grpc}", text)
 
 
-def test_the_first_answer_stands_before_line_forty():
+def test_readme_has_the_first_response_before_line_forty():
     lines = README.splitlines()
     assert next(number for number, line in enumerate(lines, 1) if line.startswith("curl")) < 40
 
@@ -52,7 +52,7 @@ def test_the_first_answer_stands_before_line_forty():
 @pytest.mark.parametrize(
     "command", [*(text for text in commands("bash") if text.startswith(("curl", ".venv"))), *IN_PAGES]
 )
-def test_a_command_answers(demo_server, command):
+def test_a_command_of_the_pages_works(demo_server, command):
     done = subprocess.run(
         ["bash", "-c", here(command, demo_server)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -77,7 +77,7 @@ def test_perf_analyzer_runs(demo_server):
 @pytest.mark.parametrize(
     ("number", "first_line"), [(0, r"\[\[\[10, 11, 12, 13, "), (1, r".+ \w+ \(TopLogProb\(")]
 )
-def test_a_python_example_prints_what_it_is_about(demo_server, number, first_line):
+def test_a_python_example_prints_its_result(demo_server, number, first_line):
     programs = commands("python", "docs/triton.md")
     assert len(programs) == 2
     assert "tritonclient.http" not in programs[number]  # scripts/serve does not install its dependencies
@@ -88,7 +88,7 @@ def test_a_python_example_prints_what_it_is_about(demo_server, number, first_lin
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/ranks.md"])
-def test_every_server_it_starts_has_options_that_exist(page, monkeypatch):
+def test_every_server_command_has_existing_options(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
     started = [line for block in blocks for line in re.findall(r"scripts/serve (-.*)", block)]
@@ -98,6 +98,6 @@ def test_every_server_it_starts_has_options_that_exist(page, monkeypatch):
         cli.parse(shlex.split(line.replace("--no-venv", ""), comments=True))
 
 
-def test_every_script_it_names_exists():
+def test_every_script_named_in_readme_exists():
     named = set(re.findall(r"scripts/(\w+(?:\.py)?)", README))
     assert named and all((ROOT / "scripts" / name).is_file() for name in named)

@@ -84,7 +84,7 @@ def fitting_request() -> dict[str, np.ndarray]:
     return request(300, prompt_tokens=600, **wanted)
 
 
-def test_an_answer_that_fits_comes_in_full(server) -> None:
+def test_a_response_that_fits_is_sent_completely(server) -> None:
     answer = unary(server.grpc, **fitting_request())
     assert answer.as_numpy("context_logits").shape == (1, 600, 3072)
     assert answer.as_numpy("generation_logits").shape == (1, 1, 300, 3072)
@@ -97,7 +97,7 @@ def test_an_answer_that_fits_comes_in_full(server) -> None:
     )
 
 
-def test_room_that_is_gone_when_the_answer_is_there_is_an_error_for_its_client_alone(server) -> None:
+def test_a_lack_of_shared_memory_at_sending_is_an_error_for_that_client_only(server) -> None:
     with ThreadPoolExecutor(1) as pool, Stream(server.grpc) as stream:
         answer = pool.submit(unary, server.grpc, **request(return_generation_logits=True))
         stream.send("tensorrt_llm", **request(streaming=True))
@@ -118,7 +118,7 @@ def test_room_that_is_gone_when_the_answer_is_there_is_an_error_for_its_client_a
         assert [answer.error for _, answer in stream.until_all_final() if answer.error] == []
 
 
-def test_an_answer_larger_than_shared_memory_is_refused_with_the_option_to_set(server) -> None:
+def test_a_response_larger_than_shared_memory_is_refused_with_the_option_to_set(server) -> None:
     with pytest.raises(InferenceServerException) as caught:
         unary(server.grpc, **request(num_return_sequences=8, return_generation_logits=True))
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
@@ -126,20 +126,20 @@ def test_an_answer_larger_than_shared_memory_is_refused_with_the_option_to_set(s
         assert word in str(caught.value)
 
 
-def test_an_answer_larger_than_free_shared_memory_is_unavailable(server) -> None:
+def test_a_response_larger_than_free_shared_memory_is_unavailable(server) -> None:
     with pytest.raises(InferenceServerException) as caught:
         unary(server.grpc, **request(num_return_sequences=3, return_generation_logits=True))
     assert caught.value.status() == "StatusCode.UNAVAILABLE"
     assert "free" in str(caught.value) and "--shm-size" in str(caught.value)
 
 
-def test_more_than_grpc_takes_is_refused_wherever_it_would_be_sent(server) -> None:
+def test_a_response_larger_than_a_grpc_message_is_refused(server) -> None:
     with pytest.raises(InferenceServerException, match="2 GiB") as caught:
         unary(server.grpc, **request(num_return_sequences=256, return_generation_logits=True))
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
-def test_logits_can_be_streamed_where_they_would_not_fit_at_once(server) -> None:
+def test_logits_that_do_not_fit_at_once_can_be_streamed(server) -> None:
     answers = ask(
         server.grpc, streaming=True, **request(num_return_sequences=4, return_generation_logits=True)
     )
@@ -148,7 +148,7 @@ def test_logits_can_be_streamed_where_they_would_not_fit_at_once(server) -> None
     assert rows == 4 * NEW_TOKENS
 
 
-def test_requests_of_one_size_share_the_room(server) -> None:
+def test_requests_of_one_size_share_the_shared_memory(server) -> None:
     """Together they are larger than /dev/shm; they are sent one after another."""
     with Stream(server.grpc) as stream:
         for _ in range(6):
@@ -162,7 +162,7 @@ def test_requests_of_one_size_share_the_room(server) -> None:
     assert shapes == [(1, 1, NEW_TOKENS, 3072)] * 6
 
 
-def test_streams_in_flight_go_on_while_others_are_refused_and_answered(server) -> None:
+def test_streams_in_flight_continue_while_others_are_refused_and_answered(server) -> None:
     alone = tokens_of(ask(server.grpc, streaming=True, **request(400)))
     with Stream(server.grpc) as stream:
         stream.send("tensorrt_llm", **request(400, streaming=True))
@@ -184,7 +184,7 @@ def tokens_of(answers: list[Answer]) -> list[int]:
     return [token for answer in answers for token in answer.ids]
 
 
-def test_an_input_that_does_not_fit_is_an_error_that_names_no_region(server) -> None:
+def test_an_input_that_does_not_fit_is_an_error_without_the_regions_name(server) -> None:
     """It is tritonserver's own error, before a model gets the request."""
     tensors = request(new_tokens=1)
     tensors["draft_logits"] = np.zeros((1, 2, 16 << 20 >> 1), np.float32)

@@ -39,7 +39,7 @@ MODES = [ServerOptions(pp=2), ServerOptions(tp=2, mode="leader")]
     with_all([tuple(MODES), tuple(reversed(MODES))], [tuple(MODES)]),
     ids=["the leader ends first", "the orchestrator ends first"],
 )
-def test_a_server_goes_on_when_a_server_of_the_other_mode_ends(exact_server, stays, ends):
+def test_a_server_continues_when_a_server_of_the_other_mode_ends(exact_server, stays, ends):
     expected = completion(exact_server.grpc, **REQUEST).ids
     with serve(dtype="float32", settings=SMALL_CACHE, options=stays) as staying:
         with serve(dtype="float32", settings=SMALL_CACHE, options=ends) as ending:
@@ -71,7 +71,7 @@ def copy(repository: Path, model: str, name: str, **parameters: str) -> None:
     config.write_text(set_parameters(text, parameters))
 
 
-def test_two_engines_in_one_server_do_not_know_of_each_other(exact_server, two_engines):
+def test_two_engines_in_one_server_do_not_affect_each_other(exact_server, two_engines):
     (checkpoint,) = two_engines.parent.glob("checkpoint")
     alone = ZooModel(checkpoint, transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval())
     expected = {

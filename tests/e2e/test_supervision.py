@@ -162,7 +162,7 @@ def mix_models_on_one_stream(url: str) -> None:
             finals = [name] if answer.final else []
 
 
-def test_a_stream_that_mixes_models_ends_nobodys_service_for_good(serving):
+def test_the_server_is_restarted_after_a_stream_that_mixes_models(serving):
     ready = serving.ready_line()
     with Bystander(ready["grpc"]) as bystander:
         bystander.wait_answered()
@@ -177,7 +177,7 @@ def test_a_stream_that_mixes_models_ends_nobodys_service_for_good(serving):
     "model",
     with_all(["ensemble", "tensorrt_llm_infer", "tensorrt_llm", "preprocessing"], ["tensorrt_llm"]),
 )
-def test_a_model_whose_process_is_killed_comes_back(serving, model):
+def test_the_server_is_restarted_after_a_models_process_is_killed(serving, model):
     ready = serving.ready_line()
     (before,) = ask(ready["grpc"], "ensemble", text_input="def f", max_tokens=5)
     with Bystander(ready["grpc"]) as bystander:
@@ -199,7 +199,7 @@ def test_a_model_whose_process_is_killed_comes_back(serving, model):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_a_model_whose_process_is_stopped_comes_back(serving, model):
+def test_the_server_is_restarted_after_a_models_process_is_stopped(serving, model):
     """Its guard allows some silence first; tests/server/test_guard.py tests guards alone."""
     ready = serving.ready_line()
     os.kill(stubs(serving)[model], signal.SIGSTOP)
@@ -213,7 +213,7 @@ def test_a_model_whose_process_is_stopped_comes_back(serving, model):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["orchestrator", "leader"])
-def test_a_server_with_ranks_comes_back_with_others(elsewhere, mode):
+def test_a_server_with_ranks_is_restarted_with_new_ranks(elsewhere, mode):
     arguments = ["--tp", "2", "--mode", mode, "--dtype", "float32", "--set=max_tokens_in_paged_kv_cache=8192"]
     with command(REPOSITORY, *arguments) as serving:
         ready, folder = serving.ready_line(), serving.folder()

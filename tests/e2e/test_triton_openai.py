@@ -140,7 +140,7 @@ def greedy(oracle, theirs):
     return complete
 
 
-def test_the_models_are_taken_for_ones_of_this_format(pair_server):
+def test_tritons_front_end_recognizes_the_models_format(pair_server):
     """Every backend except vllm is; the first declared one of two names is used for `echo`."""
     client = grpc.InferenceServerClient(pair_server.grpc)
     for model in MODELS:
@@ -157,7 +157,9 @@ def test_the_models_are_taken_for_ones_of_this_format(pair_server):
     # Streamed texts of tensorrt_llm_bls accumulate on this server.
     [("ensemble", False), ("ensemble", True), ("tensorrt_llm_bls", False)],
 )
-def test_chat_is_answered_without_the_prompt_and_with_one_bos(pair_server, theirs, greedy, model, stream):
+def test_chats_get_a_completion_without_the_prompt_and_with_one_bos(
+    pair_server, theirs, greedy, model, stream
+):
     answer = request(pair_server, model, prompt=TEMPLATED, stream=stream)
     assert answer.text == greedy(TEMPLATED)
     assert answer.prompt_tokens == len(theirs.encode(TEMPLATED, add_special_tokens=False))
@@ -167,7 +169,7 @@ def test_chat_is_answered_without_the_prompt_and_with_one_bos(pair_server, their
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("echo", [False, True])
-def test_completions_get_bos_and_echo_is_heard(pair_server, theirs, greedy, stream, echo):
+def test_completions_get_bos_and_echo_is_applied(pair_server, theirs, greedy, stream, echo):
     answer = request(pair_server, prompt=COMPLETED, echo=echo, stream=stream)
     shown = COMPLETED if echo and not stream else ""
     assert answer.text == shown + greedy(BOS + COMPLETED)
@@ -176,7 +178,7 @@ def test_completions_get_bos_and_echo_is_heard(pair_server, theirs, greedy, stre
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_words(pair_server, greedy, stream):
+def test_stop_words_end_the_text(pair_server, greedy, stream):
     whole = greedy(TEMPLATED)
     stop = whole[4:8]
     answer = request(pair_server, prompt=TEMPLATED, stop=("never said", stop), stream=stream)
@@ -184,7 +186,7 @@ def test_stop_words(pair_server, greedy, stream):
     assert 0 < answer.completion_tokens < MAX_TOKENS
 
 
-def test_sampling_and_seeds(pair_server, greedy):
+def test_sampling_options_and_seeds_have_their_effect(pair_server, greedy):
     asked = {"prompt": TEMPLATED, "top_p": 0.95, "temperature": 1.5, "seed": 2**63 + 5}
     first = request(pair_server, **asked)
     assert request(pair_server, **asked) == first
@@ -196,7 +198,7 @@ def test_sampling_and_seeds(pair_server, greedy):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_forced_tools(pair_server, stream):
+def test_the_text_of_a_forced_tool_matches_its_schema(pair_server, stream):
     answer = request(pair_server, prompt=TEMPLATED, guide=TOOL, stream=stream, max_tokens=80)
     jsonschema.validate(json.loads(answer.text), TOOL)
 
@@ -212,7 +214,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "peft", root / "sql"
 
 
-def test_an_adapters_weights_come_with_its_first_request_and_its_id_alone_then(pair_server, greedy, adapters):
+def test_an_adapters_weights_are_sent_once_and_then_only_its_id(pair_server, greedy, adapters):
     base = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     adapted = greedy(TEMPLATED, peft.PeftModel.from_pretrained(base, adapters[0]).eval())
     assert adapted != greedy(TEMPLATED)
@@ -226,7 +228,7 @@ def test_an_adapters_weights_come_with_its_first_request_and_its_id_alone_then(p
     assert request(pair_server, prompt=TEMPLATED).text == greedy(TEMPLATED)
 
 
-def test_the_repository_of_the_documented_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_documented_command_writes_the_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """It can be written where no server runs, with the files that the front end needs."""
     out = tmp_path / "models"
     settings = ["--set", "exclude_input_in_output=true", "--set", "add_special_tokens=auto"]

@@ -48,7 +48,7 @@ def server(elsewhere) -> Iterator[TritonServer]:
         yield running
 
 
-def test_only_this_user_reads_the_models_shared_memory(server) -> None:
+def test_only_this_user_can_read_the_models_shared_memory(server) -> None:
     regions = runtime_directory.shared_memory_files(folder_of(server))
     assert len(regions) == 6 and not any(region.stat().st_mode & 0o077 for region in regions)
 
@@ -169,7 +169,7 @@ def errors_of(answers: list[Answer]) -> set[str]:
     return {str(answer.error) for answer in answers if answer.error}
 
 
-def test_rounds_of_unloading_under_load_leave_nothing_behind(server):
+def test_unloading_under_load_leaves_nothing_behind(server):
     """Resources of the first rounds are kept for reuse; later rounds take no more."""
     tokens = tokens_of_all(server)
     footprints = []
@@ -182,7 +182,7 @@ def test_rounds_of_unloading_under_load_leave_nothing_behind(server):
 
 
 @pytest.mark.exhaustive
-def test_idle_rounds_leave_nothing_behind(server):
+def test_idle_unloading_leaves_nothing_behind(server):
     footprints = []
     for _ in range(3):
         unload(server)
@@ -193,7 +193,7 @@ def test_idle_rounds_leave_nothing_behind(server):
     wait_until(lambda: Footprint.of(server).fits(footprints[1]))
 
 
-def test_a_stream_that_is_held_open_does_not_keep_the_next_engine_from_loading(server):
+def test_an_open_stream_does_not_keep_the_next_engine_from_loading(server):
     """The last engine frees its place, although Triton keeps its process until the stream is closed."""
     with Client(server) as held:
         held.ask(length=3)
@@ -207,7 +207,7 @@ def test_a_stream_that_is_held_open_does_not_keep_the_next_engine_from_loading(s
     wait_until(lambda: is_complete(server))
 
 
-def test_loading_at_once_lets_what_is_in_flight_finish(server):
+def test_loading_right_after_unloading_lets_requests_in_flight_finish(server):
     with Client(server) as direct, Client(server, "ensemble") as by_front_end:
         for client in (direct, by_front_end):
             client.ask(streaming=True)
@@ -234,7 +234,7 @@ def test_a_changed_config_is_served_by_the_next_load(server):
 
 
 @pytest.mark.parametrize("model", with_all(FRONT_ENDS, ["ensemble"]))
-def test_a_front_end_comes_and_goes_unnoticed_by_streams_of_the_engine(server, model):
+def test_loading_a_front_end_does_not_affect_streams_of_the_engine(server, model):
     with Stream(server.grpc) as stream:
         stream.send(ENGINE, input_ids=PROMPT, request_output_len=700, end_id=-1, streaming=True)
         stream.receive()

@@ -26,7 +26,7 @@ def refusal(server, **tensors: np.ndarray) -> str:
 
 
 @pytest.mark.covers("stop_words_list")
-def test_several_words_of_which_one_comes(fake_server):
+def test_one_of_several_stop_words_ends_the_output(fake_server):
     tokens = alone(12)
     words = word_list([tokens[7], tokens[7]], [tokens[4], tokens[5], tokens[6]], [999, 999])
     answer = completion(fake_server.grpc, input_ids=PROMPT, request_output_len=12, stop_words_list=words)
@@ -51,7 +51,7 @@ def test_nvidias_empty_list_has_no_words(fake_server, name):
     ],
     ids=lambda part: "",
 )
-def test_a_broken_list_is_answered_with_the_layout(fake_server, name, rows, problem):
+def test_an_invalid_word_list_is_refused_with_the_layout(fake_server, name, rows, problem):
     message = refusal(fake_server, **{name: np.array([rows], np.int32)})
     assert f"{name} {problem}" in message and LAYOUT in message
 

@@ -69,7 +69,7 @@ def check_optional(outcome: batcher_client.Outcome, prompt: list[int], flags: Fl
 
 
 @pytest.mark.parametrize("excluded", [False, True], ids=["echoed", "excluded"])
-def test_streamed_ids_are_the_prompt_and_its_continuation(demo_server, prompt, expected, excluded):
+def test_streamed_ids_have_the_prompt_and_its_continuation(demo_server, prompt, expected, excluded):
     flags = Flags(streaming=True, exclude_input_in_output=excluded)
     outcome = run(demo_server, prompt, flags)
     assert outcome.sequences == [expected if excluded else prompt + expected]
@@ -77,7 +77,7 @@ def test_streamed_ids_are_the_prompt_and_its_continuation(demo_server, prompt, e
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
-def test_sequences_are_told_apart_by_their_index(demo_server, prompt, expected, streaming):
+def test_sequences_are_distinguished_by_their_index(demo_server, prompt, expected, streaming):
     flags = Flags(streaming=streaming, num_return_sequences=3, return_log_probs=True)
     outcome = run(demo_server, prompt, flags)
     assert outcome.generated == [expected] * 3
@@ -106,7 +106,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "+".join(asked))
-def test_every_streamed_response_has_what_was_asked_for(demo_server, prompt, expected, asked):
+def test_every_streamed_response_has_the_requested_outputs(demo_server, prompt, expected, asked):
     """The original reads them from the last response with ids, and fails if any response lacks them."""
     flags = Flags(streaming=True, **asked)
     outcome = run(demo_server, prompt, flags)
@@ -149,7 +149,7 @@ def test_a_cancellation_ends_a_stream(long_server, prompt):
 
 
 @pytest.mark.parametrize("num_right", [0, 3])
-def test_streamed_drafts_change_no_token(demo_server, prompt, expected, num_right):
+def test_streamed_drafts_do_not_change_tokens(demo_server, prompt, expected, num_right):
     draft = (*expected[:num_right], (expected[num_right] + 1) % VOCABULARY)
     flags = Flags(streaming=True, draft_tokens=draft, return_perf_metrics=True)
     outcome = run(demo_server, prompt, flags)
@@ -159,14 +159,14 @@ def test_streamed_drafts_change_no_token(demo_server, prompt, expected, num_righ
 
 
 @pytest.mark.parametrize("excluded", [False, True], ids=["echoed", "excluded"])
-def test_one_unary_answer_is_the_prompt_and_its_continuation(unary_server, prompt, expected, excluded):
+def test_one_unary_response_has_the_prompt_and_its_continuation(unary_server, prompt, expected, excluded):
     outcome = run(unary_server, prompt, Flags(exclude_input_in_output=excluded))
     assert outcome.sequences == [expected if excluded else prompt + expected]
 
 
 @pytest.mark.parametrize("beam_width", [1, 3])
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "+".join(asked))
-def test_a_unary_answer_has_what_was_asked_for(unary_server, prompt, beam_width, asked):
+def test_a_unary_response_has_the_requested_outputs(unary_server, prompt, beam_width, asked):
     flags = Flags(beam_width=beam_width, end_id=-1, **asked)
     outcome = run(unary_server, prompt, flags)
     assert [len(ids) for ids in outcome.sequences] == [len(prompt) + LENGTH] * beam_width
@@ -176,7 +176,9 @@ def test_a_unary_answer_has_what_was_asked_for(unary_server, prompt, beam_width,
 
 
 @pytest.mark.parametrize("names", REQUESTED, ids=lambda names: names[-1])
-def test_the_outputs_of_a_unary_answer_are_the_requested_ones(unary_server, prompt, expected, names):
+def test_the_outputs_of_a_unary_response_are_exactly_the_requested_ones(
+    unary_server, prompt, expected, names
+):
     flags = Flags(requested_outputs=names, **asking_for(names))
     assert run(unary_server, prompt, flags).generated == [expected]
 
@@ -195,11 +197,11 @@ def test_a_cancellation_ends_a_unary_request(unary_server, prompt):
     assert run(unary_server, prompt, flags).is_cancelled
 
 
-def test_unary_drafts_change_no_token(unary_server, prompt, expected):
+def test_unary_drafts_do_not_change_tokens(unary_server, prompt, expected):
     outcome = run(unary_server, prompt, Flags(draft_tokens=tuple(expected[:4])))
     assert outcome.generated == [expected]
 
 
-def test_a_model_that_answers_once_refuses_to_stream(unary_server, prompt):
+def test_a_model_that_is_not_decoupled_refuses_streaming(unary_server, prompt):
     with pytest.raises(InferenceServerException, match="streaming"):
         run(unary_server, prompt, Flags(streaming=True))

@@ -25,5 +25,5 @@ def test_a_stream_answers_each_id_once_after_a_warm_up_with_the_same_ids(demo_se
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_unary_answers_begin_with_ids_of_three_dimensions(unary_server, load, protocol):
+def test_the_first_output_of_unary_responses_is_ids_of_three_dimensions(unary_server, load, protocol):
     assert run_plain(unary_server, load, protocol) == wanted(load)

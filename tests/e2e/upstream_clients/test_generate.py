@@ -48,7 +48,7 @@ def plain(demo_server) -> str:
     return generate(demo_server, body)["text_output"]
 
 
-def test_no_words_may_be_one_empty_string(demo_server, plain):
+def test_an_empty_string_may_stand_for_no_words(demo_server, plain):
     """This is the body of the quick start: it has strings in place of lists."""
     answer = generate(
         demo_server, {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": ""}
@@ -67,7 +67,7 @@ def test_words_may_be_lists_or_a_string(demo_server, plain):
         assert plain.startswith(stopped["text_output"]) and len(stopped["text_output"]) < len(plain)
 
 
-def test_twenty_at_once_get_the_same_text(demo_server):
+def test_twenty_concurrent_requests_get_the_same_text(demo_server):
     body = {
         "text_input": PROMPT,
         "max_tokens": 20,
@@ -82,7 +82,7 @@ def test_twenty_at_once_get_the_same_text(demo_server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_inputs_may_stand_under_parameters(demo_server, plain, stream):
+def test_inputs_may_be_given_under_parameters(demo_server, plain, stream):
     """Bodies for multimodal models have them there, with an id."""
     parameters = {
         "max_tokens": 20,
@@ -116,7 +116,7 @@ def test_values_may_be_lists_of_one(demo_server, plain):
     assert joined(generate_stream(demo_server, body)) == plain
 
 
-def test_the_text_alone_may_be_a_list(demo_server, plain):
+def test_the_text_may_be_a_list_of_one(demo_server, plain):
     """genai-perf sends the text as a list to generate_stream."""
     body = {"text_input": [PROMPT], "stream": True, "max_tokens": 20, "exclude_input_in_output": True}
     assert joined(generate_stream(demo_server, body)) == plain
@@ -174,7 +174,7 @@ LLMAPI = [
 
 
 @pytest.mark.parametrize(("given", "same_as"), LLMAPI, ids=lambda given: "+".join(given))
-def test_sampling_params_are_what_the_ensemble_calls_otherwise(demo_server, given, same_as):
+def test_sampling_params_set_the_ensembles_inputs(demo_server, given, same_as):
     body = {
         "text_input": PROMPT,
         "sampling_param_max_tokens": 20,
@@ -186,7 +186,7 @@ def test_sampling_params_are_what_the_ensemble_calls_otherwise(demo_server, give
     assert text and not text.startswith(PROMPT)
 
 
-def test_sampling_params_ask_for_metrics(demo_server):
+def test_sampling_params_can_request_metrics(demo_server):
     body = {"text_input": PROMPT, "sampling_param_max_tokens": 5, "sampling_param_return_perf_metrics": True}
     answer = generate(demo_server, body)
     assert answer["arrival_time_ns"] > 0 and answer["text_output"].startswith(PROMPT)
@@ -228,13 +228,13 @@ def test_unknown_names_are_refused_by_name(demo_server, path, name):
     ],
     ids=lambda arrays: next(iter(arrays)),
 )
-def test_tensors_that_are_not_known_are_refused_by_name(demo_server, arrays):
+def test_unknown_tensors_are_refused_by_name(demo_server, arrays):
     request = {"text_input": texts(PROMPT), "max_tokens": integer(5), **arrays}
     with pytest.raises(InferenceServerException, match=next(iter(arrays))):
         stream_infer(demo_server, "ensemble", request)
 
 
-def test_a_parameter_that_a_client_of_old_sends_is_no_error(demo_server, prompt):
+def test_an_old_clients_extra_parameter_is_accepted(demo_server, prompt):
     """inflight_batcher_llm_client.py sends `Streaming` with every request that is not streamed."""
     received = []
     arrays = {"input_ids": np.array([prompt], np.int32), "request_output_len": integer(4)}

@@ -87,7 +87,7 @@ def wait_until_still(server: TritonServer) -> None:
     wait_until(is_still)
 
 
-def test_the_page_is_the_last_line(short_queue_server, prompt):
+def test_the_page_equals_the_logs_last_line(short_queue_server, prompt):
     begin_to_log(short_queue_server)
     benchmark_client.run_decoupled(short_queue_server, benchmark_client.Load([prompt] * 3, [10, 20, 30]))
     wait_until_still(short_queue_server)

@@ -41,7 +41,7 @@ def check(metrics: dict, expected: dict[str, int], streaming: bool = False) -> N
     assert streaming or int(metrics["last_token_time_ns"]) > 0
 
 
-def test_over_generate_stream(perf_metrics_server, tokenizer):
+def test_metrics_are_returned_over_generate_stream(perf_metrics_server, tokenizer):
     """A request that does not stream has one event, where the acceptance rate is written as 0.0."""
     body = {
         "text_input": long_prompt(tokenizer, "events"),
@@ -57,7 +57,7 @@ def test_over_generate_stream(perf_metrics_server, tokenizer):
     assert len(generate_stream(perf_metrics_server, body)) == 1
 
 
-def test_over_generate(perf_metrics_server, tokenizer):
+def test_metrics_are_returned_over_generate(perf_metrics_server, tokenizer):
     body = {
         "text_input": long_prompt(tokenizer, "answers"),
         "max_tokens": 50,
@@ -70,7 +70,7 @@ def test_over_generate(perf_metrics_server, tokenizer):
 
 
 @pytest.mark.parametrize("response", [0, -1], ids=["first", "last"])
-def test_of_text_that_streams(perf_metrics_server, tokenizer, response):
+def test_metrics_of_streamed_text_are_returned(perf_metrics_server, tokenizer, response):
     """The original searches its log for the first; blocks of generated tokens are not counted in the last."""
     text = long_prompt(tokenizer, "texts" if response else "words")
     flags = text_client.Flags(streaming=True, return_perf_metrics=True)
@@ -79,7 +79,7 @@ def test_of_text_that_streams(perf_metrics_server, tokenizer, response):
         check({name: outputs[name].item() for name in TENSORS_OF_PERF_METRICS}, expected, streaming=True)
 
 
-def test_of_ids_that_stream(perf_metrics_server, tokenizer):
+def test_metrics_of_streamed_ids_are_returned(perf_metrics_server, tokenizer):
     prompt = tokenizer.encode(long_prompt(tokenizer, "ids"))
     flags = batcher_client.Flags(request_output_len=200, streaming=True, return_perf_metrics=True)
     for expected in (ALONE, AGAIN):
@@ -87,7 +87,7 @@ def test_of_ids_that_stream(perf_metrics_server, tokenizer):
         check({name: value[0] for name, value in outputs.items()}, expected, streaming=True)
 
 
-def test_a_model_that_streams_does_and_leaves_the_prompt_out(perf_metrics_server, prompt):
+def test_a_filled_in_decoupled_model_streams_without_the_prompt(perf_metrics_server, prompt):
     assert config_of(perf_metrics_server, "tensorrt_llm").model_transaction_policy.decoupled
     flags = batcher_client.Flags(request_output_len=8, end_id=-1, streaming=True)
     outcome = batcher_client.run(perf_metrics_server, prompt, flags)
