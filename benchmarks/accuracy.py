@@ -151,10 +151,14 @@ def compare(exact: Sequence[Tensor], found: Sequence[Tensor], windows: Sequence[
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser("accuracy", __doc__)
     parser.add_argument(
-        "--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="of checkpoints; all without it"
+        "--formats",
+        nargs="*",
+        choices=FORMATS,
+        default=list(FORMATS),
+        help="formats of checkpoints; default: all",
     )
     parser.add_argument(
-        "--device", default="cpu", help="of all, float32 among them; compiled code is for a CPU"
+        "--device", default="cpu", help="device of all computations; compiled layers need a CPU"
     )
     given = parser.parse_args(arguments)
     device: str = given.device

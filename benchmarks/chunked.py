@@ -141,7 +141,7 @@ def _ms(seconds: float) -> float:
 def main() -> None:
     parser = new_parser("chunked", __doc__)
     add_engine_options(parser)
-    parser.add_argument("--streams", type=int, default=8, help="that run when the prompt arrives")
+    parser.add_argument("--streams", type=int, default=8, help="streams that run when the prompt arrives")
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt")
     parser.add_argument("--chunk", type=int, default=256, help="max_num_tokens with chunked context")
     parser.add_argument("--rounds", type=int, default=5)

@@ -86,7 +86,7 @@ def _setup(options: argparse.Namespace, work: Work, runs: Sequence[Run]) -> dict
     }
 
 
-# ---------------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------------- the command line
 
 
 class _InOrder(argparse.Action):
@@ -100,27 +100,34 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("compare", __doc__, allow_abbrev=False)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     of_a_peer = {"action": _InOrder, "dest": "peer_options", "default": []}
-    parser.add_argument("--peer", choices=PEER_NAMES, help="may be repeated, for several", **of_a_peer)
+    parser.add_argument(
+        "--peer", choices=PEER_NAMES, help="system to compare with; may be repeated", **of_a_peer
+    )
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter of the last --peer", **of_a_peer)
     parser.add_argument(
-        "--peer-model", metavar="PATH", help="what the last --peer loads, if not --model", **of_a_peer
+        "--peer-model",
+        metavar="PATH",
+        help="model of the last --peer, if it does not load --model",
+        **of_a_peer,
     )
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "int8", "int4"),
         default="bfloat16",
-        help="int4: --model is a checkpoint of 4 bits, and runs as it is",
+        help="int4: --model is a 4-bit checkpoint, which is run as it is",
     )
     parser.add_argument("--workload", choices=("w", "lone", "both"), default="both")
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--requests", type=positive, default=64, help=f"of W; lone has {_LONE_REQUESTS}")
+    parser.add_argument(
+        "--requests", type=positive, default=64, help=f"requests of W; lone has {_LONE_REQUESTS}"
+    )
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
         "--timeout",
         type=positive,
         default=_TIMEOUT_S,
         metavar="S",
-        help="for each run, after which it is ended",
+        help="time after which a run is ended",
     )
     options = parser.parse_args(arguments)
     try:
@@ -194,7 +201,7 @@ def _prepare(options: argparse.Namespace, folder: Path) -> Work:
     return Work(options.model, path, options.dtype, options.threads, room, options.timeout)
 
 
-# ---------------------------------------------------------------------- what is run
+# ---------------------------------------------------------------------- runs
 
 
 class Progress:

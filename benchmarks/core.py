@@ -104,8 +104,8 @@ def admission_ms(num_requests: int, prompt: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=256, help="running at a time")
-    parser.add_argument("--prompt", type=int, default=2000, help="tokens of history at the start")
+    parser.add_argument("--requests", type=int, default=256, help="requests that run at a time")
+    parser.add_argument("--prompt", type=int, default=2000, help="initial tokens of each sequence")
     parser.add_argument("--iterations", type=int, default=300)
     options = parser.parse_args()
     kinds: tuple[tuple[str, MakeRequest, int], ...] = (

@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="checkpoint folder")
     parser.add_argument(
-        "--dtype", default=None, help="float32, bfloat16 or float16; the checkpoint's without it"
+        "--dtype", default=None, help="float32, bfloat16 or float16; default: the checkpoint's"
     )
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")

@@ -209,18 +209,24 @@ def run(folder: Path, workload: Workload, config: EngineConfig, beside: bool) ->
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser = new_parser("device", __doc__)
-    parser.add_argument("--shape", choices=DEVICE_SHAPES, default="1b", help="of random weights")
+    parser.add_argument(
+        "--shape", choices=DEVICE_SHAPES, default="1b", help="shape of the checkpoint of random weights"
+    )
     parser.add_argument("--model", type=Path, help="checkpoint folder, instead of random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256], help="sequences side by side")
-    parser.add_argument("--context", type=int, default=512, help="tokens of each before the first iteration")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 32, 256], help="numbers of sequences in a batch"
+    )
+    parser.add_argument(
+        "--context", type=int, default=512, help="tokens of each sequence before the first iteration"
+    )
     parser.add_argument("--iterations", type=int, default=64)
     parser.add_argument("--tokens-per-block", type=int, default=32)
     parser.add_argument(
-        "--copy-mib", type=int, default=1024, help="size of the copy that shows the bandwidth"
+        "--copy-mib", type=int, default=1024, help="size of the copy that measures the bandwidth"
     )
-    parser.add_argument("--without-graphs", action="store_true", help="launch every operation by itself")
+    parser.add_argument("--without-graphs", action="store_true", help="do not use CUDA graphs")
     parser.add_argument("--without-transformers", action="store_true")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)

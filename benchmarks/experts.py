@@ -157,11 +157,11 @@ def main() -> None:
     parser = new_parser("experts", __doc__)
     parser.add_argument("--model", help="checkpoint folder; random weights without one")
     parser.add_argument("--dtype", choices=_BYTES, default="bfloat16")
-    parser.add_argument("--threads", type=positive, default=2, help="of the forward pass")
-    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 4, 16], help="of an iteration")
-    parser.add_argument("--prompt", type=positive, default=32, help="tokens of every sequence at first")
-    parser.add_argument("--iterations", type=positive, default=16, help="of a round")
-    parser.add_argument("--rounds", type=positive, default=3, help="medians of so many")
+    parser.add_argument("--threads", type=positive, default=2, help="threads of the forward pass")
+    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 4, 16], help="rows of an iteration")
+    parser.add_argument("--prompt", type=positive, default=32, help="initial tokens of each sequence")
+    parser.add_argument("--iterations", type=positive, default=16, help="iterations of a round")
+    parser.add_argument("--rounds", type=positive, default=3, help="rounds; figures are their medians")
     options = parser.parse_args()
     with Probe(options.threads) as probe, _load(options, max(options.rows)) as (engine, decoder):
         config = engine.decoder_config

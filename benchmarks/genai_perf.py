@@ -180,7 +180,7 @@ def make_prompts(tokenizer: Tokenizer, count: int, num_output_tokens: int) -> di
 
 def main() -> None:
     parser = comparison.parser("genai-perf", __doc__)
-    parser.add_argument("--output-tokens", type=positive, default=64, help="of every request")
+    parser.add_argument("--output-tokens", type=positive, default=64, help="output tokens of each request")
     given = parser.parse_args()
     try:
         tokenizer = Tokenizer.from_dir(given.model)

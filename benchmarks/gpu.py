@@ -58,7 +58,7 @@ _LOAD_PROMPTS, _LOAD_OUTPUTS = (32, 512), (64, 256)
 _LONGEST_LOAD = _LOAD_PROMPTS[1] + _LOAD_OUTPUTS[1]
 _VLLM_TIMEOUT_S = 300
 PLAN_TOKENS = 1024
-"""Tokens per slot of plans; every slot has memory for so many, whatever runs."""
+"""Tokens per slot of plans, for which every slot always has memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,28 +404,41 @@ def _beside(python: Path, model: Model, lines: list[Line]) -> Iterator[Line]:
 def _parser():
     parser = new_parser("gpu", __doc__)
     add = parser.add_argument
-    add("--shapes", nargs="+", choices=DEVICE_SHAPES, default=["1b", "8b"], help="of random weights")
+    add(
+        "--shapes",
+        nargs="+",
+        choices=DEVICE_SHAPES,
+        default=["1b", "8b"],
+        help="shapes of the checkpoints of random weights",
+    )
     add("--device", default="cuda")
-    add("--engine", choices=("torch", "tensorrt"), default="torch", help="tensorrt: plans beside torch")
+    add(
+        "--engine",
+        choices=("torch", "tensorrt"),
+        default="torch",
+        help="tensorrt: measure plans beside torch",
+    )
     add("--dtype", choices=("float32", "bfloat16", "float16", "int8", "fp8"), default="bfloat16")
     add("--rows", type=positive, nargs="+", default=[1, 8, 32, 128, 256])
     add("--context", type=positive, default=512, help="tokens of each row before the first iteration")
     add("--iterations", type=positive, default=32)
-    add("--prompts", type=positive, nargs="+", default=[32, 512, 2048, 8192], help="lengths")
-    add("--long-context", type=int, default=32_768, help="tokens; 0: none")
-    add("--requests", type=positive, default=512, help="of load L")
+    add("--prompts", type=positive, nargs="+", default=[32, 512, 2048, 8192], help="lengths of prompts")
+    add("--long-context", type=int, default=32_768, help="tokens of the long context; 0: none")
+    add("--requests", type=positive, default=512, help="requests of load L")
     add(
         "--streams",
         type=positive,
         nargs="*",
         default=[1, 16, 64, 256],
-        help="through tritonserver; none: none",
+        help="numbers of streams through tritonserver; without a value: none",
     )
     add("--vllm-python", type=Path, metavar="PATH", help="interpreter of an environment that has vLLM")
-    add("--seconds", type=positive, default=480, help="after which no other part is begun")
+    add("--seconds", type=positive, default=480, help="time after which no other part begins")
     add("--tokens-per-block", type=positive, default=32)
-    add("--copy-mib", type=positive, default=1024, help="size of the copy that shows the bandwidth")
-    add("--matrix", type=positive, default=8192, help="rows of the matrices whose product shows the FLOP/s")
+    add("--copy-mib", type=positive, default=1024, help="size of the copy that measures the bandwidth")
+    add(
+        "--matrix", type=positive, default=8192, help="rows of the matrices whose product measures the FLOP/s"
+    )
     return parser
 
 

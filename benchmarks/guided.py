@@ -220,20 +220,29 @@ def main() -> None:
     parser = new_parser("guided", __doc__)
     parser.add_argument("--rows", type=positive, default=64)
     parser.add_argument("--vocab", type=int, default=128_000)
-    parser.add_argument("--steps", type=positive, default=64, help="of a round, each a token for every row")
     parser.add_argument(
-        "--rounds", type=positive, default=5, help="with guides and without; medians of so many"
+        "--steps", type=positive, default=64, help="steps of a round, each with a token for every row"
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="rounds with guides and without; figures are their medians"
     )
     parser.add_argument("--backend", choices=BACKENDS, default="llguidance")
-    parser.add_argument("--shape", choices=("none", *SHAPES), default="1b", help="of the forward pass")
-    parser.add_argument("--context", type=positive, default=32, help="tokens of each sequence before it")
-    parser.add_argument("--iterations", type=positive, default=16, help="of the forward pass; their median")
+    parser.add_argument("--shape", choices=("none", *SHAPES), default="1b", help="shape of the forward pass")
+    parser.add_argument(
+        "--context", type=positive, default=32, help="tokens of each sequence before the forward pass"
+    )
+    parser.add_argument(
+        "--iterations",
+        type=positive,
+        default=16,
+        help="iterations of the forward pass; the median is printed",
+    )
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kernels", choices=("native", "torch"), help="the engine's choice without it")
-    parser.add_argument("--device", help="of the forward pass; masks are filled on the host")
-    parser.add_argument("--model", type=Path, default=_DEMO_MODEL, help="whose stream is watched")
-    parser.add_argument("--tokens", type=int, default=400, help="of that stream")
-    parser.add_argument("--slow", type=int, default=8, help="guides that are compiled in vain meanwhile")
+    parser.add_argument("--kernels", choices=("native", "torch"), help="default: the engine's choice")
+    parser.add_argument("--device", help="device of the forward pass; masks are filled on the host")
+    parser.add_argument("--model", type=Path, default=_DEMO_MODEL, help="model of the measured stream")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens of that stream")
+    parser.add_argument("--slow", type=int, default=8, help="slow guides that are compiled in vain meanwhile")
     arguments = parser.parse_args()
     figures: dict[str, object] = {
         "rows": arguments.rows,

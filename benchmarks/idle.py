@@ -26,7 +26,7 @@ def main() -> None:
     parser = new_parser("idle", __doc__)
     parser.add_argument("--model", type=Path, help="checkpoint folder; the demo model without one")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="to look for (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time to measure (default: %(default)s)")
     given = parser.parse_args()
     options = ServerOptions(tp=given.tp, mode="orchestrator") if given.tp > 1 else ServerOptions()
     with serve(model=given.model, options=options) as server:

@@ -25,12 +25,12 @@ _DEMO_WITH_ROOM = Shape(4, 256, 4, 2, 512, 3072, 8192, 10_000.0)
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `load_engine` reads."""
     parser.add_argument(
-        "--model", help="checkpoint folder; random weights of the demo model's sizes without one"
+        "--model", help="checkpoint folder; default: random weights of the demo model's sizes"
     )
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="as the parameter of config.pbtxt")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="the parameter of config.pbtxt")
     parser.add_argument("--device", default=None)
-    parser.add_argument("--threads", type=int, default=None, help="of the forward pass")
+    parser.add_argument("--threads", type=int, default=None, help="threads of the forward pass")
 
 
 @contextmanager

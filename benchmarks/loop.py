@@ -88,7 +88,7 @@ def measure(num_streams: int, num_tokens: int, send_us: float) -> dict[str, floa
 def main() -> None:
     parser = new_parser("loop", __doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--tokens", type=int, default=2000, help="tokens a stream")
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens per stream")
     parser.add_argument("--send-us", type=float, default=165.0, help="time of one send")
     arguments = parser.parse_args()
     rows = [

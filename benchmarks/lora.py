@@ -178,18 +178,20 @@ def summarize(adapted: list[Turn], plain: list[Turn], tokens: int) -> dict[str, 
 
 def main() -> None:
     parser = new_parser("lora", __doc__)
-    parser.add_argument("--model", help="checkpoint folder; random weights of a shape without one")
+    parser.add_argument("--model", help="checkpoint folder; default: random weights of a shape")
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kernels", choices=("native", "torch"), help="the engine's choice without it")
-    parser.add_argument("--threads", type=positive, help="of the forward pass")
-    parser.add_argument("--rows", type=positive, default=32, help="of an iteration")
+    parser.add_argument("--kernels", choices=("native", "torch"), help="default: the engine's choice")
+    parser.add_argument("--threads", type=positive, help="threads of the forward pass")
+    parser.add_argument("--rows", type=positive, default=32, help="rows of an iteration")
     parser.add_argument("--adapters", type=positive, default=8)
     parser.add_argument("--rank", type=positive, default=16)
-    parser.add_argument("--prompt", type=positive, default=128, help="tokens of every sequence at first")
+    parser.add_argument("--prompt", type=positive, default=128, help="initial tokens of each sequence")
     parser.add_argument("--chunk", type=not_negative, default=0, help="tokens of a context; 0: generation")
     parser.add_argument("--rounds", type=positive, default=15)
-    parser.add_argument("--turn", type=positive, default=3, help="iterations before the other set's")
+    parser.add_argument(
+        "--turn", type=positive, default=3, help="iterations of a turn, before the other set's"
+    )
     options = parser.parse_args()
     num_tokens = max(options.chunk, options.prompt + (options.rounds + 1) * options.turn + 1)
     with _load(options, num_tokens) as engine, torch.inference_mode():

@@ -103,11 +103,11 @@ def _checkpoint(given: Path | None) -> Iterator[Path]:
 def main() -> None:
     parser = new_parser("profile", __doc__)
     parser.add_argument(
-        "--model", type=Path, help="checkpoint folder; random weights of the shape 135m without it"
+        "--model", type=Path, help="checkpoint folder; default: random weights of the shape 135m"
     )
-    parser.add_argument("--dtype", help="the checkpoint's without it")
-    parser.add_argument("--out", type=Path, default=_PLOTS, help="folder of profile.json and the plots")
-    parser.add_argument("--threads", type=positive, help="of the forward pass; all cores without it")
+    parser.add_argument("--dtype", help="default: the checkpoint's")
+    parser.add_argument("--out", type=Path, default=_PLOTS, help="folder for profile.json and the plots")
+    parser.add_argument("--threads", type=positive, help="threads of the forward pass; default: all cores")
     arguments = parser.parse_args()
     try:
         with _checkpoint(arguments.model) as model:

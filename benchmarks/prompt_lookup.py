@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(_DEMO_MODEL), help="checkpoint folder")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default=None)
-    parser.add_argument("--threads", type=int, default=None, help="of the forward pass")
+    parser.add_argument("--threads", type=int, default=None, help="threads of the forward pass")
     parser.add_argument("--prompt", default=None, help="file with another prompt")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens")
     parser.add_argument("--draft", type=int, nargs="+", default=[4, 8], help="prompt_lookup_num_tokens")

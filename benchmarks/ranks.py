@@ -53,13 +53,13 @@ class Figures:
 
 def main() -> None:
     parser = new_parser("ranks", __doc__)
-    parser.add_argument("--model", type=Path, help="checkpoint folder; random weights of --shape without one")
+    parser.add_argument("--model", type=Path, help="checkpoint folder; default: random weights of --shape")
     parser.add_argument("--shape", choices=("tiny", "135m", "1b"), default="1b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=24, help="tokens to generate for each")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of all ranks together")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens to generate per stream")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of all ranks together")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--setups", nargs="+", default=list(_SETUPS), metavar="tp=N,pp=M")
     arguments = parser.parse_args()

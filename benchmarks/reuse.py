@@ -46,8 +46,8 @@ class Asker:
 def main() -> None:
     parser = new_parser("reuse", __doc__)
     add_engine_options(parser)
-    parser.add_argument("--prefix", type=int, default=1000, help="tokens that prompts share")
-    parser.add_argument("--suffix", type=int, default=16, help="tokens that they do not")
+    parser.add_argument("--prefix", type=int, default=1000, help="tokens of the shared prefix")
+    parser.add_argument("--suffix", type=int, default=16, help="tokens of each suffix")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     prefix, suffix, rounds = options.prefix, options.suffix, options.rounds

@@ -178,11 +178,13 @@ def main() -> None:
     parser = new_parser("sampling", __doc__)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=128_000)
-    parser.add_argument("--history", type=int, default=512, help="tokens that penalties look back at")
+    parser.add_argument(
+        "--history", type=int, default=512, help="tokens that penalties look back at (per row)"
+    )
     parser.add_argument("--flat", action="store_true", help="normally distributed logits")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, help="default: what torch takes")
-    parser.add_argument("--feature", nargs="+", help="only features whose name has one of these in it")
+    parser.add_argument("--threads", type=int, help="default: torch's choice")
+    parser.add_argument("--feature", nargs="+", help="only features whose name contains one of these")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

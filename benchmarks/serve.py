@@ -64,8 +64,10 @@ class ServedEngine:
 def main() -> None:
     parser = new_parser("serve", __doc__)
     add_options(parser, concurrency=16)
-    parser.add_argument("--beside", action="store_true", help="in this process too, in turn; print the ratio")
-    parser.add_argument("--stream-interval", type=positive, default=1, help="as the parameter")
+    parser.add_argument(
+        "--beside", action="store_true", help="also run in this process, in turn, and print the ratio"
+    )
+    parser.add_argument("--stream-interval", type=positive, default=1, help="the parameter stream_interval")
     arguments = parser.parse_args()
     try:
         _run(Options.of(arguments), arguments.stream_interval, arguments.beside)

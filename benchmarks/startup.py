@@ -101,9 +101,9 @@ def _arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="checkpoint folder")
-    add("--dtype", help="the checkpoint's without it")
+    add("--dtype", help="default: the checkpoint's")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="as for scripts/serve")
-    add("--starts", type=int, default=3, help="medians of so many (default: %(default)s)")
+    add("--starts", type=int, default=3, help="starts; figures are their medians (default: %(default)s)")
     add("--cold", action="store_true", help="empty the machine's page cache before each start")
     add("--compile", action="store_true", help="keep no compiled layers from one start to the next")
     return parser.parse_args()

@@ -214,10 +214,10 @@ def main() -> None:
     parser = new_parser("stream", __doc__)
     parser.add_argument("--streams", type=positive, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument(
-        "--step-us", type=positive, nargs="+", default=[5000, 20000], help="of a forward pass"
+        "--step-us", type=positive, nargs="+", default=[5000, 20000], help="time of a forward pass"
     )
-    parser.add_argument("--tokens", type=positive, default=500, help="of each stream")
-    parser.add_argument("--stream-interval", type=positive, default=1, help="as the parameter")
+    parser.add_argument("--tokens", type=positive, default=500, help="tokens of each stream")
+    parser.add_argument("--stream-interval", type=positive, default=1, help="the parameter stream_interval")
     arguments = parser.parse_args()
     rows = []
     for step_us in arguments.step_us:

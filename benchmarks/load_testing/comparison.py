@@ -112,13 +112,18 @@ def parser(name: str, docstring: str | None) -> argparse.ArgumentParser:
         type=positive,
         nargs="+",
         default=list(_STREAMS),
-        help="how many at a time, one after another",
+        help="numbers of streams, measured one after another",
     )
-    add("--requests", type=positive, help="of each run; 4 for a stream, and 16 at least, without it")
-    add("--dtype", help="the checkpoint's without it")
-    add("--threads", type=positive, help="of the forward pass; as many as there are cores without it")
+    add("--requests", type=positive, help="requests of each run; default: 4 per stream, at least 16")
+    add("--dtype", help="default: the checkpoint's")
+    add("--threads", type=positive, help="threads of the forward pass; default: the number of cores")
     add("--max-num-tokens", type=positive, default=2048, help="most tokens of an iteration")
-    add("--rounds", type=positive, default=1, help="each measures every way once; medians of so many")
+    add(
+        "--rounds",
+        type=positive,
+        default=1,
+        help="rounds, each of which measures every way once; figures are their medians",
+    )
     return made
 
 

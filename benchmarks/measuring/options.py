@@ -106,22 +106,22 @@ def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
         "--workload",
         choices=("w", "lone"),
         default="w",
-        help="w: prompts of 32 to 512 tokens; lone: one by one",
+        help="w: prompts of 32 to 512 tokens; lone: one request at a time",
     )
-    parser.add_argument("--requests", type=positive, help="64, or 4 of lone, without it")
+    parser.add_argument("--requests", type=positive, help="number of requests; default: 64, for lone 4")
     parser.add_argument(
         "--concurrency",
         type=not_negative,
         default=concurrency,
-        help="most in flight, 0: all at once; lone: 1",
+        help="most requests in flight; 0: all at once; always 1 for lone",
     )
-    parser.add_argument("--dtype", help="the checkpoint's without it")
-    parser.add_argument("--kernels", choices=("native", "torch"), help="the engine's choice without it")
+    parser.add_argument("--dtype", help="default: the checkpoint's")
+    parser.add_argument("--kernels", choices=("native", "torch"), help="default: the engine's choice")
     parser.add_argument(
-        "--threads", type=positive, help="of the forward pass; as many as there are cores without it"
+        "--threads", type=positive, help="threads of the forward pass; default: the number of cores"
     )
     parser.add_argument("--max-num-tokens", type=positive, default=2048, help="most tokens of an iteration")
-    parser.add_argument("--rounds", type=positive, default=1, help="medians of so many")
+    parser.add_argument("--rounds", type=positive, default=1, help="rounds; figures are their medians")
     parser.add_argument(
         "--set",
         type=_key_and_value,

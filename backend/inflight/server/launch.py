@@ -290,7 +290,7 @@ class TritonServer:
         return in_order
 
     def _drain_engines(self) -> EngineDrain | None:
-        """Tell this launcher's engines, or that of the setting engine_endpoint, to end; None without."""
+        """Tell the engines of this launcher or of the setting engine_endpoint to end; None without engines."""
         sockets = list(self._folder.glob("*.sock"))
         if elsewhere := self._options.wanted.settings.get("engine_endpoint"):
             sockets.append(Path(elsewhere))

@@ -189,7 +189,7 @@ def _percentiles_ms(values: list[float]) -> dict | None:
 
 def _parse() -> Setting:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True, help="a checkpoint, or what the peer made from one")
+    parser.add_argument("--model", required=True, help="checkpoint, or the peer's conversion of it")
     parser.add_argument(
         "--requests",
         type=Path,
