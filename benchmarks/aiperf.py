@@ -1,5 +1,4 @@
-"""Run AIPerf against /v1, beside Triton's own gRPC: tokens per second and first tokens at 1, 16 and 64
-streams.
+"""Run AIPerf against /v1, beside Triton's own gRPC: tokens/s and first tokens at 1, 16 and 64 streams.
 
 AIPerf is installed into an environment of its own, `.venv-aiperf`. It sends prepared bodies to
 /v1/completions, streamed: the token ids of the workload of `scripts/bench serve`, with the same numbers of

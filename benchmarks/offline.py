@@ -1,5 +1,4 @@
-"""Measure the engine's speed in this process, without Triton: tokens/s, time to first token, gaps between
-tokens.
+"""Measure the engine in this process, without Triton: tokens/s, time to first token, gaps between tokens.
 
 Runs a server's GptManager and engine, made by the same composition root from the same parameters, with
 callbacks that supply requests and record the times of responses. `w` is a load of 64 requests, all at once or

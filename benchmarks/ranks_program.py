@@ -1,5 +1,4 @@
-"""The program of each rank of `ranks`: `python -m benchmarks.ranks_program WORK` under mpirun, with WORK as
-JSON.
+"""The program of each rank of `ranks`: `python -m benchmarks.ranks_program WORK` under mpirun; WORK is JSON.
 
 Each rank has a GptManager and its part of the model. Rank 0 has the requests, and prints the figures on one
 line.

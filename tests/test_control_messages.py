@@ -1,5 +1,4 @@
-"""Messages for invalid values of each field of OpenAI's body, the Executor's SamplingConfig and the client's
-options.
+"""Messages for invalid fields of OpenAI's body, the Executor's SamplingConfig and the client's options.
 
 Clients match these texts, which are kept in a file. After a deliberate change, rewrite the file with
 `python -m tests.test_control_messages` and review its diff. `tests.triton.test_error_messages` has those of

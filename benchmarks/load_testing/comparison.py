@@ -194,8 +194,7 @@ def start(wanted: Options, requests: Sequence[BenchRequest]) -> AbstractContextM
 def run_tool(
     command: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float = TIMEOUT_S
 ) -> None:
-    """Run a load generator in `folder` until it ends; ServeError with its output if it fails or takes too
-    long.
+    """Run a load generator in `folder` until it ends; ServeError with its output if it fails or hangs.
 
     All of its processes are killed with it, also if this program is interrupted.
     """

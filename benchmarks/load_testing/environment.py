@@ -31,8 +31,7 @@ def find_program(name: str, root: Path = _ROOT) -> Path | None:
 
 
 def require_program(name: str, root: Path = _ROOT) -> Path:
-    """Return the program like `find_program`, but make the environment if needed, which takes a minute or
-    two.
+    """Return the program like `find_program`, but make the environment if needed, in a minute or two.
 
     Raises ServeError if it cannot be made.
     """

@@ -1,5 +1,4 @@
-"""A clock for the stages of the loop's iterations, which wraps functions of the program and changes nothing
-else.
+"""A clock for the stages of the loop's iterations, which only wraps functions of the program.
 
 Owns the wrappers, for the length of a `with` block, and their measurements. A stage's time is its own: if a
 wrapped function calls another one, the inner time counts for the other's stage. So the stages of an iteration

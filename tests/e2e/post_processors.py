@@ -1,5 +1,4 @@
-"""The logits post-processors of the servers here: those of docs/logits-post-processors.md, as written, and
-others.
+"""The logits post-processors of the servers here: those of docs/logits-post-processors.md, and others.
 
 A server loads this file by its path, from the parameter `logits_post_processor_module`.
 """

@@ -45,8 +45,7 @@ def ended(page: Page) -> float:
 
 
 def wait_idle(server: TritonServer, before: Page | None = None, sequences: int = 0) -> Page:
-    """Wait until nothing is active, `sequences` have ended since `before`, and the page equals the last log
-    line.
+    """Wait until nothing is active, `sequences` have ended since `before`, and page and log agree.
 
     Without `before`, everything ended so far is on the page: a further request is sent, and the page must
     include it.

@@ -1,5 +1,4 @@
-"""Other checkpoints behind a real tritonserver: experts over ranks, transformers' own code, a quantized
-checkpoint.
+"""Other checkpoints on a real tritonserver: experts over ranks, transformers' own code, quantized ones.
 
 tests/engine tests the engine of each. By default, only a server with an explicitly chosen engine is tested
 here.

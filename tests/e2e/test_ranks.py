@@ -1,5 +1,4 @@
-"""Several ranks behind a real tritonserver: they answer like one, and clients get errors when a process is
-lost.
+"""Several ranks of a real tritonserver answer like one, and clients get errors when a process is lost.
 
 In orchestrator mode the model is unready until its engine is back; in leader mode the server ends.
 """

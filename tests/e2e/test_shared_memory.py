@@ -1,5 +1,4 @@
-"""A server with a small /dev/shm: responses that do not fit are refused, others are sent, and none affects
-another.
+"""A server with a small /dev/shm: responses that do not fit are refused without effect on others.
 
 The server runs in a mount namespace of its own, where /dev/shm is a tmpfs of a container's default size.
 """

@@ -1,5 +1,4 @@
-"""The requests of Triton's own OpenAI front end to a text model, and how it reads responses, on a real
-server.
+"""The requests of Triton's own OpenAI front end to a text model, and its reading of the responses.
 
 The front end starts Triton inside its own process, and so cannot run beside this server. `frontend_tensors`
 and `read` replicate it (python/openai/openai_frontend/engine/utils/triton.py of tritonserver's source), with

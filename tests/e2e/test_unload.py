@@ -1,5 +1,4 @@
-"""Models are unloaded and loaded while the server runs: every request is answered once, and nothing is left
-behind.
+"""Unloading and loading models on a running server answers each request once and leaves nothing behind.
 
 Triton refuses new requests of an unloaded model at once, and lets those in flight finish. The model's process
 lives on while a client holds a gRPC stream that used it.

@@ -1,5 +1,4 @@
-"""The library that tritonserver loads first, on a stand-in for tritonserver's own: its checks, build and
-records.
+"""The library that tritonserver loads first, on a stand-in for tritonserver's: checks, build and records.
 
 `tests/e2e/test_refused_requests.py` has such requests to a real tritonserver.
 """

@@ -1,5 +1,4 @@
-"""Checks of a checkpoint (`--model`): its kind, whether it will load, and the memory that remains for its KV
-cache.
+"""Checks of a checkpoint (`--model`): its kind, whether it will load, and the room for its KV cache.
 
 The same functions read it as at a load, and it is laid out in a model repository like `scripts/serve` does
 it, but no weights are read. One thread.

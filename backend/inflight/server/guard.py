@@ -42,8 +42,7 @@ _STOPPED = 1.5  # a wait that takes this many times its timeout means that the g
 
 
 class Guard:
-    """The guard's side in a model's process, whose parent is tritonserver. Each such process has one. Any
-    thread.
+    """The guard's side in a model's process, whose parent is tritonserver; one per process. Any thread.
 
     Args:
         python: The Python interpreter.

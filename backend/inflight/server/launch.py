@@ -1,5 +1,4 @@
-"""One running tritonserver: start it on a private runtime repository, wait for it, and end it without
-leftovers.
+"""One tritonserver: start it on a private runtime repository, wait for it, and end it without leftovers.
 
 `serve` is the context manager for tests and benchmarks, `TritonServer` the class behind it and behind the
 command line. A keeper ends the server, its stubs and its ranks if the launcher dies.
@@ -256,8 +255,7 @@ class TritonServer:
         return request_checks.last_requests(self._folder, _LAST_REQUESTS)
 
     def shut_down(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Refuse new requests, let requests in flight finish, and end the server; at once if `hurry` returns
-        true.
+        """Refuse new requests, let those in flight finish, and end the server; at once if `hurry` is true.
 
         The server has ended after the exit timeout, even if a client still holds a stream, which keeps this
         tritonserver running. Without an engine to report that all requests are answered, it takes some

@@ -1,5 +1,4 @@
-"""The process beside tritonserver that serves OpenAI's protocol: started, kept running and ended with the
-server.
+"""The process beside tritonserver that serves OpenAI's protocol: started, kept running and ended with it.
 
 `python -m inflight.openai` listens before the engine exists, and connects to the engine when it appears. So
 it starts while the models load, and survives an engine that is unloaded. Like all of the server's processes
@@ -80,8 +79,7 @@ class OpenAiProcess:
         return self._was_up
 
     def end(self, hurry: Callable[[], bool], timeout_s: float) -> bool:
-        """Refuse new connections, let requests in flight finish, and end the process; return whether it has
-        ended.
+        """Refuse new connections, let requests in flight finish, end the process; return whether it ended.
 
         Args:
             hurry: Stops the wait when it returns true.

@@ -91,8 +91,7 @@ class Startup:
         )
 
     def forgotten(self) -> str | None:
-        """Return an error message if tritonserver ignores a model's process that has loaded its model; else
-        None.
+        """Return an error message if tritonserver ignores a process that has loaded its model; else None.
 
         tritonserver has then given that process up, see `log.was_starved`, and both wait for each other.
         """

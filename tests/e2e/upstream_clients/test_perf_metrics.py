@@ -1,5 +1,4 @@
-"""Blocks and times of one request, alone and after another one with the same prompt, as three clients read
-them.
+"""Blocks and times of a request, alone and after another with the same prompt, as three clients read them.
 
 A prompt that ends within its fourth block takes four blocks. When it is sent again, all four are found. The
 first request has written to the last one, so that is copied, and the copy is the only new block.

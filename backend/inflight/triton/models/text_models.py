@@ -1,5 +1,4 @@
-"""`preprocessing` and `postprocessing`: text to token ids and back, for clients that call the steps
-themselves.
+"""`preprocessing` and `postprocessing`: text to token ids and back, for clients that call both steps.
 
 Both have a tokenizer and answer requests synchronously in execute. Owns the shape of execute, and the guard
 that ends the server if this process is killed. Triton calls a model on one thread.
