@@ -1,11 +1,11 @@
 """A process beside each model's process that ends the server if the model's process is killed.
 
 If a model's process is gone, tritonserver 2.51 neither answers its requests nor starts another process, and
-still reports the model as ready. `Guard` is the side in the model's process; `python -m
-inflight.server.guard` is the guard process. It reads a pipe that only the model's process holds. If the
-model's process ends without dismissing it, falls silent, or asks for it, the guard ends the server within
-seconds, with the other models' processes, the ranks, and all of their shared memory. `scripts/serve` then
-starts the server again.
+still reports the model as ready. `Guard` is the side in the model's process; the guard process runs
+`python -m inflight.server.guard`. It reads a pipe that only the model's process holds. If the model's process
+ends without dismissing it, falls silent, or asks for it, the guard ends the server within seconds, with the
+other models' processes, the ranks, and all of their shared memory. `scripts/serve` then starts the server
+again.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class ServerOptions:
         model_control: Triton's model control mode. With "explicit", models are unloaded and loaded by
             request, as an orchestrator itself does. In any mode the whole repository is loaded at first.
         client_apis: Triton's APIs that clients may use, and the key for loading and unloading models.
-        tp, pp, ep, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: the repository's
-        values.
+        tp, pp, ep, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: the
+            repository's values.
         write_repository: Folder to lay the models out in, for another program to load; nothing is started
             then.
     """
@@ -233,7 +233,7 @@ class TritonServer:
 
     @property
     def was_lost(self) -> bool:
-        """Whether a server that has ended did so without a signal from this launcher."""
+        """Whether an ended server was lost: it failed, or a guard ended it, and no signal told it to end."""
         return self.returncode != 0 or runtime_directory.was_lost(self._folder)
 
     def ended(self) -> ServeError:

@@ -39,9 +39,8 @@ class OpenAiProcess:
         exit_timeout_s: Most seconds that requests in flight may go on at the end.
         echo: Stream for the process's output.
 
-        Attributes:
-            failure: Output of a process that ended before the endpoint first listened; None if there was
-                none.
+    Attributes:
+        failure: Output of a process that ended before the endpoint first listened; None if there was none.
     """
 
     def __init__(

@@ -230,8 +230,8 @@ class FamilyMaker:
         family_class: `MetricFamily` of the module.
         labels: Labels of every metric, which name the model.
 
-        Attributes:
-            num_calls: Number of calls so far, including those made for updates.
+    Attributes:
+        num_calls: Number of calls so far, including those made for updates.
     """
 
     def __init__(self, family_class: Any, labels: Mapping[str, str]) -> None:

@@ -39,7 +39,7 @@ enum { INVALID_ARG = 3, BATCH_FIRST_DIM = 2, BYTES = 13, NUM_TYPES = 15 };
 static const uint64_t BYTES_OF[NUM_TYPES] = {1, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 4, 2}; /* 4 for a text's length */
 
 /* Most bytes of a tensor: gRPC's limit for a message; for HTTP, what a JSON body of at most 64 MiB can express, with
- * two characters for an element of at most 8 bytes. The HTTP front end allocates that memory before it reads the data. */
+ * two characters for an element of at most 8 bytes. The HTTP front end allocates it before it reads the data. */
 static const uint64_t MOST_BYTES = INT32_MAX, MOST_HTTP_BYTES = 256 << 20;
 /* Most bytes of a decompressed HTTP body, and of a decompressed gRPC message. */
 static const uint64_t MOST_HTTP_UNPACKED = 64 << 20, MOST_UNPACKED = 256 << 20;
