@@ -1,4 +1,4 @@
-"""A small library that tritonserver loads first: it refuses requests that would end it, and records requests.
+"""A library that tritonserver loads first: it refuses requests that would end it, and records the last ones.
 
 Its source is `preload/request_checks.c`, which says what is refused. It is compiled at every start, in a
 fraction of a second, into the server's private folder. Without a C compiler, the binary that a wheel has
