@@ -39,7 +39,7 @@ def test_names_of_additional_outputs_are_parsed(name: str, meaning: Meaning) -> 
         "top_5_logits, top_5_logits:context",
     ],
 )  # fmt: skip
-def test_invalid_names_of_outputs_are_refused_at_load(text: str) -> None:
+def test_unknown_output_names_are_refused_at_load(text: str) -> None:
     with pytest.raises(ValueError):
         parse_outputs(text)
     config = {"max_batch_size": 4, "parameters": {"additional_model_outputs": {"string_value": text}}}
@@ -49,7 +49,7 @@ def test_invalid_names_of_outputs_are_refused_at_load(text: str) -> None:
         read_parameters(config, Role.ENGINE)
 
 
-def test_names_given_by_a_program_are_checked_too() -> None:
+def test_a_name_that_a_program_gives_is_checked_too() -> None:
     config = EngineConfig("x", additional_model_outputs=(WantedOutput("TopKLogits"),))
     with pytest.raises(
         ConfigError, match=r"additional_model_outputs is .*TopKLogits.*, expected different ones"
@@ -57,7 +57,7 @@ def test_names_given_by_a_program_are_checked_too() -> None:
         config.validate()
 
 
-def test_the_parameter_gives_the_tensors_names() -> None:
+def test_the_parameter_and_its_tensors() -> None:
     outputs = parse_outputs("last_hidden_state:context, top_5_logits")
     assert outputs == (
         WantedOutput("last_hidden_state", True),

@@ -1,4 +1,4 @@
-"""The table of parameters: valid texts, absent values, and errors that name every other text."""
+"""The table of parameters: which values parse, which count as absent, and that others fail the load by name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def value_of(parameters: Parameters, key: str) -> object:
 
 @pytest.mark.parametrize("text", ["", "${tokens_per_block}", "${anything at all}"])
 @pytest.mark.parametrize("spec", PARAMETERS, ids=lambda spec: spec.key)
-def test_empty_or_unfilled_parameters_are_absent(spec: ParameterSpec, text: str) -> None:
+def test_empty_or_unfilled_is_absent(spec: ParameterSpec, text: str) -> None:
     role = role_of(spec.key)
     assert make_parameters(role, **{spec.key: text}) == make_parameters(role)
 
@@ -159,7 +159,7 @@ def test_valid_texts_of_parameters_are_read(key: str, text: str, value: object) 
     assert value_of(make_parameters(role_of(key), **{key: text}), key) == value
 
 
-def test_every_built_parameter_has_a_valid_text_in_the_tests() -> None:
+def test_every_built_row_is_covered_above() -> None:
     assert {key for key, *_ in GOOD} == {spec.key for spec in PARAMETERS if spec.built}
 
 
@@ -204,17 +204,17 @@ def test_bad_values_fail_by_name(key: str, text: str, expected: str) -> None:
     assert f"{key}: got {text!r}, expected {expected}" in str(raised.value)
 
 
-def test_v1_means_static_batching_under_any_policy() -> None:
+def test_v1_is_static_batching_whatever_the_policy() -> None:
     parameters = make_parameters(gpt_model_type="V1", batch_scheduler_policy="max_utilization")
     assert parameters.scheduler.policy is CapacityPolicy.STATIC_BATCH
 
 
-def test_the_engine_and_the_scheduler_have_the_same_max_num_tokens() -> None:
+def test_engine_and_scheduler_have_the_same_max_num_tokens() -> None:
     parameters = make_parameters(max_num_tokens="512")
     assert parameters.engine.max_num_tokens == parameters.scheduler.max_num_tokens == 512
 
 
-def test_an_unknown_model_type_is_refused_in_upstreams_words() -> None:
+def test_an_unknown_model_type_is_refused_with_tensorrtllm_backends_message() -> None:
     with pytest.raises(ConfigError) as raised:
         make_parameters(gpt_model_type="V3")
     message = "gpt_model_type value of 'V3' is not supported, expected V1 or inflight_batching or "
@@ -225,7 +225,7 @@ def test_an_unknown_model_type_is_refused_in_upstreams_words() -> None:
     ("parameter", "triton_queue", "bound"),
     [(None, None, 0), (None, 7, 7), ("5", None, 5), ("5", 7, 5), ("0", 7, 0), ("${max_queue_size}", 7, 7)],
 )
-def test_the_queue_bound_may_be_given_in_upstreams_place(
+def test_the_queue_limit_may_be_given_as_in_tensorrtllm_backend(
     parameter: str | None, triton_queue: int | None, bound: int
 ) -> None:
     config = make_model_config(**({} if parameter is None else {"max_queue_size": parameter}))
@@ -234,7 +234,7 @@ def test_the_queue_bound_may_be_given_in_upstreams_place(
     assert read_parameters(config, Role.ENGINE).scheduler.max_queue_size == bound
 
 
-def test_a_dynamic_batcher_without_a_bound_does_not_bound_the_queue() -> None:
+def test_a_dynamic_batcher_without_a_queue_limit_sets_none() -> None:
     assert (
         read_parameters(make_model_config() | {"dynamic_batching": {}}, Role.ENGINE).scheduler.max_queue_size
         == 0
@@ -284,7 +284,7 @@ def test_old_names_of_tensorrtllm_backend_are_read() -> None:
     ]
 
 
-def test_an_old_name_with_a_contradicting_value_is_refused() -> None:
+def test_an_old_name_with_a_different_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_attention_window_size: got '7', but its other name says"):
         make_parameters(max_kv_cache_length="512", max_attention_window_size="7")
     with pytest.raises(ConfigError, match="max_kv_cache_length, now max_attention_window_size: got 'x'"):
@@ -301,7 +301,7 @@ def test_a_parameter_of_another_model_is_unknown() -> None:
         make_parameters(Role.POSTPROCESSING, max_num_tokens="5")
 
 
-def test_all_problems_are_reported_at_once() -> None:
+def test_all_problems_come_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         make_parameters(max_batch_size=-1, max_num_tokens="x", nonsense="y", num_nodes="4")
     message = str(raised.value)
@@ -310,7 +310,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def sample_of(spec: ParameterSpec) -> str:
-    """Return a text that is valid for the parameter."""
+    """Return a text that the row accepts."""
     texts = ("7", "0.5", "auto", "beam_search", "python", "TYPE_FP32", "/a/path")
     return next(text for text in texts if parses(spec, text))
 

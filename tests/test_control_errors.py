@@ -1,4 +1,4 @@
-"""A sampling control out of its range is refused by every protocol, under that protocol's name for it."""
+"""An out-of-range sampling control is refused by every protocol, under that protocol's name of it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ from tests.triton.stage import Stage, error_of
 NO_TOKEN = 99_999
 VOCAB_SIZE = make_limits().vocab_size
 WITHOUT_BAD_VALUES = {"random_seed"}
-"""Controls without invalid values: every 64-bit number is a seed, and its tensor has no other values."""
+"""Every 64-bit number is a seed, and its tensor cannot hold any other."""
 
-# Controls whose range does not describe the error: value, accompanying fields, and expected end of the
-# message.
+# Controls with special errors: a value, values given with it, and the expected end of the message.
 SPECIAL: dict[str, tuple[Any, dict[str, Any], str]] = {
     "num_return_sequences": (0, {}, "must be in [1, 1024], got 0"),
     "allowed_token_ids": ((NO_TOKEN,), {}, f"must be in [0, {{}}], got {NO_TOKEN} at position 0"),
@@ -55,13 +54,13 @@ NAMES = [name for name in CONTROLS if name not in WITHOUT_BAD_VALUES]
 
 
 def bad_values(name: str) -> tuple[dict[str, Any], str]:
-    """Return fields of a SamplingConfig with `name` out of its range, and the message after its name."""
+    """Return fields of a SamplingConfig with `name` out of range, and the expected text after its name."""
     control = CONTROLS[name]
     if name in SPECIAL:
         value, beside, said = SPECIAL[name]
         return {name: value, **beside}, said.format(VOCAB_SIZE - 1)
     made: type = float if control.dtype == "FP32" else int
-    # A top_p of 0 or less means none, and has no effect.
+    # A top_p of 0 or less counts as not given.
     values = (made(-5), made(2), made(2e10))
     value = next(each for each in values if not (control.range.contains(each) or control.is_off(each)))
     return {name: value}, f"must be {control.range.text}, got {value}"
@@ -78,7 +77,7 @@ def tensors_of(values: dict[str, Any], name_of: Callable[[Control], str]) -> dic
 def refused(
     vocabulary: Vocabulary, tensors: dict[str, np.ndarray], parameters: str = "{}"
 ) -> tuple[int, str]:
-    """Return the code and message of a Triton model's answer to these tensors and a plain prompt."""
+    """Return the code and message of a Triton model's answer to a plain prompt with these tensors."""
     plain = token_inputs() if vocabulary is Vocabulary.TOKENS else text_inputs()
     stage = Stage(vocabulary)
     try:
@@ -94,7 +93,7 @@ def text_name(control: Control) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_triton_errors_name_the_models_tensor(name: str) -> None:
+def test_triton_names_the_tensor_of_the_model(name: str) -> None:
     values, said = bad_values(name)
     for vocabulary, name_of in ((Vocabulary.TOKENS, lambda each: each.tensor), (Vocabulary.TEXT, text_name)):
         tensors, shown = tensors_of(values, name_of), name_of(CONTROLS[name])
@@ -105,13 +104,13 @@ def test_triton_errors_name_the_models_tensor(name: str) -> None:
         assert structured == (TritonError.INVALID_ARG, f"INVALID_ARG: {{{shown}}} {said}")
 
 
-def test_triton_errors_name_the_sent_alias() -> None:
+def test_triton_names_the_alias_that_was_sent() -> None:
     sent = tensors_of({"min_length": -5}, lambda control: control.aliases[0])
     assert refused(Vocabulary.TOKENS, sent)[1] == "min_tokens must be >= 0, got -5"
 
 
 def bad_field(name: str) -> tuple[Any, str]:
-    """Return an invalid value of the control's field in bodies, and the message."""
+    """Return an invalid value of the control's field in a body, and the message."""
     field = CONTROLS[name].body
     assert field is not None
     no_token = f"must be in [0, {LIMITS.vocab_size - 1}], got {NO_TOKEN} at position 0"
@@ -135,7 +134,7 @@ def bad_field(name: str) -> tuple[Any, str]:
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 @pytest.mark.parametrize("name", [name for name in NAMES if CONTROLS[name].body])
-def test_v1_errors_name_the_field_of_the_body(kind: type[SamplingBody], name: str) -> None:
+def test_v1_names_the_field_of_the_body(kind: type[SamplingBody], name: str) -> None:
     field = CONTROLS[name].body
     assert field is not None
     value, message = bad_field(name)
@@ -143,8 +142,8 @@ def test_v1_errors_name_the_field_of_the_body(kind: type[SamplingBody], name: st
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if CONTROLS[name].body])
-def test_v1_errors_name_the_field_for_an_engine_in_another_process(name: str) -> None:
-    """An engine sends the error as `kind` and `marked`, a tritonserver as one text."""
+def test_v1_names_its_field_for_an_engine_in_another_process(name: str) -> None:
+    """The error arrives as `kind` and `marked` from an engine, and in one text from a tritonserver."""
     field = CONTROLS[name].body
     assert field is not None
     values, said = bad_values(name)
@@ -166,7 +165,7 @@ def refusal_of_the_core(values: dict[str, Any]) -> InvalidArgument:
 @pytest.mark.parametrize(
     "name", [name for name, each in CONTROLS.items() if each.executor and each.executor.range.text]
 )
-def test_executor_errors_name_the_field_of_the_sampling_config(name: str) -> None:
+def test_the_executor_names_the_field_of_its_sampling_config(name: str) -> None:
     field = CONTROLS[name].executor
     assert field is not None
     with pytest.raises(RuntimeError) as caught:
@@ -187,7 +186,7 @@ def test_executor_errors_name_the_field_of_the_sampling_config(name: str) -> Non
         ("beam_search_diversity_rate", 2e10),
     ],
 )
-def test_executor_errors_name_the_field_that_the_engine_refuses(name: str, value: float) -> None:
+def test_the_executor_names_the_field_that_the_engine_refuses(name: str, value: float) -> None:
     config = trtllm.SamplingConfig(**{name: value})
     with pytest.raises(InvalidArgument) as caught:
         to_core_request(trtllm.Request([1, 2], 4, sampling_config=config), LIMITS)
@@ -196,7 +195,7 @@ def test_executor_errors_name_the_field_that_the_engine_refuses(name: str, value
 
 
 @pytest.mark.parametrize("name", [name for name in CONTROLS if CONTROLS[name].executor])
-def test_an_engine_error_gets_the_executors_name_of_the_field(name: str) -> None:
+def test_an_error_of_the_engine_gets_the_executor_s_name(name: str) -> None:
     control = CONTROLS[name]
     assert control.executor is not None
     error = in_fields(InvalidArgument(Name(control.tensor), " is wrong"))
@@ -204,7 +203,7 @@ def test_an_engine_error_gets_the_executors_name_of_the_field(name: str) -> None
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if CONTROLS[name].client])
-def test_client_errors_name_the_option(name: str) -> None:
+def test_the_client_names_its_option(name: str) -> None:
     control = CONTROLS[name]
     assert control.client is not None
     values, said = bad_values(name)
@@ -216,18 +215,18 @@ def test_client_errors_name_the_option(name: str) -> None:
         assert (error.status, str(error)) == ("INVALID_ARGUMENT", f"{control.client} {said}")
 
 
-def test_client_errors_name_the_option_of_a_bias() -> None:
-    """`logit_bias` becomes two tensors."""
+def test_the_client_names_the_option_of_a_bias() -> None:
+    """`logit_bias` is sent as two tensors."""
     options = read_options({"logit_bias": {NO_TOKEN: 1.0}})
     _, message = refused(Vocabulary.TOKENS, options.ids, '{"structured_errors": true}')
     error = server_error(InferenceServerException(message), "localhost:8001")
     assert str(error) == f"logit_bias must be in [0, {VOCAB_SIZE - 1}], got {NO_TOKEN} at position 0"
 
 
-def test_the_client_refuses_a_seed_outside_64_bits() -> None:
+def test_a_seed_out_of_range_is_refused_by_the_client() -> None:
     with pytest.raises(ValueError, match=r"^seed must be in \[0, 18446744073709551615\], got -1$"):
         read_options({"seed": -1})
 
 
-def test_every_control_is_tested() -> None:
+def test_every_control_is_tried() -> None:
     assert {field.name for field in dataclasses.fields(SamplingConfig)} == {*NAMES, *WITHOUT_BAD_VALUES}

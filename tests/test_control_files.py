@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[1]
 DECLARATION, RULE, ORACLE, COMPILED_RULE = "sampling_config.py", "top_k_top_p.py", "reference.py", "draw.h"
 
 
-def test_the_generated_files_match_the_declarations() -> None:
+def test_the_files_are_what_the_declarations_say() -> None:
     for path, text in files(ROOT).items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run scripts/write_configs"
 
 
-def test_examples_of_controls_have_an_effect_and_are_valid() -> None:
+def test_examples_ask_for_something_and_are_valid() -> None:
     for name, control in CONTROLS.items():
         if not name.startswith("logit_bias"):
             config = SamplingConfig(
@@ -28,8 +28,8 @@ def test_examples_of_controls_have_an_effect_and_are_valid() -> None:
             assert config.uses(name), name
 
 
-def test_only_its_declaration_its_rule_and_the_oracle_name_a_control() -> None:
-    """Generated files, tests and pages are not counted."""
+def test_a_control_is_named_by_its_declaration_its_rule_and_the_oracle_alone() -> None:
+    """Generated files, tests and documentation pages are not counted."""
     written = {str(path.relative_to(ROOT)) for path in files(ROOT)}
     listed = subprocess.run(
         ["git", "grep", "--untracked", "-lw", "min_p", "--", "*.py", "*.js", "*.h", "*.cpp"],

@@ -1,4 +1,4 @@
-"""An error keeps the names of inputs apart from its text, also on its way between processes."""
+"""An error keeps the names of inputs apart from its text, also between processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = [
 ]
 
 
-def test_an_error_is_one_text_with_the_protocols_names() -> None:
+def test_an_error_is_one_text_with_a_protocols_names() -> None:
     error = InvalidArgument(Name("end_id"), " must be below ", Name("x"), ", got {12}")
     assert str(error) == "end_id must be below x, got {12}"
     assert error.names == ("end_id", "x")
@@ -42,7 +42,7 @@ def test_an_error_is_one_text_with_the_protocols_names() -> None:
     assert shown.names == ("stop_token_ids", "x")
 
 
-def test_a_name_inside_an_errors_text_is_not_replaced() -> None:
+def test_a_name_inside_plain_text_is_unchanged() -> None:
     error = InvalidArgument(Name("end_id"), " is wrong: 'end_id'")
     assert str(error.with_names(str.upper)) == "END_ID is wrong: 'end_id'"
 
@@ -51,7 +51,7 @@ def test_a_name_may_be_a_path() -> None:
     assert [Name(path).root for path in ("a", "a.b", "a[0].b", "a[0]")] == ["a"] * 4
 
 
-def test_an_error_is_unchanged_by_the_way_between_processes() -> None:
+def test_an_error_is_unchanged_after_the_way_between_processes() -> None:
     chance = random.Random(1)
     for _ in range(500):
         parts = [
@@ -69,7 +69,7 @@ def test_an_error_is_unchanged_by_the_way_between_processes() -> None:
             assert back.marked == error.marked and isinstance(error, type(back))
 
 
-def test_each_kind_of_error_has_its_class_and_code() -> None:
+def test_each_kind_has_its_class_and_its_code() -> None:
     assert set(ERROR_KINDS) == {*ERROR_CODES, "TOO_LONG", "BAD_ADAPTER", "QUEUE_FULL"}
     for kind in ERROR_KINDS:
         assert error_from_kind(kind, "").kind == kind
@@ -82,13 +82,13 @@ def test_broken_marks_are_an_error(marked: str) -> None:
         error_from_kind("INVALID_ARG", marked)
 
 
-def test_several_names_are_joined() -> None:
+def test_names_are_joined() -> None:
     assert joined(["a", "b", "c"], ", ") == ["a", ", ", "b", ", ", "c"] and joined([], ", ") == []
     assert [isinstance(part, Name) for part in joined(["a", "b"], " and ")] == [True, False, True]
 
 
-def test_error_texts_in_the_code_contain_no_name_of_an_input() -> None:
-    """Such a name would be the same for every protocol. Adapters' errors quote texts of TensorRT-LLM."""
+def test_no_error_has_the_name_of_an_input_in_its_text() -> None:
+    """Protocols could not replace such a name. Adapters' errors repeat texts of TensorRT-LLM."""
     names = "|".join(spec.name for spec in INPUTS.specs if "_" in spec.name)
     named = re.compile(rf"(?<![\w.])({names})\b")
     classes = {each.__name__ for each in KINDS}

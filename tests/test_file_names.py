@@ -1,7 +1,7 @@
-"""Letters outside ASCII in paths, with interpreters whose file system encoding is UTF-8 or ASCII.
+"""Non-ASCII letters in paths, in interpreters with UTF-8 and with ASCII file names.
 
-Triton's Python stub is an interpreter of the second kind, whatever its environment is. In the tests, a child
-process without a locale stands in for it.
+Triton's Python stub has ASCII file names, whatever its environment says. A child process without a locale
+simulates it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("environment", [{}, WITHOUT_LOCALE], ids=["UTF-8", "ASCII"])
-def test_an_engine_finds_and_reports_files_with_letters_outside_ascii(
+def test_an_engine_finds_and_reports_files_with_non_ascii_names(
     folder: Path, environment: dict[str, str]
 ) -> None:
     model = make_model(folder / "Modèle 模型", "llama").folder
@@ -98,19 +98,19 @@ def test_an_engine_finds_and_reports_files_with_letters_outside_ascii(
     assert not socket.exists()
 
 
-def test_paths_are_unchanged_if_file_names_are_utf_8() -> None:
+def test_where_file_names_are_utf_8_nothing_changes() -> None:
     for text in ("/plain", "/Käfig 模型"):
         assert native(text) == native(Path(text)) == readable(text) == text
 
 
-def test_errors_with_such_paths_are_valid_text() -> None:
+def test_errors_are_valid_text() -> None:
     of_bytes = os.fsdecode("Käfig 模型".encode()).encode("utf-8").decode("ascii", "surrogateescape")
     assert str(ConfigError(f"{of_bytes} is not there")) == "Käfig 模型 is not there"
     assert str(ConfigError("a half \ud83d pair")).encode() == b"a half ? pair"
 
 
-def test_a_package_in_a_folder_with_letters_outside_ascii_is_imported_without_a_locale(folder: Path) -> None:
-    """As pip installs the package, the interpreter does not even start."""
+def test_a_package_installed_from_such_a_folder_is_imported_without_a_locale(folder: Path) -> None:
+    """With the .pth file as pip writes it, the interpreter would not even start."""
     backend, environment = folder / "backend", folder / ".venv"
     (backend / "inflight_stand_in").mkdir(parents=True)
     (backend / "inflight_stand_in" / "__init__.py").touch()

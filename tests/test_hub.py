@@ -1,4 +1,4 @@
-"""Checkpoints by name, from a local hub to which `HF_ENDPOINT` directs the programs."""
+"""Checkpoints by name, fetched from a test hub to which `HF_ENDPOINT` points."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def hub(models: dict[str, Model]) -> Iterator[Hub]:
 
 
 class Caller:
-    """Programs on a machine whose cache is empty at first."""
+    """Programs on a machine with an initially empty cache."""
 
     def __init__(self, home: Path, url: str) -> None:
         self.environment = {
@@ -99,7 +99,7 @@ class Caller:
         return subprocess.run(command, **options)
 
     def find(self, *calls: tuple[Any, ...], **environment: str) -> list[dict[str, str]]:
-        """Return the result or the error of `find_checkpoint` for each call's arguments."""
+        """Return the result of `find_checkpoint`, or its error, for each call's arguments."""
         done = self.run("-c", _PROGRAM, json.dumps(calls), env={**self.environment, **environment})
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
@@ -139,7 +139,7 @@ def test_revisions_are_branches_tags_and_commits(caller: Caller, hub: Hub) -> No
     assert other["error"] == f"{name}: no such folder, and on {hub.url} it has no revision 'v2'"
 
 
-def test_a_model_that_cannot_be_fetched_is_an_error_with_advice(caller: Caller, hub: Hub) -> None:
+def test_a_model_that_cannot_be_fetched_is_an_error_with_its_remedy(caller: Caller, hub: Hub) -> None:
     unknown, gated = caller.find(("owner/unknown",), ("owner/gated",))
     assert f"{hub.url} has no model of this name, or it is private: then set HF_TOKEN" in unknown["error"]
     assert f"it is gated: accept its conditions at {hub.url}/owner/gated, and set HF_TOKEN" in gated["error"]
@@ -148,8 +148,8 @@ def test_a_model_that_cannot_be_fetched_is_an_error_with_advice(caller: Caller, 
     assert _text(found["folder"]) == "old"
 
 
-def test_without_a_hub_the_error_names_the_cache(tmp_path: Path) -> None:
-    caller = Caller(tmp_path, "http://127.0.0.1:9")  # nothing listens there
+def test_without_a_hub_the_cache_is_named(tmp_path: Path) -> None:
+    caller = Caller(tmp_path, "http://127.0.0.1:9")  # a port without a listener
     name = "owner/model-1.5"
     [away] = caller.find((name,))
     assert "it cannot be fetched from http://127.0.0.1:9 (" in away["error"]
@@ -158,7 +158,7 @@ def test_without_a_hub_the_error_names_the_cache(tmp_path: Path) -> None:
     assert f"is not, or not all of it, in the hub's cache {tmp_path}" in offline["error"]
 
 
-def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, models: dict[str, Model]) -> None:
+def test_an_incomplete_checkpoint_in_the_cache_is_refused(tmp_path: Path, models: dict[str, Model]) -> None:
     name = "owner/model-1.5"
     with running_hub(models) as hub:
         caller = Caller(tmp_path, hub.url)
@@ -169,7 +169,7 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, models: dict[str, M
     assert "it cannot be fetched" in away["error"] and "or all of it, in the hub's cache" in away["error"]
 
 
-def test_paths_and_folders_are_not_requested_from_the_hub(caller: Caller, hub: Hub, tmp_path: Path) -> None:
+def test_the_hub_is_not_asked_for_paths_and_folders(caller: Caller, hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     found = caller.find(
         ("./missing",), ("/missing",), ("a/b/c",), ("",), (str(tmp_path / "empty"),), (str(tmp_path), "v1")
@@ -188,7 +188,7 @@ def test_a_model_is_found_in_the_cache_where_fetching_is_forbidden(caller: Calle
     assert found == fetched
 
 
-def test_a_download_shows_a_bar_on_a_terminal(caller: Caller) -> None:
+def test_a_terminal_shows_a_bar(caller: Caller) -> None:
     call = json.dumps([["owner/model-1.5"]])
     assert "Fetching" not in caller.run("-c", _PROGRAM, call).stderr
     leader, follower = pty.openpty()
@@ -210,8 +210,8 @@ def test_a_download_shows_a_bar_on_a_terminal(caller: Caller) -> None:
     assert b"Fetching 8 files" in shown and b"100%" in shown
 
 
-def test_serve_and_doctor_accept_names(caller: Caller, tmp_path: Path) -> None:
-    """The doctor fetches nothing; after a repository is written, the checkpoint is in the cache."""
+def test_serve_and_doctor_take_names(caller: Caller, tmp_path: Path) -> None:
+    """`doctor` fetches nothing; after a repository was written, the checkpoint is in the cache."""
     name = "owner/model-1.5"
 
     def says() -> str:
@@ -236,7 +236,7 @@ def test_a_revision_needs_a_name(tmp_path: Path) -> None:
     assert done.returncode != 0 and "--revision is for a --model" in done.stderr
 
 
-def test_an_executor_accepts_names(tmp_path: Path) -> None:
+def test_an_executor_takes_names(tmp_path: Path) -> None:
     model = make_model(tmp_path / "v2", "llama", max_shard_size="60KB")
     models = {"owner/model": Model({"main": make_model(tmp_path / "main", "llama", seed=1).folder})}
     models["owner/model"].revisions["v2"] = model.folder

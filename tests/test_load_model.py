@@ -1,4 +1,4 @@
-"""Loading a model: concurrent compilation of kernels, and logits post-processors."""
+"""Loading a model: compiling kernels meanwhile, and logits post-processors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AWQ = json.dumps({"torch_dtype": "float16", "quantization_config": {"quant_metho
         ({}, json.dumps({"dtype": 3}), NOTHING),
     ],
 )
-def test_compilation_is_for_the_dtype_to_be_loaded(
+def test_compiling_starts_for_the_dtype_that_will_be_loaded(
     tmp_path: Path,
     given: dict[str, str],
     config: str,
@@ -63,7 +63,7 @@ MODULE = "PROCESSORS = {'upper': lambda req_id, logits, ids, stream_ptr, client_
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
-    """Replace the engine's load function; record the post-processors that it gets."""
+    """Replace the engine's load function and record the post-processors it gets."""
     loaded: list[LogitsPostProcessors] = []
 
     def load(
@@ -81,9 +81,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
     return loaded
 
 
-def test_post_processors_are_loaded_from_a_module_or_given_as_values(
-    tmp_path: Path, model: list[LogitsPostProcessors]
-) -> None:
+def test_post_processors_of_a_module_and_of_values(tmp_path: Path, model: list[LogitsPostProcessors]) -> None:
     path = tmp_path / "rules.py"
     path.write_text(MODULE)
     given = LogitsPostProcessors({"lower": lambda *five: None})
@@ -105,16 +103,14 @@ def test_post_processors_come_from_one_place(tmp_path: Path, model: list[LogitsP
 def test_an_engine_is_built_with_post_processors(tmp_path: Path, model: list[LogitsPostProcessors]) -> None:
     given = LogitsPostProcessors({"lower": lambda *five: None})
     load = functools.partial(load_model, processors=given)
-    with pytest.raises(
-        AttributeError, match="max_num_sequences"
-    ):  # the stand-in for the engine has no limits
+    with pytest.raises(AttributeError, match="max_num_sequences"):  # the fake engine has no limits
         build_engine(make_parameters(gpt_model_path="x"), "", str(tmp_path / "engine.sock"), load=load)
     assert model == [given]
 
 
 @pytest.mark.parametrize(("names", "agrees"), [(("a", "b"), True), (("a",), False), (("b", "a"), False)])
-def test_ranks_with_different_post_processors_raise(names: tuple[str, ...], agrees: bool) -> None:
-    """One rank of the two notices the difference, whichever has the lower digest, and so both raise."""
+def test_all_ranks_have_post_processors_of_the_same_names(names: tuple[str, ...], agrees: bool) -> None:
+    """The rank with the higher digest notices the difference, and then both raise."""
     digests: list[int] = []
     noticed = 0
     for mine in (("a", "b"), names):
@@ -129,7 +125,7 @@ def test_ranks_with_different_post_processors_raise(names: tuple[str, ...], agre
 
 
 def test_groups_of_experts_need_several_ranks(tmp_path: Path) -> None:
-    """Otherwise one process would load the whole model without an error."""
+    """A single process would load the whole model without an error."""
     parameters = make_parameters(moe_expert_parallel_size=2)
     with pytest.raises(ConfigError, match=r"moe_expert_parallel_size is 2, expected a divisor of .*, 1"):
         load_model(parameters, str(tmp_path), None)

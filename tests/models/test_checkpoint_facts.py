@@ -1,4 +1,4 @@
-"""Facts of a config.json for programs that do not load the checkpoint, beside what a load reads."""
+"""Facts of a config.json for programs that do not load the checkpoint, compared with a load's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _facts(folder: Path, config: object, generation: object = None) -> Checkpoin
         ({**GPT2, "n_inner": 80}, None),
     ],
 )
-def test_they_are_what_a_load_reads(
+def test_facts_equal_those_of_a_load(
     tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None
 ) -> None:
     facts = _facts(tmp_path, config, generation)
@@ -66,7 +66,7 @@ def test_they_are_what_a_load_reads(
 
 
 @pytest.mark.parametrize("name", READ)
-def test_they_are_what_a_load_reads_of_published_checkpoints(tmp_path: Path, name: str) -> None:
+def test_facts_of_published_checkpoints_equal_those_of_a_load(tmp_path: Path, name: str) -> None:
     facts, config = _facts(tmp_path, PUBLISHED[name]), PUBLISHED[name]
     decoder = read_model_description(tmp_path).decoder
     assert decoder.latent is not None or facts.num_kv_heads == decoder.num_kv_heads
@@ -86,7 +86,7 @@ def _check_sizes(facts: CheckpointFacts, decoder: DecoderConfig) -> None:
     assert facts.dtype == decoder.dtype
 
 
-def test_sizes_that_are_none_are_not_stated(tmp_path: Path) -> None:
+def test_invalid_sizes_count_as_not_stated(tmp_path: Path) -> None:
     facts = _facts(tmp_path, {"vocab_size": "many", "num_experts": 0, "hidden_size": True, "n_embd": None})
     assert (facts.vocab_size, facts.num_experts, facts.hidden_size, facts.mlp_size) == (None,) * 4
     assert (facts.longest_sequence, facts.num_kv_heads, facts.dtype, facts.eos_token_ids) == (
@@ -98,7 +98,7 @@ def test_sizes_that_are_none_are_not_stated(tmp_path: Path) -> None:
     assert facts.name == "unnamed"
 
 
-def test_the_first_folder_that_has_the_file_counts(tmp_path: Path) -> None:
+def test_the_first_folder_with_the_file_counts(tmp_path: Path) -> None:
     for name, size in (("first", None), ("second", 32), ("third", 48)):
         (tmp_path / name).mkdir()
         if size is not None:
