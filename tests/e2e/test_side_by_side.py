@@ -1,4 +1,4 @@
-"""Servers with several ranks on one host, and engines in one server: none knows of the others."""
+"""Servers with several ranks on one host, and engines in one server, do not affect each other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODES = [ServerOptions(pp=2), ServerOptions(tp=2, mode="leader")]
     with_all([tuple(MODES), tuple(reversed(MODES))], [tuple(MODES)]),
     ids=["the leader ends first", "the orchestrator ends first"],
 )
-def test_a_server_goes_on_when_a_server_of_the_other_mode_ends(exact_server, stays, ends):
+def test_a_server_continues_when_a_server_of_the_other_mode_ends(exact_server, stays, ends):
     expected = completion(exact_server.grpc, **REQUEST).ids
     with serve(dtype="float32", settings=SMALL_CACHE, options=stays) as staying:
         with serve(dtype="float32", settings=SMALL_CACHE, options=ends) as ending:
@@ -52,7 +52,7 @@ def test_a_server_goes_on_when_a_server_of_the_other_mode_ends(exact_server, sta
 
 @pytest.fixture(scope="module")
 def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with the demo model, another model of two ranks, and a front end of each."""
+    """Make a repository with the demo model, another model with two ranks, and a front end for each."""
     folder = tmp_path_factory.mktemp("two engines")
     checkpoint = make_model(folder / "checkpoint", "llama", "tiny", dtype="float32", seed=5)
     for model in ("tensorrt_llm", "tensorrt_llm_infer"):
@@ -71,7 +71,7 @@ def copy(repository: Path, model: str, name: str, **parameters: str) -> None:
     config.write_text(set_parameters(text, parameters))
 
 
-def test_two_engines_in_one_server_do_not_know_of_each_other(exact_server, two_engines):
+def test_two_engines_in_one_server_do_not_affect_each_other(exact_server, two_engines):
     (checkpoint,) = two_engines.parent.glob("checkpoint")
     alone = ZooModel(checkpoint, transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval())
     expected = {
