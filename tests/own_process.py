@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 
-def run_checks(path: Path, timeout_s: float, only: str = "", **environment: str) -> None:
+def run_checks(path: Path, timeout_s: float, **environment: str) -> None:
     """Run the tests in the files `check_*.py` at `path` with a separate pytest; all must pass.
 
     Args:
         path: A file or a folder.
         timeout_s: Most seconds for all of them.
-        only: Expression that selects tests, like `pytest -k`; "" for all.
         environment: Further environment variables of the process.
     """
     options = [
@@ -28,7 +27,7 @@ def run_checks(path: Path, timeout_s: float, only: str = "", **environment: str)
         "-o",
         "python_files=check_*.py",
     ]
-    command = [sys.executable, "-m", "pytest", *options, "-k", only, str(path)]
+    command = [sys.executable, "-m", "pytest", *options, str(path)]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=timeout_s
     )

@@ -31,7 +31,7 @@ def with_all(values: Iterable[Any], fast: Collection[Any]) -> list[Any]:
     params = [_as_param(value) for value in values]
     missing = [each for each in fast if not any(_is_one_of(param, [each]) for param in params)]
     assert not missing, f"{missing} are no parameters"
-    return [param if _is_one_of(param, fast) else _exhaustive(param) for param in params]
+    return params if _chosen == "all" else [param for param in params if _is_one_of(param, fast)]
 
 
 def _as_param(value: Any) -> Any:
@@ -43,7 +43,3 @@ def _as_param(value: Any) -> Any:
 def _is_one_of(param: Any, fast: Collection[Any]) -> bool:
     whole = param.values if len(param.values) > 1 else param.values[0]
     return any(each == whole or each == param.values[0] for each in fast)
-
-
-def _exhaustive(param: Any) -> Any:
-    return pytest.param(*param.values, marks=[*param.marks, pytest.mark.exhaustive], id=param.id)

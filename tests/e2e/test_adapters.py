@@ -204,6 +204,7 @@ def test_every_model_lists_adapters(server, model):
     assert answer.error is None and b'"sql"' in answer.outputs["adapters"].item()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("split", with_all(["tp", "pp"], ["tp"]))
 def test_ranks_have_their_parts_of_an_adapter(elsewhere, folders, expected, split):
     """Weights are sent to every rank once, outside of the broadcast; each rank keeps its part of them."""

@@ -56,6 +56,7 @@ def assert_equal_answers(leader: TritonServer, exact_server: TritonServer) -> No
     assert answers[0].text == answers[1].text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", with_all([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
 def test_a_lost_worker_ends_the_server_after_all_requests_are_answered(elsewhere, long_model, number):
     settings = ("--set", "max_tokens_in_paged_kv_cache=65536", "--set", "rank_timeout_ms=4000")

@@ -221,6 +221,7 @@ def static_server(elsewhere):
         yield server
 
 
+@pytest.mark.exhaustive
 def test_static_batching_has_a_family_of_its_own(static_server):
     before = wait_idle(static_server)
     complete(static_server, tokens=8)

@@ -64,6 +64,7 @@ def repository(http: str, what: str) -> None:
     urllib.request.urlopen(asked, timeout=60).read()
 
 
+@pytest.mark.exhaustive
 def test_v1_starts_restarts_and_ends_with_its_server(serving: Command) -> None:
     ready = serving.ready_line()
     base = f"{ready['openai']}/v1"

@@ -69,6 +69,7 @@ def test_an_unknown_family_is_served_by_transformers(elsewhere, engine_alone, tm
     assert beams == [tokens for tokens, _ in expected]
 
 
+@pytest.mark.exhaustive
 def test_a_known_family_can_be_served_by_transformers(elsewhere, oracle, tokenizer):
     text = "def area(self):\n    return"
     prompt = tuple(tokenizer.encode(text))

@@ -129,6 +129,7 @@ def typed_server(request: pytest.FixtureRequest, elsewhere: Path) -> Iterator[Tr
         yield server
 
 
+@pytest.mark.exhaustive
 def test_prompt_tables_work_in_another_declared_type(typed_server, greedy, tokenizer) -> None:
     rows = make_rows(7, torch.bfloat16 if typed_server.data_type == "TYPE_BF16" else torch.float32)
     client = Client(typed_server.grpc, "tensorrt_llm")

@@ -265,6 +265,7 @@ def test_an_idle_leader_that_loses_a_rank_ends(elsewhere):
     assert not shared_memory(server)
 
 
+@pytest.mark.exhaustive
 def test_a_leaders_model_cannot_be_loaded_twice(elsewhere):
     options = ServerOptions(tp=2, mode="leader", model_control="explicit", client_apis=CONTROLLED)
     with (
@@ -277,6 +278,7 @@ def test_a_leaders_model_cannot_be_loaded_twice(elsewhere):
             client.load_model(ENGINE, headers=CONTROL)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", with_all(["orchestrator", "leader"], ["orchestrator"]))
 def test_a_failed_load_of_ranks_is_reported_and_leaves_no_process(elsewhere, mode):
     settings = Wanted(settings={"max_tokens_in_paged_kv_cache": "1"})

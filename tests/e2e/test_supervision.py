@@ -162,6 +162,7 @@ def mix_models_on_one_stream(url: str) -> None:
             finals = [name] if answer.final else []
 
 
+@pytest.mark.exhaustive
 def test_the_server_is_restarted_after_a_stream_that_mixes_models(serving):
     ready = serving.ready_line()
     with Bystander(ready["grpc"]) as bystander:

@@ -93,6 +93,7 @@ def test_the_log_names_the_plans_in_use(server: TritonServer) -> None:
     assert "rows of the KV cache: 6 slots of 128 tokens" in log
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_started_by_the_model_give_the_same_tokens(
     elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oracle, tokenizer
 ) -> None:

@@ -21,6 +21,7 @@ from inflight.guided.grammars import Grammars
 from tests.commands import children_running
 from tests.guided.at_random import make_bomb
 from tests.guided.factories import tiny_backend, tiny_grammars, tiny_vocabulary
+from tests.tiers import with_all
 
 GOOD = Guide(GuideKind.REGEX, "[a-d]{3}")
 
@@ -65,7 +66,7 @@ def children() -> list[psutil.Process]:
     return children_running("guided")
 
 
-@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("name", with_all(["llguidance", "xgrammar"], ["llguidance"]))
 def test_a_guide_is_compiled_once_for_all_who_ask(name: str) -> None:
     if name == "xgrammar":
         pytest.importorskip("xgrammar", reason="the other library is not installed")

@@ -19,7 +19,7 @@ DEADLINE_S = 180.0
 
 
 @pytest.mark.parametrize("number", with_all(["SIGKILL", "SIGSTOP"], ["SIGKILL"]))
-@pytest.mark.parametrize("place", ["asleep", "broadcast", "collective"])
+@pytest.mark.parametrize("place", with_all(["asleep", "broadcast", "collective"], ["broadcast"]))
 def test_everyone_is_answered_although_the_loop_waits_in_mpi(place: str, number: str) -> None:
     program = "tests.ranks.losing_program"
     with start_ranks(2, program, place, number, mpirun_arguments=["--enable-recovery"]) as ranks:

@@ -110,6 +110,7 @@ def workers_of(host: str) -> list[int]:
     return [pid for pid, words in commands.items() if words.split(b"\0")[1:3] == [b"-m", b"inflight.worker"]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("mode", "ranks"), with_all([("orchestrator", (1, 1)), ("leader", (0, 1))], ["orchestrator"])

@@ -113,6 +113,7 @@ if not mark.exists():
 """
 
 
+@pytest.mark.exhaustive
 def test_a_starved_first_start_is_repeated(counting_repository: Path) -> None:
     """tritonserver aborts, or waits forever, if a loading model shows no sign of life for a second."""
     model = counting_repository / "tensorrt_llm" / "1" / "model.py"
