@@ -98,7 +98,7 @@ def test_a_request_that_cannot_be_scheduled_ends_and_the_others_never_notice(mon
         assert list(finals[i].result.output_token_ids[0]) == expected
 
 
-def test_a_failure_that_does_not_come_again_ends_nobody():
+def test_a_failure_that_does_not_repeat_ends_no_request():
     engine = PickyEngine(faulty=1, from_token=1, in_decode=False)
     harness = Harness(engine)
     harness.pending += [

@@ -41,7 +41,7 @@ def test_the_longest_waiting_consumer_is_served_first() -> None:
     assert delivery.take() == [delta(2, 2), delta(3, 9)]
 
 
-def test_an_error_is_the_last_word() -> None:
+def test_an_error_replaces_waiting_responses() -> None:
     delivery = Delivery()
     error = Response(1, error=StepFailed("boom"), is_final=True)
     delivery.put(delta(1, 4))

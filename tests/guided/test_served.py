@@ -230,7 +230,7 @@ def test_a_guide_that_could_go_on_where_all_its_tokens_are_banned_is_an_error(zo
     assert "must leave a token" in str(served.errors[0])
 
 
-def test_a_guide_that_fails_ends_its_request_alone(zoo: Zoo) -> None:
+def test_a_guide_that_fails_ends_only_its_request(zoo: Zoo) -> None:
     """It was never compiled: the rank that chooses tokens finds out, in the row's turn."""
     model = zoo["llama-gqa"]
     broken = make_request(0, model.prompt(5, 0), Guide(GuideKind.REGEX, "(a"))

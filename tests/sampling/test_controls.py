@@ -68,7 +68,7 @@ def test_a_device_chooses_the_same_without_the_host(kind: dict) -> None:
 
 @pytest.mark.parametrize("with_logits", [False, True])
 @pytest.mark.parametrize("kind", [{}, {"top_p": 0.9}], ids=str)
-def test_drafts(kind: dict, with_logits: bool) -> None:
+def test_draft_tokens_are_counted(kind: dict, with_logits: bool) -> None:
     for seed, controls in enumerate(CONTROLLED):
         logits = _logits(4)
         drafts = (7, 5, 2)

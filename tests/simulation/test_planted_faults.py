@@ -20,7 +20,7 @@ SEEDS = range(200)
 
 
 @pytest.mark.parametrize("plant", with_all(FAULTS, FAULTS[::5]), ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_noticed(plant, monkeypatch):
+def test_a_planted_fault_is_detected(plant, monkeypatch):
     plant(monkeypatch)
     assert any(map(_notices, SEEDS)), f"{len(SEEDS)} seeds and nothing noticed"
 

@@ -130,7 +130,7 @@ def failures_unnoticed(patch: pytest.MonkeyPatch) -> None:
     ),
     ids=lambda plant: plant.__name__,
 )
-def test_a_planted_fault_is_noticed(plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_detected(plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
 
     def notices(seed: int) -> bool:
