@@ -107,7 +107,10 @@ class Outcome:
 def run(
     scheduler: Scheduler, device: FaultyDevice, arrivals: dict[int, list[Request]], depth: int = 1
 ) -> Outcome:
-    """Run until idle, with up to `depth` batches in flight; check that each request's last response is final."""
+    """Run until idle, with up to `depth` batches in flight.
+
+    Check that each request's last response is final.
+    """
     outcome = Outcome()
     in_flight: deque[tuple[ScheduledBatch, ModelOutput | InflightError]] = deque()
     while outcome.num_iterations <= max(arrivals) or scheduler.num_active:

@@ -40,7 +40,7 @@ def _(heap: BlockHeap) -> None:
 
 @check_integrity.register
 def _(pool: BlockPool) -> None:
-    """Check that every block is in one state, the index agrees with the blocks, and all cached blocks can be evicted."""
+    """Check the states of blocks, the index, and that all cached blocks can be evicted."""
     held = {block_id for block_id, count in enumerate(pool._references) if count > 0}
     cached = {block_id for block_id in pool._contents if block_id not in held}
     empty = set(pool._empty)
@@ -120,7 +120,7 @@ def _(slots: Slots) -> None:
 
 @check_integrity.register
 def _(pages: AdapterPages) -> None:
-    """Check that every page is free or belongs to one adapter, and that unused adapters are idle or have no pages."""
+    """Check that every page is free or has one adapter, and that unused adapters are idle or unloaded."""
     used = set(pages._used_by.values())
     residents = set(pages._residents.values())
     owned = [page for resident in used | residents for page in resident.pages]

@@ -216,7 +216,10 @@ def test_a_sequence_without_room_for_its_adapter_is_overtaken():
 
 
 def test_running_and_waiting_requests_are_counted_by_adapter_name():
-    """There is one page, for which the second adapter waits. Task ids, which clients choose, are not counted."""
+    """There is one page, for which the second adapter waits.
+
+    Task ids, which clients choose, are not counted.
+    """
     scheduler = make_scheduler(num_adapter_pages=1)
     one, two = make_adapter(1), make_adapter(2)
     requests = [

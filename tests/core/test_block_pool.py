@@ -166,7 +166,10 @@ def test_a_parent_is_a_leaf_when_its_last_child_is_gone():
 
 
 def make_duplicate_producer() -> tuple[BlockPool, dict[str, int]]:
-    """A second sequence computed a again, as block A, and holds its child b; a and its parent p are released."""
+    """A second sequence computed a again, as block A, and holds its child b.
+
+    A and its parent p are released.
+    """
     pool = BlockPool(6)
     blocks = dict(zip("paAbq", pool.take(5)))
     pool.publish(blocks["p"], b"p", b"")

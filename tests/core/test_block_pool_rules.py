@@ -106,7 +106,7 @@ ANY = st.integers(0, 10_000)
 
 
 class PoolAgainstSlowPool(RuleBasedStateMachine):
-    """A digest's parent is the digest without its last letter, published or not, as with several producers."""
+    """A digest's parent is the digest without its last letter, whether published or not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -89,7 +89,10 @@ def test_no_sequence_is_paused_while_blocks_are_free():
     ("num_free", "paused", "claimed"), [(0, [3, 2], 2), (1, [3, 2], 2), (2, [3], 3), (3, [3], 3), (4, [], 4)]
 )
 def test_the_sequences_that_started_last_are_paused(num_free, paused, claimed):
-    """Four sequences hold one block each and need another. With an odd number of free ones the third pauses itself."""
+    """Four sequences hold one block each and need another.
+
+    With an odd number of free ones the third pauses itself.
+    """
     blocks = Blocks(4 + num_free)
     for _ in range(4):
         blocks.run()
@@ -178,7 +181,10 @@ def test_the_policy_of_a_name():
 
 
 def run_to_the_end(driver: Driver) -> dict[int, list[int]]:
-    """Return the requests that started in each iteration, counted from 1; iterations without starts are left out."""
+    """Return the requests that started in each iteration, counted from 1.
+
+    Iterations without starts are left out.
+    """
     starts = {}
     iteration = 0
     while (batch := driver.step()[0]) is not None:

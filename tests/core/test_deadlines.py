@@ -58,7 +58,7 @@ def test_time_counts_from_the_arrival_at_the_front_end():
 
 
 def test_ended_requests_do_not_accumulate_in_the_heap():
-    """With long deadlines and short answers nothing expires, and the heap is as small as the remaining requests."""
+    """With long deadlines and short answers nothing expires, and the heap has only active requests."""
     deadlines = Deadlines()
     lasting = [make_group(key, 1000) for key in range(10)]
     for group in lasting:

@@ -79,7 +79,10 @@ WAITS = WaitingState(
 
 
 def test_the_state_of_a_generating_a_context_and_a_waiting_request():
-    """There are two slots and chunks of 8 tokens; the first request has computed its context, the second a part."""
+    """There are two slots and chunks of 8 tokens.
+
+    The first request has computed its context, the second a part.
+    """
     scheduler = make_scheduler(max_num_sequences=2, max_num_tokens=9, chunked=True)
     driver = Driver(scheduler)
     driver.accept(make_request(1, SHORT, 8, allotted_time_ms=100), now_ns=10 * MS)

@@ -1,4 +1,4 @@
-"""Retries of failed requests in halves: exact sets, and the number of failures until the faulty one is found."""
+"""Retries of failed requests in halves: exact sets, and the number of failures."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def test_exactly_the_faulty_requests_are_found(num_requests, data):
 
 
 def find(everybody: tuple[int, ...], faulty: set[int]) -> tuple[int, set[int]]:
-    """Run sets that fail if a faulty request is among them; return the number of failures and the found ones."""
+    """Run sets that fail if a faulty request is among them.
+
+    Return the number of failures and the found ones.
+    """
     isolation, found = Isolation(), set()
     num_failures = num_iterations = 0
     present = everybody

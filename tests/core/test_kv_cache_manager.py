@@ -141,7 +141,11 @@ def test_a_running_child_is_found_again_when_its_parents_content_is():
     assert cache.block_table(2) == (3, 4, 5)
     assert (cache.pool.num_cached, cache.pool.num_empty) == (2, 2)
     admit(cache, 3, 3)
-    assert cache.extend(3, 12) == (2, 6, 1)  # blocks without content, then, without a leaf, the block released first
+    assert cache.extend(3, 12) == (
+        2,
+        6,
+        1,
+    )  # blocks without content, then, without a leaf, the block released first
     check_integrity(cache)
     assert found(cache, 4, [*tokens, 99]).block_ids == (0,)
     cache.release(3)
@@ -244,7 +248,7 @@ def test_common_beginnings_include_extra_ids():
 
 
 def test_the_block_for_the_copy_may_be_the_source():
-    """The only free block is the one with the common beginning: it keeps its content and is no longer found."""
+    """The only free block has the common beginning: it keeps its content and is no longer found."""
     cache = make_cache(num_blocks=2)
     run_to_end(cache, 1, list(range(8)))
     tokens = [0, 1, 2, 3, 4, 5, 90]
@@ -347,7 +351,10 @@ def test_promises_of_other_scopes_do_not_count():
 
 
 def test_blocks_of_a_prompt_that_was_not_matched_are_published():
-    """All rows of the context are requested, so no block is reused; its own blocks can be reused by others."""
+    """All rows of the context are requested, so no block is reused.
+
+    Its own blocks can be reused by others.
+    """
     cache, tokens = make_cache(), list(range(9))
     cache.admit(1, PrefixMatch(), 3, SHARED, len(tokens))
     cache.extend(1, 9)

@@ -231,9 +231,7 @@ def test_equal_progress_has_no_effect_without_chunks():
     policy=st.sampled_from(ChunkingPolicy),
     max_num_tokens=st.integers(8, 40),
 )
-def test_chunks_fill_the_budget_and_the_oldest_context_progresses(
-    contexts, policy, max_num_tokens
-):
+def test_chunks_fill_the_budget_and_the_oldest_context_progresses(contexts, policy, max_num_tokens):
     running = [in_context(4 * done + rest, 4 * done, draft) for rest, done, draft in contexts]
     selected = make(max_num_tokens, policy=policy).select(running)
     given_rows = sizes(selected, running)

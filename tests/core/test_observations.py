@@ -43,7 +43,10 @@ class Observed:
 
 
 def three_requests() -> tuple[Observed, list[IterationCounts]]:
-    """Two requests at once; a third with the second one's prompt, which arrived at the front end 8 ms before."""
+    """Two requests at once.
+
+    A third with the second one's prompt, which arrived at the front end 8 ms before.
+    """
     observed = Observed(reuse=True)
     stats = [
         observed.iterate(10, 15, make_request(1, SHORT, 3), make_request(2, LONG, 2)),

@@ -231,7 +231,9 @@ class WrongContent(Exception):
 
 
 def _play(seed: int) -> int:
-    """Run random sequences over one cache and record each block's content; return the number of reused blocks.
+    """Run random sequences over one cache and record each block's content.
+
+    Return the number of reused blocks.
 
     Raises WrongContent for a block that is found by another prefix than the one it was computed for.
     """

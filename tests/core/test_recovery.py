@@ -1,4 +1,4 @@
-"""Failed iterations: which requests end, which keep their tokens, and the number of iterations of the search."""
+"""Failed iterations: which requests end, which keep their tokens, and the iterations of the search."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_request_beside_unsuspected_ones_is_retried_once_more():
 
 
 def test_a_slot_start_of_a_failed_batch_is_repeated_although_the_next_batch_has_its_row():
-    """It is unknown whether the device has the second request's state, so its row of the next batch is void."""
+    """The device may lack the second request's state, so its row of the next batch is void."""
     scheduler = make_scheduler(max_num_tokens=6)
     driver = Driver(scheduler)
     driver.accept(*requests(2, prompt=5))

@@ -40,7 +40,7 @@ from .test_recovery import SEVERAL, TWO_BEAMS, VOCABULARY, assert_unharmed
 def test_only_faulty_requests_end_with_an_error(
     policy, num_blocks, num_slots, chunked, reuse, depth, applies, shapes, faulty, once
 ):
-    """Other requests end with an error only if they were alone in an iteration that failed without a faulty one."""
+    """Other requests end with an error only if alone in an iteration that failed without a faulty one."""
     limits = {"num_blocks": num_blocks, "max_num_sequences": num_slots}
     arrivals: dict[int, list[Request]] = {}
     kinds = {

@@ -183,7 +183,7 @@ def test_normalized_log_probs_come_and_the_models_are_summed():
 
 
 def test_missing_details_do_not_affect_other_requests():
-    """The device returns no details for one row and too few for another: both requests get the existing ones."""
+    """The device returns no details for one row and too few for another; requests get the existing ones."""
     scheduler = make_scheduler()
     Driver(scheduler).accept(
         *(make_request(number, new=1, output=OutputOptions(return_log_probs=True)) for number in (1, 2, 3))
@@ -270,7 +270,7 @@ def test_a_search_without_allowed_beams_fails_unless_one_has_finished(has_ended_
     assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
 
 
-# ---------------------------------------------------------------------- rows that the device reports as failed
+# ---------------------------------------------------------------------- failed rows
 
 
 BROKEN = StepFailed("its code raised")

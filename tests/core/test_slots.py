@@ -28,7 +28,7 @@ def test_released_slots_are_reported_once():
 
 
 def test_slot_changes_of_a_failed_batch_are_repeated():
-    """Reported slots are reported again, except those that have an owner again or are still to be reported."""
+    """Reported slots are reported again, unless they have an owner or a pending report."""
     slots = Slots(4)
     slots.release(slots.take(make_sequence(), 3))
     told = slots.collect_released()

@@ -225,7 +225,10 @@ def test_a_client_with_few_requests_accumulates_no_credit():
 
 
 def test_a_new_client_does_not_wait_for_unused_charges_of_others():
-    """Each request may generate 999 tokens and generates 3. B gets each free slot until it has half of them."""
+    """Each request may generate 999 tokens and generates 3.
+
+    B gets each free slot until it has half of them.
+    """
     turns = Turns()
     for _ in range(40):
         turns.add(1, new=999)
@@ -242,7 +245,10 @@ def test_a_new_client_does_not_wait_for_unused_charges_of_others():
 
 
 def test_a_client_with_one_request_at_a_time_keeps_its_charge():
-    """A sends its next request, of 30 tokens, when the previous one has ended; B always has waiting requests."""
+    """A sends its next request, of 30 tokens, when the previous one has ended.
+
+    B always has waiting requests.
+    """
     turns = Turns()
     turns.add(1, new=29)
     for _ in range(12):
