@@ -125,7 +125,7 @@ def test_a_stop_word_finishes_a_beam_that_generated_all_of_it_and_is_returned():
     assert (best.token_ids, best.finish_reason) == ((5, 7), FinishReason.STOP_WORDS)
 
 
-def test_a_stop_word_ends_no_beam_before_min_length():
+def test_a_stop_word_ends_no_beam_before_min_tokens():
     search = make_search(2, stop_words=((5,),), stop_words_after=1)
     search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0)))
     assert search.token_ids == (5, 6)

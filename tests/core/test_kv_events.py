@@ -119,7 +119,7 @@ def test_the_oldest_of_too_many_events_are_dropped() -> None:
     assert taken(cache) == []
 
 
-def test_a_rebuilt_cache_reports_no_blocks() -> None:
+def test_clearing_a_cache_reports_its_blocks_as_removed() -> None:
     cache = make_cache()
     run_to_end(cache, 1, list(range(9)))
     taken(cache)

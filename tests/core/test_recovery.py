@@ -103,8 +103,8 @@ def test_halves_are_retried_in_order_and_cleared_requests_once(faulty, trials):
     arrived = requests(8)
     outcome, _ = serve(arrived, {faulty: at_token(arrived[faulty - 1], 3)})
     assert outcome.trials == trials
-    # 9 for the tokens; a failure and 6 trials; while the faulty one was alone nobody else got on, who then gets
-    # the token that came with his trial.
+    # 9 for the tokens, a failure and 6 trials, of which one also gives a token. While the faulty request is
+    # alone no other one progresses.
     assert outcome.num_iterations == 9 + 1 + 6 - 1
 
 
@@ -177,8 +177,7 @@ def test_a_broken_device_ends_the_running_and_not_the_waiting_requests():
 
 
 def fail_first_of_two(scheduler: Scheduler) -> list[int]:
-    """Two batches are in flight, the first fails, the second comes back with nonsense; the order of those that
-    begin again."""
+    """Fail the first of two batches in flight and garble the second; return the order of restarts."""
     first, second = scheduler.schedule(), scheduler.schedule()
     assert scheduler.fail(first, BOOM) == []
     assert scheduler.schedule() is None, "those that are tried apart wait for what is in flight"

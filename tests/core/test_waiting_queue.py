@@ -449,7 +449,7 @@ def test_a_rebuilt_queue_has_the_same_shares_and_order():
     waiting = list(turns.queue.in_order())
     for sequence in ran[1:]:
         sequence.pause()
-    # What `schedule` may have left: nobody is in his place, and somebody was charged who never started.
+    # A failed `schedule` may leave an empty queue and a charge for a sequence that never started.
     turns.queue.charge(waiting[0])
     turns.queue._levels.clear()
     turns.queue.rebuild([*ran[1:], *waiting], in_front=[waiting[0]])
