@@ -1,4 +1,4 @@
-"""The names of additional outputs, as the parameter and the tensors spell them."""
+"""The names of additional outputs in the parameter and in tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_names_of_additional_outputs_are_parsed(name: str, meaning: Meaning) -> 
         "top_5_logits, top_5_logits:context",
     ],
 )  # fmt: skip
-def test_names_of_no_output_are_refused_at_load(text: str) -> None:
+def test_unknown_output_names_are_refused_at_load(text: str) -> None:
     with pytest.raises(ValueError):
         parse_outputs(text)
     config = {"max_batch_size": 4, "parameters": {"additional_model_outputs": {"string_value": text}}}

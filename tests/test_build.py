@@ -13,7 +13,7 @@ from tests.triton.factories import make_parameters
 
 
 def build_with_end_ids(end_ids: str, folder: Path) -> bool:
-    """Build an engine with 100 token ids; whether it could be closed."""
+    """Build an engine with 100 token ids; return whether it could be closed."""
     parameters = make_parameters(gpt_model_path="vocab=100", default_end_ids=end_ids)
     return build_engine(parameters, "", str(folder / "engine.sock"), load=load_fake).close()
 

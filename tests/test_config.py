@@ -1,4 +1,4 @@
-"""The parameters table: what parses, what counts as absent, and that everything else fails the load by name."""
+"""The table of parameters: which values parse, which count as absent, and that others fail the load by name."""
 
 from __future__ import annotations
 
@@ -210,12 +210,12 @@ def test_v1_is_static_batching_whatever_the_policy() -> None:
     assert parameters.scheduler.policy is CapacityPolicy.STATIC_BATCH
 
 
-def test_an_engine_packs_as_many_tokens_as_the_scheduler_gives_it() -> None:
+def test_engine_and_scheduler_have_the_same_max_num_tokens() -> None:
     parameters = make_parameters(max_num_tokens="512")
     assert parameters.engine.max_num_tokens == parameters.scheduler.max_num_tokens == 512
 
 
-def test_an_unknown_model_type_is_refused_in_upstreams_words() -> None:
+def test_an_unknown_model_type_is_refused_with_tensorrtllm_backends_message() -> None:
     with pytest.raises(ConfigError) as raised:
         make_parameters(gpt_model_type="V3")
     message = "gpt_model_type value of 'V3' is not supported, expected V1 or inflight_batching or "
@@ -226,7 +226,7 @@ def test_an_unknown_model_type_is_refused_in_upstreams_words() -> None:
     ("parameter", "triton_queue", "bound"),
     [(None, None, 0), (None, 7, 7), ("5", None, 5), ("5", 7, 5), ("0", 7, 0), ("${max_queue_size}", 7, 7)],
 )
-def test_the_queues_bound_may_stand_where_upstream_has_it(
+def test_the_queue_limit_may_be_given_as_in_tensorrtllm_backend(
     parameter: str | None, triton_queue: int | None, bound: int
 ) -> None:
     config = make_model_config(**({} if parameter is None else {"max_queue_size": parameter}))
@@ -235,7 +235,7 @@ def test_the_queues_bound_may_stand_where_upstream_has_it(
     assert read_parameters(config, Role.ENGINE).scheduler.max_queue_size == bound
 
 
-def test_a_dynamic_batcher_without_a_bound_is_none() -> None:
+def test_a_dynamic_batcher_without_a_queue_limit_sets_none() -> None:
     assert (
         read_parameters(make_model_config() | {"dynamic_batching": {}}, Role.ENGINE).scheduler.max_queue_size
         == 0
@@ -285,7 +285,7 @@ def test_old_names_of_tensorrtllm_backend_are_read() -> None:
     ]
 
 
-def test_an_old_name_that_says_otherwise_is_refused() -> None:
+def test_an_old_name_with_a_different_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_attention_window_size: got '7', but its other name says"):
         make_parameters(max_kv_cache_length="512", max_attention_window_size="7")
     with pytest.raises(ConfigError, match="max_kv_cache_length, now max_attention_window_size: got 'x'"):
@@ -311,7 +311,7 @@ def test_all_problems_come_at_once() -> None:
 
 
 def sample_of(spec: ParameterSpec) -> str:
-    """Some text that the row takes."""
+    """Return a text that the row accepts."""
     texts = ("7", "0.5", "auto", "beam_search", "python", "TYPE_FP32", "/a/path")
     return next(text for text in texts if parses(spec, text))
 
@@ -328,6 +328,6 @@ def test_parameters_without_effect_load_and_are_logged(spec: ParameterSpec) -> N
 
 
 @pytest.mark.parametrize("mode", ["medusa", "lookahead", "eagle", "top-k"])
-def test_a_decoding_mode_that_is_not_there_is_refused(mode: str) -> None:
+def test_an_unknown_decoding_mode_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match=f"decoding_mode: got '{mode}', expected auto or top_k or "):
         make_parameters(decoding_mode=mode)

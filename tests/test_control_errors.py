@@ -1,4 +1,4 @@
-"""A sampling control that is out of its range is refused by every protocol, under that protocol's name for it."""
+"""An out-of-range sampling control is refused by every protocol, under that protocol's name of it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tests.triton.stage import Stage, error_of
 NO_TOKEN = 99_999
 VOCAB_SIZE = make_limits().vocab_size
 WITHOUT_BAD_VALUES = {"random_seed"}
-"""Every number of 64 bits is a seed, and its tensor holds no other."""
+"""Every 64-bit number is a seed, and its tensor cannot hold any other."""
 
-# Where the range does not say what is wrong: a value, what comes beside it, and the expected end of the message.
+# Controls with special errors: a value, values given with it, and the expected end of the message.
 SPECIAL: dict[str, tuple[Any, dict[str, Any], str]] = {
     "num_return_sequences": (0, {}, "must be in [1, 1024], got 0"),
     "allowed_token_ids": ((NO_TOKEN,), {}, f"must be in [0, {{}}], got {NO_TOKEN} at position 0"),
@@ -54,13 +54,13 @@ NAMES = [name for name in CONTROLS if name not in WITHOUT_BAD_VALUES]
 
 
 def bad_values(name: str) -> tuple[dict[str, Any], str]:
-    """Fields of a SamplingConfig of which `name` is out of its range, and what is to be said behind its name."""
+    """Return fields of a SamplingConfig with `name` out of range, and the expected text after its name."""
     control = CONTROLS[name]
     if name in SPECIAL:
         value, beside, said = SPECIAL[name]
         return {name: value, **beside}, said.format(VOCAB_SIZE - 1)
     made: type = float if control.dtype == "FP32" else int
-    # A top_p of 0 or less is none, and asks for nothing.
+    # A top_p of 0 or less counts as not given.
     values = (made(-5), made(2), made(2e10))
     value = next(each for each in values if not (control.range.contains(each) or control.is_off(each)))
     return {name: value}, f"must be {control.range.text}, got {value}"
@@ -77,7 +77,7 @@ def tensors_of(values: dict[str, Any], name_of: Callable[[Control], str]) -> dic
 def refused(
     vocabulary: Vocabulary, tensors: dict[str, np.ndarray], parameters: str = "{}"
 ) -> tuple[int, str]:
-    """The code and the message with which a Triton model answers these tensors beside a plain prompt."""
+    """Return the code and message of a Triton model's answer to a plain prompt with these tensors."""
     plain = token_inputs() if vocabulary is Vocabulary.TOKENS else text_inputs()
     stage = Stage(vocabulary)
     try:
@@ -110,7 +110,7 @@ def test_triton_names_the_alias_that_was_sent() -> None:
 
 
 def bad_field(name: str) -> tuple[Any, str]:
-    """A value of the control's field that no body may have, and the message."""
+    """Return an invalid value of the control's field in a body, and the message."""
     field = CONTROLS[name].body
     assert field is not None
     no_token = f"must be in [0, {LIMITS.vocab_size - 1}], got {NO_TOKEN} at position 0"
@@ -143,7 +143,7 @@ def test_v1_names_the_field_of_the_body(kind: type[SamplingBody], name: str) -> 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if CONTROLS[name].body])
 def test_v1_names_its_field_for_an_engine_in_another_process(name: str) -> None:
-    """The error comes as `kind` and `marked` from an engine, and in one text from a tritonserver."""
+    """The error arrives as `kind` and `marked` from an engine, and in one text from a tritonserver."""
     field = CONTROLS[name].body
     assert field is not None
     values, said = bad_values(name)
@@ -216,14 +216,14 @@ def test_the_client_names_its_option(name: str) -> None:
 
 
 def test_the_client_names_the_option_of_a_bias() -> None:
-    """`logit_bias` becomes two tensors."""
+    """`logit_bias` is sent as two tensors."""
     options = read_options({"logit_bias": {NO_TOKEN: 1.0}})
     _, message = refused(Vocabulary.TOKENS, options.ids, '{"structured_errors": true}')
     error = server_error(InferenceServerException(message), "localhost:8001")
     assert str(error) == f"logit_bias must be in [0, {VOCAB_SIZE - 1}], got {NO_TOKEN} at position 0"
 
 
-def test_a_seed_that_does_not_fit_is_refused_where_it_is_given() -> None:
+def test_a_seed_out_of_range_is_refused_by_the_client() -> None:
     with pytest.raises(ValueError, match=r"^seed must be in \[0, 18446744073709551615\], got -1$"):
         read_options({"seed": -1})
 

@@ -29,7 +29,7 @@ def test_examples_ask_for_something_and_are_valid() -> None:
 
 
 def test_a_control_is_named_by_its_declaration_its_rule_and_the_oracle_alone() -> None:
-    """Generated files, tests and pages do not count."""
+    """Generated files, tests and documentation pages are not counted."""
     written = {str(path.relative_to(ROOT)) for path in files(ROOT)}
     listed = subprocess.run(
         ["git", "grep", "--untracked", "-lw", "min_p", "--", "*.py", "*.js", "*.h", "*.cpp"],

@@ -1,7 +1,8 @@
 """Messages for bad values of each field of OpenAI's body, the Executor's SamplingConfig and the client's options.
 
-Clients match on these texts, which a file has. After a deliberate change, rewrite it by
-`python -m tests.test_control_messages` and read its diff; tensors have `tests.triton.test_error_messages`.
+Clients match these texts, which are stored in a file. After a deliberate change, rewrite the file with
+`python -m tests.test_control_messages` and read its diff; `tests.triton.test_error_messages` does this for
+tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pydantic
 import pytest
 
 import inflight.executor as trtllm
-from inflight.core.request.request import EngineDescription, ModelLimits
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.errors import InflightError
 from inflight.executor.convert import to_core_request
 from inflight.openai.errors import describe_error, validation_error
@@ -41,7 +42,7 @@ VALUES: list[Any] = [
     "x", True, -1, 0, 0.5, 1.5, 99_999, 1 << 64, 1e-300, 1e300, -1e300, float("nan"), [], [-1], {"99999": 1.0},
 ]  # fmt: skip
 
-# Fields of a body that are wrong together, or in a way of their own: (chat or completion, the body).
+# Bodies with several fields that are invalid together, or with special errors: (chat or completion, the body).
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (kind, body)
     for kind in ("completion", "chat")
@@ -104,7 +105,7 @@ def said_by_the_executor(name: str, value: object) -> str:
 
 
 def said_by_the_client(name: str, value: object) -> str:
-    """Return its error, or its tensors by their two names."""
+    """Return the client's error, or its tensors by both names."""
     try:
         options = read_options({name: value})
     except (TypeError, ValueError, OverflowError) as error:
@@ -117,7 +118,7 @@ def tensors(given: dict[str, np.ndarray]) -> str:
 
 
 def all_messages() -> dict[str, dict[str, str]]:
-    """By protocol and field, then by the value that was given."""
+    """Return messages by protocol and field, then by the given value."""
     found: dict[str, dict[str, str]] = {}
     for kind in (CompletionBody, ChatBody):
         for name in kind.model_fields.keys() - (SamplingBody.model_fields if kind is ChatBody else {}):

@@ -29,7 +29,7 @@ def test_texts_without_paths_are_unchanged(text: str) -> None:
     assert without_places(text) == text
 
 
-def test_an_error_that_nobody_foresaw_keeps_its_class_and_its_words() -> None:
+def test_an_unexpected_error_keeps_its_class_and_text() -> None:
     error = unexpected("the front end failed", OSError(28, "No space left", "/dev/shm/inflight-server-abc"))
     assert isinstance(error, StepFailed)
     assert str(error) == "the front end failed: OSError(28, 'No space left')"

@@ -1,4 +1,4 @@
-"""An error keeps the names of inputs apart from its text, on its way between processes too."""
+"""An error keeps the names of inputs apart from its text, also between processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = [
 ]
 
 
-def test_an_error_reads_as_one_text_and_shows_the_names_that_a_protocol_has() -> None:
+def test_an_error_is_one_text_with_a_protocols_names() -> None:
     error = InvalidArgument(Name("end_id"), " must be below ", Name("x"), ", got {12}")
     assert str(error) == "end_id must be below x, got {12}"
     assert error.names == ("end_id", "x")
@@ -42,7 +42,7 @@ def test_an_error_reads_as_one_text_and_shows_the_names_that_a_protocol_has() ->
     assert shown.names == ("stop_token_ids", "x")
 
 
-def test_a_text_that_happens_to_have_a_name_in_it_is_left_alone() -> None:
+def test_a_name_inside_plain_text_is_unchanged() -> None:
     error = InvalidArgument(Name("end_id"), " is wrong: 'end_id'")
     assert str(error.with_names(str.upper)) == "END_ID is wrong: 'end_id'"
 
@@ -51,7 +51,7 @@ def test_a_name_may_be_a_path() -> None:
     assert [Name(path).root for path in ("a", "a.b", "a[0].b", "a[0]")] == ["a"] * 4
 
 
-def test_an_error_comes_out_of_another_process_as_it_went_in() -> None:
+def test_an_error_is_unchanged_after_the_way_between_processes() -> None:
     chance = random.Random(1)
     for _ in range(500):
         parts = [
@@ -88,7 +88,7 @@ def test_names_are_joined() -> None:
 
 
 def test_no_error_has_the_name_of_an_input_in_its_text() -> None:
-    """Such a name would be the same for every protocol. Adapters' errors repeat texts of TensorRT-LLM."""
+    """Protocols could not replace such a name. Adapters' errors repeat texts of TensorRT-LLM."""
     names = "|".join(spec.name for spec in INPUTS.specs if "_" in spec.name)
     named = re.compile(rf"(?<![\w.])({names})\b")
     classes = {each.__name__ for each in KINDS}

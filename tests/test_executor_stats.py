@@ -1,4 +1,4 @@
-"""The Executor's statistics are made of the engine's counters, and become JSON with its keys."""
+"""Conversion of the engine's counters to the Executor's statistics, and to JSON with its keys."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Letters outside ASCII in paths, in interpreters that take file names for UTF-8 and for ASCII.
+"""Non-ASCII letters in paths, in interpreters with UTF-8 and with ASCII file names.
 
-The second is what Triton's Python stub is, whatever its environment says. A child without a locale plays it.
+Triton's Python stub has ASCII file names, whatever its environment says. A child process without a locale
+simulates it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("environment", [{}, WITHOUT_LOCALE], ids=["UTF-8", "ASCII"])
-def test_an_engine_finds_and_tells_its_files(folder: Path, environment: dict[str, str]) -> None:
+def test_an_engine_finds_and_reports_files_with_non_ascii_names(
+    folder: Path, environment: dict[str, str]
+) -> None:
     model = make_model(folder / "Modèle 模型", "llama").folder
     shutil.copy(DEMO_MODEL / "tokenizer.json", model)
     record, socket, missing = folder / "aufnähme", folder / "söckel", folder / "nirgendwö"
@@ -100,14 +103,14 @@ def test_where_file_names_are_utf_8_nothing_changes() -> None:
         assert native(text) == native(Path(text)) == readable(text) == text
 
 
-def test_an_error_is_text_for_everybody() -> None:
+def test_errors_are_valid_text() -> None:
     of_bytes = os.fsdecode("Käfig 模型".encode()).encode("utf-8").decode("ascii", "surrogateescape")
     assert str(ConfigError(f"{of_bytes} is not there")) == "Käfig 模型 is not there"
     assert str(ConfigError("a half \ud83d pair")).encode() == b"a half ? pair"
 
 
 def test_a_package_installed_from_such_a_folder_is_imported_without_a_locale(folder: Path) -> None:
-    """As pip installs it, the interpreter does not even start."""
+    """With the .pth file as pip writes it, the interpreter would not even start."""
     backend, environment = folder / "backend", folder / ".venv"
     (backend / "inflight_stand_in").mkdir(parents=True)
     (backend / "inflight_stand_in" / "__init__.py").touch()

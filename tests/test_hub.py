@@ -1,4 +1,4 @@
-"""Checkpoints by name, from a hub of the tests' own, as programs ask for them that `HF_ENDPOINT` sends there."""
+"""Checkpoints by name, fetched from a test hub to which `HF_ENDPOINT` points."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def hub(models: dict[str, Model]) -> Iterator[Hub]:
 
 
 class Caller:
-    """Programs on a machine whose cache is empty at first."""
+    """Programs on a machine with an initially empty cache."""
 
     def __init__(self, home: Path, url: str) -> None:
         self.environment = {
@@ -149,7 +149,7 @@ def test_a_model_that_cannot_be_fetched_is_an_error_with_its_remedy(caller: Call
 
 
 def test_without_a_hub_the_cache_is_named(tmp_path: Path) -> None:
-    caller = Caller(tmp_path, "http://127.0.0.1:9")  # nobody listens there
+    caller = Caller(tmp_path, "http://127.0.0.1:9")  # a port without a listener
     name = "owner/model-1.5"
     [away] = caller.find((name,))
     assert "it cannot be fetched from http://127.0.0.1:9 (" in away["error"]
@@ -158,7 +158,7 @@ def test_without_a_hub_the_cache_is_named(tmp_path: Path) -> None:
     assert f"is not, or not all of it, in the hub's cache {tmp_path}" in offline["error"]
 
 
-def test_half_a_checkpoint_is_none(tmp_path: Path, models: dict[str, Model]) -> None:
+def test_an_incomplete_checkpoint_in_the_cache_is_refused(tmp_path: Path, models: dict[str, Model]) -> None:
     name = "owner/model-1.5"
     with running_hub(models) as hub:
         caller = Caller(tmp_path, hub.url)
@@ -169,7 +169,7 @@ def test_half_a_checkpoint_is_none(tmp_path: Path, models: dict[str, Model]) -> 
     assert "it cannot be fetched" in away["error"] and "or all of it, in the hub's cache" in away["error"]
 
 
-def test_paths_and_folders_are_not_asked_for(caller: Caller, hub: Hub, tmp_path: Path) -> None:
+def test_the_hub_is_not_asked_for_paths_and_folders(caller: Caller, hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     found = caller.find(
         ("./missing",), ("/missing",), ("a/b/c",), ("",), (str(tmp_path / "empty"),), (str(tmp_path), "v1")
@@ -211,7 +211,7 @@ def test_a_terminal_shows_a_bar(caller: Caller) -> None:
 
 
 def test_serve_and_doctor_take_names(caller: Caller, tmp_path: Path) -> None:
-    """A doctor fetches nothing; with a repository written, the checkpoint is in the cache."""
+    """`doctor` fetches nothing; after a repository was written, the checkpoint is in the cache."""
     name = "owner/model-1.5"
 
     def says() -> str:
@@ -236,6 +236,7 @@ def test_a_revision_needs_a_name(tmp_path: Path) -> None:
     assert done.returncode != 0 and "--revision is for a --model" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_an_executor_takes_names(tmp_path: Path) -> None:
     model = make_model(tmp_path / "v2", "llama", max_shard_size="60KB")
     models = {"owner/model": Model({"main": make_model(tmp_path / "main", "llama", seed=1).folder})}

@@ -1,4 +1,4 @@
-"""Loading of a model: kernels compiled meanwhile, logits post-processors."""
+"""Loading a model: compiling kernels meanwhile, and logits post-processors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AWQ = json.dumps({"torch_dtype": "float16", "quantization_config": {"quant_metho
         ({}, json.dumps({"dtype": 3}), NOTHING),
     ],
 )
-def test_it_compiles_for_the_dtype_that_will_be_loaded(
+def test_compiling_starts_for_the_dtype_that_will_be_loaded(
     tmp_path: Path,
     given: dict[str, str],
     config: str,
@@ -103,16 +103,14 @@ def test_post_processors_come_from_one_place(tmp_path: Path, model: list[LogitsP
 def test_an_engine_is_built_with_post_processors(tmp_path: Path, model: list[LogitsPostProcessors]) -> None:
     given = LogitsPostProcessors({"lower": lambda *five: None})
     load = functools.partial(load_model, processors=given)
-    with pytest.raises(
-        AttributeError, match="max_num_sequences"
-    ):  # what stands in for the engine has no limits
+    with pytest.raises(AttributeError, match="max_num_sequences"):  # the fake engine has no limits
         build_engine(make_parameters(gpt_model_path="x"), "", str(tmp_path / "engine.sock"), load=load)
     assert model == [given]
 
 
 @pytest.mark.parametrize(("names", "agrees"), [(("a", "b"), True), (("a",), False), (("b", "a"), False)])
 def test_all_ranks_have_post_processors_of_the_same_names(names: tuple[str, ...], agrees: bool) -> None:
-    """Whichever of the two has the lower digest, one of them notices, and so both raise."""
+    """The rank with the higher digest notices the difference, and then both raise."""
     digests: list[int] = []
     noticed = 0
     for mine in (("a", "b"), names):
@@ -127,7 +125,7 @@ def test_all_ranks_have_post_processors_of_the_same_names(names: tuple[str, ...]
 
 
 def test_groups_of_experts_need_several_ranks(tmp_path: Path) -> None:
-    """One process would take the whole model, and say nothing."""
+    """A single process would load the whole model without an error."""
     parameters = make_parameters(moe_expert_parallel_size=2)
     with pytest.raises(ConfigError, match=r"moe_expert_parallel_size is 2, expected a divisor of .*, 1"):
         load_model(parameters, str(tmp_path), None)

@@ -1,4 +1,4 @@
-"""Processes by an identity that outlives them."""
+"""Processes identified beyond their end."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_a_process_that_runs_has_not_ended_and_is_its_parents_child():
     found.signal(signal.SIGKILL)
 
 
-def test_a_later_process_with_the_same_number_is_another():
+def test_a_later_process_with_the_same_number_is_not_equal():
     myself = ProcessId.of(os.getpid())
     assert myself is not None
     earlier = replace(myself, start_time=myself.start_time - 1)
     assert earlier.wait(0)
-    earlier.signal(signal.SIGKILL)  # nobody
+    earlier.signal(signal.SIGKILL)  # reaches no process
 
 
 def test_a_parent_is_found():

@@ -1,4 +1,4 @@
-"""`python -m inflight.worker`, used as it should not be."""
+"""Wrong uses of `python -m inflight.worker`."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ def run_ranks(program: tuple[str, ...], text: str) -> subprocess.CompletedProces
     return run(find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "2", *program, text=text)
 
 
-def test_help_says_how_it_is_started():
+def test_the_workers_help_tells_how_to_start_it():
     shown = run(*WORKER, "--help")
     assert shown.returncode == 0 and "mpirun" in shown.stdout and "tritonserver" in shown.stdout
 
 
-def test_alone_it_says_who_has_to_start_it():
+def test_a_worker_started_alone_prints_how_to_start_it():
     alone = run(*WORKER)
     assert alone.returncode == 2
     assert alone.stderr == "inflight.worker: mpirun or srun --mpi=pmix has to start it (see --help)\n"
 
 
-def test_rank_0_without_a_job_says_what_to_do_and_ends_all():
+def test_rank_0_without_a_job_prints_what_to_do_and_ends_all_ranks():
     ended = run_ranks(IMPATIENT_WORKER, "")
     assert ended.returncode == 2
     assert "rank 0: ERROR rank 0 has got no job on its standard input" in ended.stderr
     assert "python -m inflight.worker" in ended.stderr
 
 
-def test_rank_0_with_another_kind_of_line_says_what_it_got():
+def test_rank_0_reports_an_invalid_job():
     ended = run_ranks(WORKER, "hello\n")
     assert ended.returncode == 2
     assert "got no job on its standard input but b'hello\\n'" in ended.stderr
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_without_end():
-    """In leader mode, where mpirun goes on without it."""
+def test_waiting_for_a_missing_rank_is_limited():
+    """In leader mode, in which mpirun continues without that rank."""
     waiting = (
         "import sys; from inflight import worker; from inflight.ranks import rank_context; "
         "rank_context._TOGETHER_S = 2.0; sys.exit(worker.main())"

@@ -2,6 +2,6 @@
 
 import os
 
-# By default torch's threads look for more work for milliseconds before they sleep, and keep the engine's own off
-# the processors meanwhile. libgomp reads this when it is loaded, that is, when torch is first imported.
+# By default torch's threads spin for milliseconds before they sleep, which takes processors from the engine's own
+# threads. libgomp reads this variable when it is loaded, at the first import of torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")

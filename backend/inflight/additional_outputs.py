@@ -1,7 +1,6 @@
-"""The tensors of a model that can be had beside its tokens: their names, and what the names mean.
+"""Additional outputs: tensors that a model can return beside its tokens, and the meaning of their names.
 
-Everybody who takes part in sending them, from the parameters and the launcher to the device, speaks of them by
-the types that are declared here. Pure.
+The parameters, the launcher, the front ends and the device all use the types declared here. Pure.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 CONTEXT, GENERATION = "context_", "generation_"
-"""What the names of output tensors begin with: the prompt's rows, and those that tokens were chosen from."""
+"""Prefixes of the output tensors' names: one for rows of the prompt, one for rows that tokens were chosen from."""
 
 NAMES = "last_hidden_state, hidden_states_<i>, top_<k>_logits and top_<k>_logit_ids"
-"""The names that an additional output can have, for messages."""
+"""The possible names of an additional output, for error messages."""
 
 _GATHERED = ":context"
 _NUMBERED = re.compile(
@@ -34,11 +33,11 @@ class OutputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The kind and the number that an additional output's name stands for.
+    """The kind and number that an additional output's name encodes.
 
     Attributes:
-        kind: What is computed.
-        number: Of hidden states how many layers are behind them; of top logits how many of a row; else 0.
+        kind: The kind of values.
+        number: For hidden states, the number of layers before them; for top logits, the number per row; else 0.
     """
 
     kind: OutputKind
@@ -51,7 +50,7 @@ class WantedOutput:
 
     Attributes:
         name: One of NAMES.
-        gather_context: Whether the prompt's rows are wanted too.
+        gather_context: Whether the rows of the prompt are wanted too.
     """
 
     name: str
@@ -64,8 +63,8 @@ class OfferedOutput:
 
     Attributes:
         name: One of NAMES.
-        gather_context: Whether a request may have the prompt's rows too.
-        width: Values of a row.
+        gather_context: Whether a request can have the rows of the prompt too.
+        width: Number of values in a row.
     """
 
     name: str
@@ -74,7 +73,7 @@ class OfferedOutput:
 
 
 def meaning_of(name: str) -> Meaning:
-    """The meaning of an output's name; ValueError for a name that no output has."""
+    """Return the meaning of an output's name; raise ValueError if no output has this name."""
     if name == "last_hidden_state":
         return Meaning(OutputKind.LAST_HIDDEN_STATE)
     match = _NUMBERED.fullmatch(name)
@@ -87,7 +86,7 @@ def meaning_of(name: str) -> Meaning:
 
 
 def parse_outputs(text: str) -> tuple[WantedOutput, ...]:
-    """The outputs of a list like "last_hidden_state:context, top_5_logits"; ValueError if it is none."""
+    """Parse a list like "last_hidden_state:context, top_5_logits"; raise ValueError if it is not such a list."""
     parts = [part.strip() for part in text.split(",")]
     found = tuple(WantedOutput(part.removesuffix(_GATHERED), part.endswith(_GATHERED)) for part in parts)
     if not are_distinct(found):
@@ -96,7 +95,7 @@ def parse_outputs(text: str) -> tuple[WantedOutput, ...]:
 
 
 def are_distinct(outputs: Iterable[WantedOutput]) -> bool:
-    """Whether all have names that outputs can have, and none comes twice; ValueError for another name."""
+    """Return whether the names of all outputs differ; raise ValueError for a name that no output has."""
     names = [output.name for output in outputs]
     for name in names:
         meaning_of(name)
@@ -104,7 +103,7 @@ def are_distinct(outputs: Iterable[WantedOutput]) -> bool:
 
 
 def tensor_names(outputs: Iterable[WantedOutput]) -> list[tuple[str, int]]:
-    """(name, dimensions) of the tensors that carry these outputs; the batch dimension is not counted."""
+    """Return name and number of dimensions, without the batch dimension, of the tensors for these outputs."""
     names: list[tuple[str, int]] = []
     for output in outputs:
         names += [(CONTEXT + output.name, 2)] if output.gather_context else []
@@ -113,7 +112,7 @@ def tensor_names(outputs: Iterable[WantedOutput]) -> list[tuple[str, int]]:
 
 
 def outputs_of_tensors(names: Iterable[str]) -> tuple[WantedOutput, ...]:
-    """The outputs to ask an engine for, to get the tensors of these names."""
+    """Return the outputs to request from an engine in order to get the tensors with these names."""
     gathered: dict[str, bool] = {}
     for name in names:
         prefix = CONTEXT if name.startswith(CONTEXT) else GENERATION

@@ -1,6 +1,6 @@
-"""Weights and tables as clients send them, numpy arrays in any of their types, as what the engine takes.
+"""Converts clients' weights and tables, numpy arrays of any supported type, to the engine's types.
 
-numpy has no bfloat16: such arrays are of BFLOAT16 here. Plain functions, any thread.
+numpy has no bfloat16: an array of dtype BFLOAT16 has bfloat16 values here. Plain functions, any thread.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from inflight.core.request.adapter import Matrix, PromptTable, RawBuffer
 from inflight.errors import InvalidArgument, Name
 
 BFLOAT16 = np.dtype(np.uint16)
-"""The upper half of a float32's bits, in each element."""
+"""uint16: each element has the upper half of a float32's bits."""
 
-_EXPONENT = 0x7F80  # all of its bits are 1 in infinities and NaN
+_EXPONENT = 0x7F80  # the exponent bits, which are all 1 in infinities and NaN
 
 
 def to_matrix(array: NDArray[Any]) -> Matrix:
-    """A copy of an array of two dimensions, of float32, float16 or BFLOAT16."""
+    """Return a copy of a two-dimensional array of float32, float16 or BFLOAT16."""
     dtype = "bfloat16" if array.dtype == BFLOAT16 else array.dtype.name
     return Matrix((array.shape[0], array.shape[1]), dtype, RawBuffer(array.tobytes()))
 
 
 def are_finite(array: NDArray[Any]) -> bool:
-    """Whether there is no NaN and no infinity, in an array of any of these types."""
+    """Return whether an array of float32, float16 or BFLOAT16 has neither NaN nor infinities."""
     if array.dtype == BFLOAT16:
         return not ((array & _EXPONENT) == _EXPONENT).any()
     return bool(np.isfinite(array).all())
 
 
 def to_prompt_table(array: NDArray[Any], name: str) -> PromptTable:
-    """The table that `array` [rows, hidden_size] is; InvalidArgument for numbers that are not finite.
+    """Convert `array` [rows, hidden_size] to a prompt table; raise InvalidArgument if a value is not finite.
 
-    They would spread over the whole sequence. `name` is what the client calls the table.
+    NaN or infinities would spread over the whole sequence. `name` is the client's name of the table.
     """
     if not are_finite(array):
         raise InvalidArgument(Name(name), " must hold finite numbers, got NaN or infinities")

@@ -1,8 +1,8 @@
 """Composition root: a loaded model → scheduler, GptManager, client and endpoint, wired together and running.
 
-The only code that knows every part; the engine is `load_model`'s. Imports the parts lazily, inside functions, so
-that a front end that never builds an engine never imports torch, and one rank alone no MPI. Called once, on the
-thread that loads the model.
+The only code that knows every part; `load_model` makes the engine. It imports the parts lazily, inside functions:
+a front end that never builds an engine never imports torch, and a single rank never imports MPI. Called once, on
+the thread that loads the model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
         ReturnMetricsCallback,
         WaitUntilSent,
     )
-    from inflight.core.request.request import EngineDescription, Request
+    from inflight.core.request.engine_description import EngineDescription
+    from inflight.core.request.request import Request
     from inflight.core.schedule.batch import EngineLimits
     from inflight.endpoint.local import LocalEngineClient
     from inflight.endpoint.server import EndpointServer
     from inflight.endpoint.supervision import Supervision
-    from inflight.engine.debug_tensors import DebugTensors, DebugTensorsPerIteration
+    from inflight.engine.debug_tensors import DebugTensors, IterationTensors
     from inflight.errors import InflightError
     from inflight.guided.compiler import ChildCompiler
     from inflight.load_model import LoadedModel, LoadModel
@@ -52,19 +53,19 @@ __all__ = [
 ]
 
 UNLOAD_TIMEOUT_S = 10.0
-"""How long requests of other models' clients may go on; Triton lets those of this one finish before it unloads."""
-_FAIL_S = 5.0  # for telling everybody that the engine is lost
-_LOOP_END_S = 2.0  # for a loop that has nothing left to do
+"""Time in which requests of other models' clients may finish; Triton itself waits for those of this model."""
+_FAIL_S = 5.0  # to answer all requests with an error when the engine is lost
+_LOOP_END_S = 2.0  # to end a loop without requests
 
 OnHang: TypeAlias = "Callable[[Unavailable], None]"
 
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """A loaded model that takes requests.
+    """A loaded model with a running generation loop.
 
     Attributes:
-        client: For front ends in this process.
+        client: Engine client for front ends in this process.
     """
 
     client: LocalEngineClient
@@ -76,25 +77,25 @@ class RunningEngine:
     _endpoint: EndpointServer | None = None
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
-        """The debug tensors of the last iterations since the last call, oldest first. Any thread.
+    def latest_debug_tensors(self) -> list[IterationTensors]:
+        """Return the debug tensors of the iterations since the last call, oldest first. Any thread.
 
-        At most debug_tensors_max_iterations of them, none without that parameter; of several ranks this one's.
+        At most debug_tensors_max_iterations entries, none without that parameter; only this rank's tensors.
         """
         return [] if self._debug_tensors is None else self._debug_tensors.latest()
 
     def close(self, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
-        """Take no more requests, finish or end those in flight, end every thread, free the device. Idempotent.
+        """Refuse new requests, finish or end those in flight, end every thread, free the device. Idempotent.
 
-        Any thread but the loop's. Takes `timeout_s` seconds at most, and up to seven more where the device hangs.
+        Any thread but the loop's. Takes at most `timeout_s` seconds, and up to seven more if the device hangs.
         The other ranks, if there are any, end too.
 
         Args:
-            timeout_s: How long requests in flight may go on before they are ended with UNAVAILABLE.
+            timeout_s: Time for requests in flight to finish; later they end with UNAVAILABLE.
 
         Returns:
-            Whether the generation loop has ended. If not, it hangs in the device; every request is answered all
-            the same, but the thread and the device's memory stay until the process ends.
+            Whether the generation loop has ended. If not, it hangs in the device: every request has been
+            answered, but the thread and the device's memory stay until the process ends.
         """
         with self._closing:
             try:
@@ -106,17 +107,17 @@ class RunningEngine:
             finally:
                 self.client.close()
                 if self._endpoint is not None:
-                    self._endpoint.close()  # it sends on what has been answered
+                    self._endpoint.close()  # it still sends the answers made so far
                 if self._guides is not None:
                     self._guides.close()
                 if self._adapters is not None:
                     self._adapters.cache.close()
 
     def fail(self, error: InflightError) -> None:
-        """Answer everything with `error`, in other processes too, although the loop may hang; any thread but its.
+        """Answer every request with `error`, in other processes too, even if the loop hangs.
 
-        The process is of no further use then. Waits for a few seconds at most: a loop that hangs while it delivers
-        a response keeps all others from being delivered.
+        Any thread but the loop's. The process cannot be used afterwards. Waits for a few seconds at most: a loop
+        that hangs while it delivers a response blocks all other deliveries.
         """
 
         def answer() -> None:
@@ -130,9 +131,9 @@ class RunningEngine:
 
 
 def check_parameters(parameters: Parameters) -> None:
-    """Raise ConfigError where these parameters do not go together, whatever the checkpoint is.
+    """Raise ConfigError if these parameters contradict each other, whatever the checkpoint is.
 
-    For whoever has to give something up before an engine can be built.
+    For callers that have to release something before they can build an engine.
     """
     parameters.scheduler.validate(parameters.engine.max_num_sequences, parameters.engine.tokens_per_block)
 
@@ -140,7 +141,7 @@ def check_parameters(parameters: Parameters) -> None:
 def _load_checked(
     load: LoadModel, parameters: Parameters, version_dir: str, rank_context: RankContext | None
 ) -> LoadedModel:
-    """The model, whose vocabulary has the default end ids: on all ranks, or ConfigError on all."""
+    """Load the model and check default_end_ids against its vocabulary: ConfigError is raised on all ranks."""
     model = load(parameters, version_dir, rank_context)
     vocab_size = model.engine.limits.vocab_size
     for end_id in parameters.default_end_ids:
@@ -153,7 +154,7 @@ def _load_checked(
     return model
 
 
-# ---------------------------------------------------------------------- the rank that faces clients
+# ---------------------------------------------------------------------- rank 0, which serves clients
 
 
 def build_engine(
@@ -166,18 +167,18 @@ def build_engine(
     load: LoadModel = load_model,
     on_hang: OnHang | None = None,
 ) -> RunningEngine:
-    """Load the model and start serving it, to other processes too; with several ranks, on rank 0.
+    """Load the model and serve it, to other processes too; of several ranks, called on rank 0.
 
     Args:
-        parameters: What config.pbtxt says.
-        version_dir: The Triton model's version folder; the demo model lies in it.
+        parameters: The parameters from config.pbtxt.
+        version_dir: The Triton model's version folder, which contains the demo model.
         endpoint_path: Unix socket for front ends in other processes.
-        return_metrics: As `start_engine` has it; so are `rank_context` and `load`.
-        supervision: For an engine whose life another process decides about.
-        on_hang: As `start_engine` has it.
+        return_metrics: As for `start_engine`; so are `rank_context` and `load`.
+        supervision: Given for an engine that another process supervises and ends.
+        on_hang: As for `start_engine`.
 
     Raises:
-        ConfigError: what is wrong, by parameter or file.
+        ConfigError: The model cannot be loaded; the message names parameter or file.
     """
     from inflight.endpoint.server import EndpointServer
 
@@ -188,7 +189,7 @@ def build_engine(
 
     try:
         endpoint = EndpointServer(engine.client, endpoint_path, engine.client.drain, retire, supervision)
-    except Exception:  # whatever it is, it is raised again, and the engine must not run on
+    except Exception:  # reraised below; the engine must not keep running
         engine.close(0.0)
         raise
     running = replace(engine, _endpoint=endpoint)
@@ -203,21 +204,21 @@ def start_engine(
     load: LoadModel = load_model,
     on_hang: OnHang | None = None,
 ) -> RunningEngine:
-    """Load the model and start the loop, for this process alone; with several ranks, on rank 0.
+    """Load the model and start the loop, for this process alone; of several ranks, called on rank 0.
 
     Args:
-        parameters: What config.pbtxt says.
-        version_dir: The Triton model's version folder; the demo model lies in it.
-        return_metrics: Takes statistics and metrics, at most once in `stats_check_period_ms`.
-        rank_context: Rank 0's among several ranks; the others call `follow` meanwhile. Left when the engine is
-            closed in order; where this raises, the caller leaves it.
-        load: What makes the engine; of several ranks each gives its own. `functools.partial(load_model, …)` gives
-            it logits post-processors or a vocabulary as values.
-        on_hang: Called once, on a thread of its own, if an iteration takes longer than `hang_timeout_ms`: has to
-            end this process, with several ranks too, as the others wait for this one. None: nothing is done.
+        parameters: The parameters from config.pbtxt.
+        version_dir: The Triton model's version folder, which contains the demo model.
+        return_metrics: Receives statistics and metrics, at most once in `stats_check_period_ms`.
+        rank_context: Rank 0's context if there are several ranks; the other ranks call `follow` meanwhile. Closing
+            the engine in order leaves it; if this function raises, the caller has to leave it.
+        load: Makes the engine; each rank passes its own. `functools.partial(load_model, …)` passes logits
+            post-processors or a vocabulary as values.
+        on_hang: Called once, on its own thread, if an iteration takes longer than `hang_timeout_ms`. It has to end
+            this process, with several ranks too, because the other ranks wait for it. None: no such limit.
 
     Raises:
-        ConfigError: what is wrong, by parameter or file.
+        ConfigError: The model cannot be loaded; the message names parameter or file.
     """
     from inflight.batch_manager import GptManager
     from inflight.core.scheduler import Scheduler
@@ -231,7 +232,7 @@ def start_engine(
     client = LocalEngineClient(
         _describe(parameters, model),
         lambda: manager.notify(),
-        lambda timeout_s: manager.state(timeout_s),  # front ends decide whom they tell
+        lambda timeout_s: manager.state(timeout_s),  # front ends decide which clients may read it
         instruments.reports,
         adapters,
     )
@@ -257,7 +258,7 @@ def start_engine(
 def _make_guide_compiler(
     parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
 ) -> ChildCompiler | None:
-    """The compiler of guides, which runs beside the loop; None without a tokenizer."""
+    """Return the compiler of guides, which runs in a process beside the loop; None without a tokenizer."""
     if model.grammars is None:
         return None
     from inflight.guided.compiler import ChildCompiler, GuideBounds
@@ -271,15 +272,15 @@ def _make_guide_compiler(
 def make_adapters(
     parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
 ) -> AdapterCommands | None:
-    """Rank 0's adapters, those of the prefetch folder among them; None for an engine that takes none.
+    """Return rank 0's adapters, including those of the prefetch folder; None if the engine takes no adapters.
 
     Args:
-        parameters: What config.pbtxt says.
-        model: The engine that they are for.
-        notify: Wakes its loop; called on any thread.
+        parameters: The parameters from config.pbtxt.
+        model: The model whose engine uses the adapters.
+        notify: Wakes the engine's loop; called on any thread.
 
     Raises:
-        ConfigError: There is no room for them, or a folder is not there.
+        ConfigError: There is no room for adapters that parameters name, or a folder is missing.
     """
     limits = model.engine.limits
     if not (limits.num_adapter_pages and model.model_path):
@@ -316,8 +317,8 @@ def make_adapters(
 
 
 def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
-    """The description of the engine for front ends."""
-    from inflight.core.request.request import EngineDescription
+    """Return the description of the engine for front ends."""
+    from inflight.core.request.engine_description import EngineDescription
 
     limits = model.engine.limits
     beside_weights = Path(native(model.model_path)) / "tokenizer.json"
@@ -326,7 +327,7 @@ def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
         limits=limits.model_limits(parameters.scheduler),
         model_path=model.model_path,
         tokenizer_dir=parameters.tokenizer_dir or found,
-        # A checkpoint may name an end id that its vocabulary does not have: no request can ever produce it.
+        # A checkpoint may name an end id outside its vocabulary, which no sequence can generate.
         eos_token_ids=tuple(token_id for token_id in model.eos_token_ids if token_id < limits.vocab_size),
         default_end_ids=parameters.default_end_ids,
         exclude_input_from_output=bool(parameters.exclude_input_in_output),
@@ -376,7 +377,7 @@ def _make_watchdog(parameters: Parameters, on_hang: OnHang | None) -> Watchdog |
 def _counting_iterations(
     get_inference_requests: GetInferenceRequestsCallback, rank_context: RankContext | None
 ) -> GetInferenceRequestsCallback:
-    """The callback that begins an iteration, which the heartbeat wants to know of."""
+    """Wrap the callback that begins an iteration so that rank 0's heartbeat counts iterations."""
     if rank_context is None:
         return get_inference_requests
 
@@ -390,9 +391,10 @@ def _counting_iterations(
 def _wait_until_sent(
     client: LocalEngineClient, takes_all_processors: bool, rank_context: RankContext | None
 ) -> WaitUntilSent | None:
-    """A function that lets responses be sent between iterations, for a model that uses all processors.
+    """Return a function that waits between iterations until responses are sent; None if it must not wait.
 
-    None with several ranks: the others wait for this one in a broadcast, on processors that senders would need.
+    It waits only for a model that uses all processors. With several ranks it is None, because the other ranks
+    wait for this one in a broadcast, which takes the processors that the senders need.
     """
     return client.wait_until_sent if takes_all_processors and rank_context is None else None
 
@@ -400,7 +402,7 @@ def _wait_until_sent(
 def _tell_of_death(
     client: LocalEngineClient, rank_context: RankContext | None
 ) -> Callable[[InflightError], None]:
-    """A function that tells clients and other ranks that the loop has died, so that nobody waits for it."""
+    """Return a function that reports the death of the loop to clients and other ranks, so that none waits."""
 
     def tell(error: InflightError) -> None:
         client.fail_all(error)
@@ -411,7 +413,7 @@ def _tell_of_death(
 
 
 def _release_once(model: LoadedModel, rank_context: RankContext | None) -> Callable[[], None]:
-    """A function that releases the model and leaves the other ranks; later calls do nothing."""
+    """Return a function that releases the model and leaves the other ranks; later calls do nothing."""
     steps = [] if rank_context is None else [model.release, rank_context.leave]
 
     def release() -> None:
@@ -426,14 +428,14 @@ def _release_once(model: LoadedModel, rank_context: RankContext | None) -> Calla
 
 @dataclass(frozen=True, slots=True)
 class FollowingRank:
-    """A rank other than 0, whose loop does what rank 0's does."""
+    """A rank other than 0, whose loop repeats the iterations of rank 0."""
 
     _manager: GptManager
     _release: Callable[[], None]
     _deaths: Sequence[InflightError]
 
     def wait(self) -> bool:
-        """Wait for rank 0's end; returns whether that was in order. All ranks have left then."""
+        """Wait until rank 0 ends; return whether it ended in order. All ranks have left then."""
         self._manager.join()
         if self._deaths:
             return False
@@ -445,7 +447,7 @@ class FollowingRank:
 def start_following(
     parameters: Parameters, version_dir: str, rank_context: RankContext, load: LoadModel = load_model
 ) -> FollowingRank:
-    """Load a part of the model on a rank other than 0, and start its loop; rank 0 calls `start_engine` meanwhile.
+    """Load a part of the model on a rank other than 0 and start its loop; rank 0 calls `start_engine` meanwhile.
 
     Raises ConfigError, on all ranks, if the model cannot be loaded.
     """
@@ -461,7 +463,7 @@ def start_following(
         lambda max_num: (),
         lambda response: None,
         on_death=deaths.append,
-        instruments=Instruments(watchdog=_make_watchdog(parameters, on_hang=None)),  # rank 0 hangs with it
+        instruments=Instruments(watchdog=_make_watchdog(parameters, on_hang=None)),  # rank 0 detects the hang
         ranks=rank_context.ranks,
     )
     return FollowingRank(manager, _release_once(model, rank_context), deaths)
@@ -470,9 +472,9 @@ def start_following(
 def follow(
     parameters: Parameters, version_dir: str, rank_context: RankContext, load: LoadModel = load_model
 ) -> bool:
-    """Run a rank other than 0, from its load to rank 0's end.
+    """Run a rank other than 0, from loading its part until rank 0 ends.
 
-    Returns whether that was in order; all ranks have left then.
+    Returns whether rank 0 ended in order; all ranks have left then.
 
     Raises ConfigError, on all ranks, if the model cannot be loaded.
     """

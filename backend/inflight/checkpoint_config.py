@@ -1,7 +1,7 @@
-"""A checkpoint's config.json and generation_config.json: the one reader of both, and the facts that they state.
+"""The only reader of a checkpoint's config.json and generation_config.json, and the facts that they state.
 
-Errors name file, key, what came and what was expected. `inflight.models` translates the keys of each family when
-it loads a checkpoint; programs that load none, or need a fact before, ask `CheckpointFacts`. Standard library
+Errors name file, key, value and what was expected. `inflight.models` translates each family's keys when it
+loads a checkpoint; programs that load none, or need a fact earlier, use `CheckpointFacts`. Standard library
 only; any thread.
 """
 
@@ -18,7 +18,7 @@ from inflight.hub import instead_of_gguf
 from inflight.json_values import is_list, is_object
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Types that unquantized weights are stored in."""
+"""Possible dtypes of unquantized weights."""
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _POSITIVE_INT, _POSITIVE = "an integer >= 1", "a number > 0"
@@ -26,13 +26,13 @@ _T = TypeVar("_T")
 
 
 class ConfigFile:
-    """Typed access to the keys of one JSON object. A key that is null counts as absent.
+    """Typed access to the keys of one JSON object. A key whose value is null counts as absent.
 
-    It remembers which keys were asked for, so that whoever has read all that is understood can look at the rest.
+    It records which keys were read, so that a caller can check the unread ones afterwards.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any], section: str = "") -> None:
-        """Wrap `values`, found in `path` under the key `section` ("" for the whole file)."""
+        """Wrap `values`, found in `path` under the keys `section`, with dots ("" for the whole file)."""
         self.path = path
         self.values = values
         self._section = section
@@ -40,7 +40,7 @@ class ConfigFile:
 
     @classmethod
     def load(cls, path: Path) -> ConfigFile:
-        """Read `path`. Raises ConfigError if it is missing or no JSON object."""
+        """Read the file `path`; raise ConfigError if it is missing or not a JSON object."""
         try:
             values: Any = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -52,59 +52,59 @@ class ConfigFile:
         return cls(path, values)
 
     def error(self, key: str, expected: str) -> ConfigError:
-        """The error for a value that cannot be used."""
-        name = f"{self._section}.{key}" if self._section else key
+        """Return the error for a value of `key` that cannot be used."""
+        name = self._path_of(key)
         if key not in self.values:
             return ConfigError(f"{self.path}: key {name!r} is missing, expected {expected}")
         return ConfigError(f"{self.path}: key {name!r} is {self.values[key]!r}, expected {expected}")
 
     def value(self, key: str) -> Any:
-        """The value of `key`, of any type; None if absent. The key counts as read from now on."""
+        """Return the value of `key`, of any type, or None if absent; the key counts as read from now on."""
         self._read.add(key)
         return self.values.get(key)
 
     def unread(self) -> list[str]:
-        """The keys that are there and that nobody has asked for."""
+        """Return the present keys that have not been read."""
         return [key for key in self.values if key not in self._read]
 
     def has(self, key: str) -> bool:
-        """Whether `key` is there and not null."""
+        """Return whether `key` is present and not null."""
         return self.value(key) is not None
 
     def int_or_none(self, key: str) -> int | None:
-        """An integer of at least 1, None if absent."""
+        """Return an integer of at least 1; None if absent."""
         return self._checked(key, lambda value: type(value) is int and value >= 1, _POSITIVE_INT)
 
     def positive_int(self, key: str) -> int:
-        """An integer of at least 1."""
+        """Return an integer of at least 1."""
         return self._required(key, self.int_or_none(key), _POSITIVE_INT)
 
     def number_or_none(self, key: str) -> float | None:
-        """A positive number, None if absent."""
+        """Return a positive number; None if absent."""
         value = self._checked(
             key, lambda value: type(value) in (int, float) and 0 < value < float("inf"), _POSITIVE
         )
         return None if value is None else float(value)
 
     def number(self, key: str) -> float:
-        """A positive number."""
+        """Return a positive number."""
         return self._required(key, self.number_or_none(key), _POSITIVE)
 
     def boolean(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean; `default` if absent."""
         value = self._checked(key, lambda value: type(value) is bool, "true or false")
         return default if value is None else value
 
     def text_or_none(self, key: str) -> str | None:
-        """A string, None if absent."""
+        """Return a string; None if absent."""
         return self._checked(key, lambda value: isinstance(value, str), "a string")
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings; empty if absent."""
+        """Return a list of strings; empty if absent."""
         return tuple(self._checked(key, lambda value: _is_list_of(value, str), "a list of strings") or ())
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of positive numbers."""
+        """Return a list of positive numbers."""
 
         def is_valid(value: Any) -> bool:
             return is_list(value) and all(type(item) in (int, float) and item > 0 for item in value)
@@ -114,7 +114,7 @@ class ConfigFile:
         return tuple(float(item) for item in found)
 
     def token_ids(self, key: str) -> tuple[int, ...] | None:
-        """A token id or a list of token ids, without those below 0, which no token has; None if absent."""
+        """Return the ids of a token id or list of token ids, without negative ones; None if absent."""
         value = self._checked(
             key, lambda value: type(value) is int or _is_list_of(value, int), "a token id or a list of them"
         )
@@ -124,7 +124,7 @@ class ConfigFile:
         return tuple(item for item in dict.fromkeys(ids) if item >= 0)
 
     def _checked(self, key: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
-        """The value of `key`; None if absent. Raises ConfigError if it is not valid."""
+        """Return the value of `key`, or None if absent; raise ConfigError if it is not valid."""
         value = self.value(key)
         if value is not None and not is_valid(value):
             raise self.error(key, expected)
@@ -142,27 +142,31 @@ class ConfigFile:
         return changed
 
     def child(self, key: str) -> ConfigFile:
-        """The object under `key`."""
+        """Return the object under `key`."""
         value = self.value(key)
         if not is_object(value):
             raise self.error(key, "a JSON object")
-        return ConfigFile(self.path, value, key)
+        return ConfigFile(self.path, value, self._path_of(key))
+
+    def _path_of(self, key: str) -> str:
+        return f"{self._section}.{key}" if self._section else key
 
 
 class CheckpointFacts:
-    """Facts that config.json states of a checkpoint, by all the names that families have for them.
+    """Facts about a checkpoint from its config.json, under any of the names that families use for them.
 
-    A fact that is not stated is None. Sizes that are not integers of at least 1 count as not stated: loading the
-    checkpoint says what is wrong with them.
+    A fact that is not stated is None. Sizes that are not integers of at least 1 count as not stated; loading
+    the checkpoint reports such errors.
     """
 
     def __init__(self, config: ConfigFile) -> None:
-        """Take the facts of `config`, which is a config.json."""
+        """Read the facts from `config`, the contents of a config.json."""
         self._config = config
 
     @classmethod
     def read(cls, *folders: str | Path) -> CheckpointFacts:
-        """The facts of the first of these folders that has a config.json; where none has one, none is stated.
+        """Return the facts from the first of these folders with a config.json; if none has one, no fact is
+        stated.
 
         Raises:
             ConfigError: The file cannot be read, or is not a JSON object.
@@ -175,78 +179,78 @@ class CheckpointFacts:
 
     @property
     def name(self) -> str:
-        """The class or classes in `architectures`, else the model type; ConfigError if they are not texts."""
+        """The class names in `architectures`, else the model type; ConfigError if they are not strings."""
         return ", ".join(self._config.texts("architectures")) or self.model_type or "unnamed"
 
     @property
     def model_type(self) -> str | None:
-        """The model type; ConfigError if it is not a text."""
+        """The model type; ConfigError if it is not a string."""
         return self._config.text_or_none("model_type")
 
     @property
     def tokenizer_class(self) -> str | None:
-        """transformers' class of the tokenizer; ConfigError if it is not a text."""
+        """Name of transformers' tokenizer class; ConfigError if it is not a string."""
         return self._config.text_or_none("tokenizer_class")
 
     @property
     def vocab_size(self) -> int | None:
-        """The number of logits, which may be more than the tokenizer has tokens."""
+        """Number of logits, which may exceed the number of tokens in the tokenizer."""
         return self._size("vocab_size")
 
     @property
     def num_layers(self) -> int | None:
-        """The number of decoder layers."""
+        """Number of decoder layers."""
         return self._size("num_hidden_layers", "n_layer")
 
     @property
     def hidden_size(self) -> int | None:
-        """The width of a token's hidden state."""
+        """Width of the hidden states."""
         return self._size("hidden_size", "n_embd")
 
     @property
     def num_heads(self) -> int | None:
-        """The number of attention heads of a layer."""
+        """Number of attention heads of a layer."""
         return self._size("num_attention_heads", "n_head")
 
     @property
     def num_kv_heads(self) -> int | None:
-        """The number of key and value heads of a layer; that of all heads where none is stated."""
+        """Number of key and value heads of a layer; the number of attention heads if not stated."""
         return self._size("num_key_value_heads") or self.num_heads
 
     @property
     def mlp_size(self) -> int | None:
-        """The inner width of an MLP; four times the hidden size where none is stated."""
+        """Inner width of an MLP; four times the hidden size if not stated."""
         return self._size("intermediate_size", "n_inner") or (self.hidden_size and 4 * self.hidden_size)
 
     @property
     def num_experts(self) -> int | None:
-        """The number of experts of a layer; None in a model that has none."""
+        """Number of experts of a layer; None in a model without experts."""
         return self._size("num_local_experts", "num_experts", "n_routed_experts")
 
     @property
     def longest_sequence(self) -> int | None:
-        """How many tokens the positions reach, stretched ones too (as `models.rope.longest_sequence`)."""
+        """Longest sequence in tokens that the positions allow, scaled ones too (see `models.rope`)."""
         positions = self._size("max_position_embeddings", "n_positions", "n_ctx")
         if positions is None:
             return None
         section = self._config.value("rope_scaling") or self._config.value("rope_parameters")
-        # Some have a section for each kind of layer.
+        # Some models have a section for each kind of layer.
         sections = [section, *section.values()] if is_object(section) else []
         return max([positions, *(_stretched(each, positions) for each in sections if is_object(each))])
 
     @property
     def dtype(self) -> str | None:
-        """See `stated_dtype`."""
+        """Dtype of the stored weights, one of DTYPES; None if not stated or stated as auto."""
         return stated_dtype(self._config)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """See `eos_token_ids`."""
+        """Ids of the tokens that end a sequence; empty if neither file states any."""
         return eos_token_ids(self._config)
 
     @property
     def quantization(self) -> ConfigFile | None:
-        """How the weights are quantized; ConfigError if that is not a JSON object."""
+        """The section about quantized weights; ConfigError if it is not a JSON object."""
         key = "quantization_config"
         return self._config.child(key) if self._config.has(key) else None
 
@@ -256,7 +260,7 @@ class CheckpointFacts:
 
 
 def read_config_file(folder: Path | str) -> ConfigFile:
-    """config.json of a checkpoint folder; ConfigError if there is none."""
+    """Read config.json of a checkpoint folder; raise ConfigError if there is none."""
     folder = Path(native(folder))
     if not folder.is_dir():
         hint = instead_of_gguf(folder)
@@ -268,7 +272,7 @@ def read_config_file(folder: Path | str) -> ConfigFile:
 
 
 def eos_token_ids(config: ConfigFile) -> tuple[int, ...]:
-    """Ids that end a sequence: of the generation_config.json beside a config.json, else of this."""
+    """Return the end ids from generation_config.json beside a config.json, else from config.json itself."""
     of_config = config.token_ids("eos_token_id")
     path = config.path.with_name(_GENERATION)
     of_generation = ConfigFile.load(path).token_ids("eos_token_id") if path.exists() else None
@@ -276,7 +280,7 @@ def eos_token_ids(config: ConfigFile) -> tuple[int, ...]:
 
 
 def stated_dtype(config: ConfigFile) -> str | None:
-    """The type of the weights, one of DTYPES; None if it is not stated, or auto: that of the files."""
+    """Return the stated dtype of the weights, one of DTYPES; None if it is not stated, or auto."""
     old, new = config.text_or_none("torch_dtype"), config.text_or_none("dtype")
     key, name = ("torch_dtype", old) if new is None else ("dtype", new)
     if name == "auto":
@@ -287,7 +291,7 @@ def stated_dtype(config: ConfigFile) -> str | None:
 
 
 def _stretched(section: Mapping[str, Any], positions: int) -> int:
-    """How far linear or YaRN scaling stretches the positions; 0 for other sections."""
+    """Return the number of positions after linear or YaRN scaling; 0 for a section without either."""
     factor, original = section.get("factor"), section.get("original_max_position_embeddings")
     if (section.get("rope_type") or section.get("type")) not in ("linear", "yarn"):
         return 0
@@ -297,5 +301,5 @@ def _stretched(section: Mapping[str, Any], positions: int) -> int:
 
 
 def _is_list_of(value: Any, kind: type) -> bool:
-    """Whether a value is a list of such items; true is no integer."""
+    """Return whether a value is a list whose items all have this type; a bool is not an int."""
     return is_list(value) and all(type(item) is kind for item in value)

@@ -1,15 +1,15 @@
 """Every parameter of the engine, declared once: its name, type, default, range and meaning.
 
-A parameter is a field of `Parameters`, or of its parts `SchedulerConfig` and `EngineConfig`, which the scheduler
-and the engine are built from as they are. The rows of config.pbtxt, its comments and the reader of its
-`parameters` come from these fields. Rows without a field follow them: keys of TensorRT-LLM that could do nothing
-here, whatever their value is, are accepted and logged; those for what is not built yet are accepted at the values
-that ask for nothing.
+A parameter is a field of `Parameters` or of its parts `SchedulerConfig` and `EngineConfig`, from which the
+scheduler and the engine are built. The rows of config.pbtxt, their comments and the reader of the
+`parameters` come from these fields. Rows without a field follow: keys of TensorRT-LLM that can have no effect
+here are accepted and logged; keys for features that are not built yet are accepted only at values that do not
+ask for the feature.
 
-TensorRT-LLM's keys come with their meaning and, where it is known, their default. An empty value or an unfilled
-`${…}` is absent. Every other value must parse and every key must be known: the load fails otherwise, with all
-problems in one message. Below every other room; the types, the ranges and the rows are
-`parameter_spec.py`'s. Pure.
+TensorRT-LLM's keys keep their meaning and, where it is known, their default. An empty value or an unfilled
+`${…}` counts as absent. Every other value must parse and every key must be known: otherwise the load fails,
+with all problems in one message. No other package is below this one; the types, ranges and rows are in
+`parameter_spec.py`. Pure.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ __all__ = [
 INT8 = "int8"
 FP8 = "fp8"
 QUANTIZED = (INT8, FP8)
-"""Data types of which only weights of linear layers are; the rest is bfloat16."""
+"""Dtypes that apply to the weights of linear layers only; everything else is bfloat16."""
 
 SEQUENCES_PER_ITERATION = 256
-"""Most sequences that an iteration takes in. As many may be ended in it because a client, a deadline or an event
-says so. Each of the two takes some milliseconds."""
+"""Maximum number of sequences that one iteration takes in. The same number may be ended in it because of a
+client, a deadline or an event. Each of the two takes some milliseconds."""
 
 DEBUG_INPUTS = ("input_ids", "positions", "sequence_length")
 DEBUG_OUTPUTS = ("logits",)
-"""The tensors of an iteration that can be written down."""
+"""Tensors of an iteration's result that debug output can include."""
 
 _BLS = frozenset({Role.BLS})
 _FRONT_END = _BLS | {Role.FRONT_END}
@@ -104,11 +104,11 @@ _DEBUG_TENSORS = ParameterKind(
 class CapacityPolicy(Enum):
     """TensorRT-LLM's `batch_scheduler_policy`. Specification: The Batch Manager, GptManager Design.
 
-    GUARANTEED_NO_EVICT admits a request only when its KV blocks are certain to suffice to the end.
-    MAX_UTILIZATION admits it when its context fits; when blocks run out it pauses the last started
-    of those of the lowest priority.
-    STATIC_BATCH is V1 batching: requests are admitted only when none runs, and all of that batch end before the
-    next.
+    GUARANTEED_NO_EVICT admits a request only if its KV blocks are certain to suffice to its end.
+    MAX_UTILIZATION admits it if its context fits; when blocks run out it pauses the request that started last
+    among those of the lowest priority.
+    STATIC_BATCH is V1 batching: requests are admitted only when none runs, and that batch ends before the
+    next starts.
     """
 
     GUARANTEED_NO_EVICT = "guaranteed_no_evict"
@@ -117,10 +117,10 @@ class CapacityPolicy(Enum):
 
 
 class ChunkingPolicy(Enum):
-    """TensorRT-LLM's `ContextChunkingPolicy`: who gets the rows that are left for contexts, with chunked context.
+    """TensorRT-LLM's `ContextChunkingPolicy`: which contexts get an iteration's remaining rows, if chunked.
 
-    FIRST_COME_FIRST_SERVED computes the oldest context as far as there are rows, then the next.
-    EQUAL_PROGRESS gives every context a block's worth of tokens in turn.
+    FIRST_COME_FIRST_SERVED gives the oldest context as many rows as it needs, then the next.
+    EQUAL_PROGRESS gives every context one block's worth of tokens in turn.
     """
 
     FIRST_COME_FIRST_SERVED = "first_come_first_served"
@@ -129,23 +129,24 @@ class ChunkingPolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SchedulingConfig:
-    """How the batcher schedules.
+    """The scheduler's settings.
 
     Attributes:
-        policy: STATIC_BATCH where `gpt_model_type` is V1.
-        max_num_tokens: Most rows of one packed forward pass, context and generation tokens together.
-        enable_chunked_context: With it, a prompt may exceed max_num_tokens.
-        context_chunking_policy: Means something with enable_chunked_context only.
-        max_queue_size: Counts sequences of one priority or higher.
-        max_num_requests: Most requests active at once, waiting ones included; negative for no bound.
-        sequences_per_iteration: Sequences that an iteration ends because a client, a deadline or an event says so,
-            apart from those of one request, which end together; later ones end in the next iterations.
-        kv_event_buffer_size: Events of the KV cache that are kept until somebody fetches them; 0: none are made.
+        policy: STATIC_BATCH if `gpt_model_type` is V1.
+        max_num_tokens: Maximum rows of one packed forward pass, context and generation tokens together.
+        enable_chunked_context: If true, a prompt may exceed max_num_tokens.
+        context_chunking_policy: Used only with enable_chunked_context.
+        max_queue_size: Limits the waiting sequences of a request's priority or higher.
+        max_num_requests: Maximum number of active requests, waiting ones included; negative: no limit.
+        sequences_per_iteration: Maximum number of sequences that an iteration ends because of a client, a
+            deadline or an event; further ones end in the next iterations. Sequences of one request end
+            together.
+        kv_event_buffer_size: Number of KV cache events kept until they are fetched; 0: no events are made.
     """
 
     policy: CapacityPolicy = parameter(
         CapacityPolicy.GUARANTEED_NO_EVICT,
-        # Static batching is a type of model, not a policy.
+        # Static batching is chosen by gpt_model_type, not by this parameter.
         member(CapacityPolicy, CapacityPolicy.STATIC_BATCH),
         "who may hold KV blocks",
         key="batch_scheduler_policy",
@@ -175,7 +176,7 @@ class SchedulingConfig:
     kv_event_buffer_size: int = 0
 
     def validate(self, max_num_sequences: int, tokens_per_block: int) -> None:
-        """Raise ConfigError when this cannot work on an engine of so many slots and blocks of such a size."""
+        """Raise ConfigError if these settings cannot work with that many slots and that block size."""
         if self.max_num_tokens < max_num_sequences:
             raise ConfigError(
                 f"max_num_tokens is {self.max_num_tokens}; it must be at least max_batch_size "
@@ -205,26 +206,29 @@ class EngineConfig:
     """The settings that an engine is loaded with.
 
     Attributes:
-        dtype: float32, bfloat16 or float16, of weights, activations and KV cache. int8, fp8: weights of
-            linear layers are quantized, and by native kernels and fp8 activations as they are multiplied; the rest
-            is bfloat16.
-        implementation: Whose layers run the model: those of `inflight.engine`, transformers' own code, or
-            plans of TensorRT.
-        engine_dir: With it, `gpt_model_path` is the checkpoint that the plans were built from.
-        kv_cache_dtype: int8, fp8: keys and values are stored in 8 bits, by a scale for each token and head, and
-            computed with in the data type of activations.
-        max_attention_window_size: A token sees itself and those before it; layer i has entry i % n. Where the
-            checkpoint has a sliding window too, the smaller one holds. What no token sees any more stays in the
-            cache: memory is not saved.
-        sink_token_length: Means nothing in layers without a window. `layer_windows` says how TensorRT-LLM's
-            differs.
-        normalize_log_probs: Their sum and those of the likeliest tokens are the model's own all the same.
-        engine_threads: On a CPU, of compiled layers and, in this whole process, of torch.
-        max_num_sequences: Slots, that is, sequences that can run at once: Triton's max_batch_size.
-        max_num_tokens: Most rows of one packed forward pass, as in SchedulingConfig.
-        device: A torch device; None: cuda if there is one, else cpu.
-        ranks_on_host: How many ranks share the machine's memory; on a CPU, each counts on a share of what is free.
-        shares_blocks: Whether a KV block may be more than one sequence's: equal prefixes are shared, or beams are.
+        dtype: float32, bfloat16 or float16: dtype of weights, activations and KV cache. int8, fp8: weights of
+            linear layers are quantized, and with native kernels or fp8 their inputs too; everything else is
+            bfloat16.
+        implementation: The code that runs the layers: `inflight.engine`, transformers' own code, or plans of
+            TensorRT.
+        engine_dir: If given, `gpt_model_path` is the checkpoint that the plans were built from.
+        kv_cache_dtype: int8, fp8: keys and values are stored in 8 bits with a scale per token and head, and
+            computed in the dtype of activations.
+        max_attention_window_size: Number of keys that a token attends to, itself included; layer i uses entry
+            i % n. If the checkpoint has a sliding window too, the smaller one applies. Keys outside the
+            window stay in the cache: no memory is saved.
+        sink_token_length: Without effect in layers without a window. `layer_windows` documents the difference
+            from TensorRT-LLM.
+        normalize_log_probs: Does not affect cum_log_probs and the log probs of the top tokens, which are
+            always the model's own.
+        engine_threads: On a CPU, number of threads of compiled layers and of torch in this process.
+        max_num_sequences: Number of slots, that is, of sequences that can run at once: Triton's
+            max_batch_size.
+        max_num_tokens: Maximum rows of one packed forward pass, as in SchedulingConfig.
+        device: A torch device; None: cuda if available, else cpu.
+        ranks_on_host: Number of ranks that share this machine's memory; on a CPU, each uses a share of the
+            free memory.
+        shares_blocks: Whether several sequences may use one KV block, by prefix reuse or as beams.
     """
 
     gpt_model_path: str | None = parameter(
@@ -353,7 +357,7 @@ class EngineConfig:
     shares_blocks: bool = True
 
     def validate(self) -> None:
-        """Raise ConfigError naming parameter, value and what was expected."""
+        """Raise ConfigError that names parameter, value and what was expected."""
         for name, spec in declared_rows(EngineConfig).items():
             value = getattr(self, name)
             if value is not None and not _accepts(spec.kind, value):
@@ -372,7 +376,7 @@ def _accepts(kind: ParameterKind, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Everything config.pbtxt says to this package, complete and checked. None means not given."""
+    """All parameters of a model from config.pbtxt, complete and checked. None means not given."""
 
     tokenizer_dir: str | None = parameter(None, TEXT, "folder of tokenizer.json", _ALL)
     gpt_model_type: str = parameter(
@@ -532,7 +536,7 @@ class Parameters:
 
 
 def _built() -> list[ParameterSpec]:
-    """The rows of all fields, in the order of config.pbtxt."""
+    """Return the rows of all fields, in the order of config.pbtxt."""
     rows: list[ParameterSpec] = []
     for owner in (Parameters, SchedulingConfig, EngineConfig):
         place = 0
@@ -557,20 +561,20 @@ _TRITONS_OWN = ParameterSpec(
 PARAMETERS: tuple[ParameterSpec, ...] = (*_built(), _TRITONS_OWN, *NO_EFFECT, *UNBUILT)
 
 DEFAULT_NUM_SEQUENCES = 64
-"""Sequences that run at once where max_batch_size is 0 and says nothing of them."""
+"""Number of slots if max_batch_size is 0 and so does not give it."""
 
 OLD_NAMES: Mapping[str, str] = {
     "max_kv_cache_length": "max_attention_window_size",
     "worker_path": "executor_worker_path",
 }
-"""What tensorrtllm_backend's files of 2023 and 2024 call a parameter: read, and not written into a file here."""
+"""Former names of parameters in tensorrtllm_backend's files of 2023 and 2024: accepted, never written here."""
 
 
 # ---------------------------------------------------------------------- the reader
 
 
 def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
-    """Read a model's parameters from its configuration, as Triton hands it to `initialize`.
+    """Read a model's parameters from its configuration, as Triton passes it to `initialize`.
 
     Raises ConfigError that lists every problem: key, value, what was expected, and the nearest known key.
     """
@@ -592,7 +596,7 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
             except ConfigError as error:
                 problems.append(f"{key}, now {error}" if key in OLD_NAMES else str(error))
     max_batch_size = int(model_config.get("max_batch_size", 0))
-    least = 0 if role is Role.ENGINE else 1  # 0: tensors without a dimension for a batch, as llmapi has them
+    least = 0 if role is Role.ENGINE else 1  # 0: tensors without a batch dimension, as in llmapi
     if max_batch_size < least:
         problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= {least}")
     if problems:
@@ -612,12 +616,12 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
 
 
 def _fields(owner: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given values of the fields of `owner`, by field name."""
+    """Return the given values of the fields of `owner`, by field name."""
     return {name: given[spec.key] for name, spec in declared_rows(owner).items() if spec.key in given}
 
 
 def without_effect(model_config: Mapping[str, Any], role: Role) -> list[str]:
-    """A line for each parameter that was given and does nothing, for the log."""
+    """Return a log line for each given parameter that has no effect."""
     rows = {spec.key: spec for spec in PARAMETERS if spec.no_effect and role in spec.roles}
     given = {
         key: str(entry.get("string_value", "")) for key, entry in model_config.get("parameters", {}).items()
@@ -634,12 +638,12 @@ def _newest_name(key: str) -> str:
 
 
 def is_filled(text: str | None) -> bool:
-    """Whether a parameter says anything: not if it is absent, empty or a template variable nobody filled in."""
+    """Return whether a parameter is given: not absent, not empty, and not an unfilled template variable."""
     return bool(text) and not re.fullmatch(r"\$\{[^}]*\}", text or "")
 
 
 def _queue_bound(model_config: Mapping[str, Any]) -> int:
-    """tensorrtllm_backend's place for max_queue_size: the bound of Triton's own queue."""
+    """Return the value of tensorrtllm_backend's place for max_queue_size, the limit of Triton's own queue."""
     policy = model_config.get("dynamic_batching", {}).get("default_queue_policy", {})
     return int(policy.get("max_queue_size", 0))
 

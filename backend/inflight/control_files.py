@@ -1,8 +1,8 @@
-"""The files that are written from the declarations of sampling controls.
+"""Generates the files that are written from the declarations of sampling controls.
 
-They are for those that cannot read these: the client is installed alone, and a browser runs the playground.
-OpenAI's body and the Executor's SamplingConfig get their fields as source text, which type checkers and editors
-read. Run by `scripts/write_configs`; a test holds the files equal to what this writes.
+They are for code that cannot read the declarations: the client is installed alone, and a browser runs the
+playground. OpenAI's body and the Executor's SamplingConfig get their fields as source text, for type checkers
+and editors. Run by `scripts/write_configs`; a test checks that the files equal the output of this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUMPY_TYPES = {"FP32": "float32", "INT32": "int32", "UINT64": "uint64"}
 
 
 def files(root: Path) -> dict[Path, str]:
-    """The content that each generated file of the checkout at `root` should have, by its path."""
+    """Return the content of each generated file of the checkout at `root`, by its path."""
     backend = root / "backend" / "inflight"
     return {
         backend / "openai" / "control_fields.py": body_fields(),
@@ -31,7 +31,7 @@ def files(root: Path) -> dict[Path, str]:
 
 
 def body_fields() -> str:
-    """The fields of OpenAI's body that are numbers, as a class of pydantic's."""
+    """Return the source of a pydantic class with the numeric fields of OpenAI's body."""
     lines = [
         *_docstring("Fields of bodies that are sampling controls."),
         "",
@@ -53,7 +53,7 @@ def body_fields() -> str:
 
 
 def executor_fields() -> str:
-    """The fields of the Executor's SamplingConfig that work, as a base class of it."""
+    """Return the source of a base class with the supported fields of the Executor's SamplingConfig."""
     fields = [(name, control, control.executor) for name, control in CONTROLS.items() if control.executor]
     lines = [
         *_docstring("Fields of SamplingConfig that are sampling controls."),
@@ -76,7 +76,7 @@ def executor_fields() -> str:
     ]
     for name, control, field in fields:
         kind = _python_type(control)
-        if name == "beam_width":  # the one that is positional, and has a default of its own
+        if name == "beam_width":  # the only positional field, and the only one with a default
             lines += [f'    {field.name}: {kind} = of_control("{name}", {NEUTRAL[name]})', "    _: KW_ONLY"]
         else:
             lines.append(f'    {field.name}: {kind} | None = of_control("{name}", None)')
@@ -84,7 +84,7 @@ def executor_fields() -> str:
 
 
 def client_options() -> str:
-    """The client's options: by name, the names of its tensors, type, dimensions and help."""
+    """Return the source of the client's options: by name, the tensors' names, type, dimensions and help."""
     lines = [
         *_docstring("Options that are sampling controls."),
         "",
@@ -108,7 +108,7 @@ def client_options() -> str:
 
 
 def playground_settings() -> str:
-    """The playground's settings in groups, and the fields that OpenAI's own client has no argument for."""
+    """Return the source of the playground's grouped settings, and the fields that OpenAI's own client lacks."""
     groups: dict[str, list[dict[str, str]]] = {}
     extra: list[str] = []
     for control in CONTROLS.values():
@@ -158,7 +158,7 @@ def _text(lines: list[str]) -> str:
 
 
 def main(root: Path) -> None:
-    """Write the files anew."""
+    """Write the generated files."""
     for path, text in files(root).items():
         path.write_text(text, encoding="utf-8")
 

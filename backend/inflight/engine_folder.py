@@ -1,7 +1,7 @@
-"""Folders of plans that `scripts/build` wrote, as whoever is given one sees them. Standard library, any thread.
+"""Facts about folders of plans that `scripts/build` wrote, for front ends. Standard library only, any thread.
 
-Beside the plans lie copies of the checkpoint's configuration and tokenizer, so a folder is served and moved alone.
-What the descriptions of plans say in full, `engine.tensorrt.sidecar` reads.
+Such a folder also has copies of the checkpoint's configuration and tokenizer, so it can be served and moved
+alone. `engine.tensorrt.sidecar` reads the full descriptions of the plans.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _FIRST = "rank0.json"
 
 
 def is_engine_folder(folder: str | Path) -> bool:
-    """Whether plans lie in a folder."""
+    """Return whether a folder contains plans."""
     return (Path(native(folder)) / _FIRST).is_file()
 
 
 def num_slots(folder: str | Path) -> int | None:
-    """How many sequences plans can run at once; None where that cannot be read, whoever loads them says why."""
+    """Return the number of slots of a folder's plans; None if unreadable: loading the plans reports why."""
     try:
         description = json.loads((Path(native(folder)) / _FIRST).read_bytes())
         found = description["settings"]["max_batch_size"]

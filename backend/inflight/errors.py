@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose, and the Triton code each one travels with.
+"""Every error that this package raises on purpose, and its Triton code.
 
     InflightError                     INTERNAL
     ├── RequestError                  one request is at fault; nothing else is touched
@@ -14,10 +14,10 @@
     │   └── StepFailed                INTERNAL: the iteration that carried the request raised
     └── ConfigError                   INTERNAL: the model does not load
 
-The code is the name of a `TritonError` constant, so that no layer below `inflight.triton` needs Triton to
-choose one. A message keeps the names of inputs apart from its text (`Name`), so that each protocol can show its
-own names. Between processes an error travels as `kind` and `marked`, and `error_from_kind` rebuilds it;
-`error_to_plain` and `error_from_plain` are for whole values that have errors in them. Errors of the Executor API,
+The code is the name of a `TritonError` constant, so layers below `inflight.triton` can choose one without
+Triton. A message keeps names of inputs apart from its text (`Name`), so that each protocol can show its own
+names. Between processes an error is sent as `kind` and `marked`, and `error_from_kind` rebuilds it;
+`error_to_plain` and `error_from_plain` do this for errors inside larger values. Errors of the Executor API,
 which stay in one process, are in `executor/errors.py`.
 """
 
@@ -33,37 +33,38 @@ from inflight.file_names import readable
 _E = TypeVar("_E", bound="InflightError")
 
 _PLACES = re.compile(
-    r"(?<![\w/.])/[\w.+@~-]+(?:/[^\s'\":,;)]*)+"  # a path of two parts and more
-    r"|inflight-server-\w[\w-]*|\w*shm_region\w*"  # names in /dev/shm, this server's and Triton's own
+    r"(?<![\w/.])/[\w.+@~-]+(?:/[^\s'\":,;)]*)+"  # a path with at least two parts
+    r"|inflight-server-\w[\w-]*|\w*shm_region\w*"  # regions of this server and of Triton in /dev/shm
 )
 
 
 class Name(str):
-    """The name of an input in a message: a tensor of `tensorrt_llm`, or a field that only another protocol has.
+    """The name of an input in a message: a tensor of `tensorrt_llm`, or a field of one other protocol.
 
-    It may be a path into it: messages[0].content. It has no braces.
+    It may be a path such as messages[0].content. It has no braces.
     """
 
     __slots__ = ()
 
     @property
     def root(self) -> str:
-        """The input that a path leads into."""
+        """The input that contains the field at this path."""
         return self.partition(".")[0].partition("[")[0]
 
 
 class InflightError(Exception):
-    """Base of the tree.
+    """Base class of this package's errors.
 
         InvalidArgument(Name("request_output_len"), f" must be at least 1, got {length}")
 
     Args:
-        message: What came and what was expected, in parts: text, and names of inputs as `Name`.
+        message: Parts of the message, which says what came and what was expected: text, and input names as
+            `Name`.
 
     Attributes:
         code: The name of the Triton error code.
-        kind: The name by which an error of this class travels between processes: its code, unless a rim tells
-            it from others of that code.
+        kind: The name under which errors of this class are sent between processes: the code, unless front
+            ends have to distinguish the class from others with the same code.
     """
 
     code = "INTERNAL"
@@ -86,9 +87,9 @@ class InflightError(Exception):
 
     @property
     def marked(self) -> str:
-        """The message as text that keeps its names: a name stands in braces, and every other brace is doubled.
+        """The message as text with marked names: a name stands in braces, and every other brace is doubled.
 
-        That is the syntax of str.format: "{end_id} must be in [0, 9], got 12".
+        The syntax is that of str.format: "{end_id} must be in [0, 9], got 12".
         """
         parts = (
             f"{{{part}}}" if isinstance(part, Name) else part.replace("{", "{{").replace("}", "}}")
@@ -97,82 +98,83 @@ class InflightError(Exception):
         return readable("".join(parts))
 
     def with_names(self: _E, shown: Callable[[str], str]) -> _E:
-        """The same error with other names of inputs in it; the class must take a message alone.
+        """Return the same error with other names of inputs; its class must be constructible from a message
+        alone.
 
         Args:
-            shown: The new name for each.
+            shown: Maps each name to the new one.
         """
         return type(self)(*(Name(shown(part)) if isinstance(part, Name) else part for part in self.args))
 
 
 class RequestError(InflightError):
-    """One request failed; every other request goes on untouched."""
+    """An error that concerns one request; all other requests are unaffected."""
 
 
 class InvalidArgument(RequestError):
-    """The request can never work as it was sent."""
+    """A request that is invalid as it was sent."""
 
     code = "INVALID_ARG"
 
 
 class TooLong(InvalidArgument):
-    """The prompt, alone or with what is to be generated, has more tokens than the model or its KV cache takes."""
+    """A prompt, alone or with the tokens to generate, that exceeds the model or its KV cache."""
 
     kind = "TOO_LONG"
 
 
 class BadAdapter(InvalidArgument):
-    """The LoRA adapter that the request names cannot be used."""
+    """A LoRA adapter that a request names and that cannot be used."""
 
     kind = "BAD_ADAPTER"
 
 
 class Unsupported(RequestError):
-    """The request asks for something this server declares and does not do."""
+    """A request for a declared feature that this server does not implement."""
 
     code = "UNSUPPORTED"
 
 
 class AlreadyExists(RequestError):
-    """Another request with this id is in flight."""
+    """A request whose id belongs to another request in flight."""
 
     code = "ALREADY_EXISTS"
 
 
 class NotFound(RequestError):
-    """Something the request names does not exist."""
+    """A request that names something that does not exist."""
 
     code = "NOT_FOUND"
 
 
 class Unavailable(RequestError):
-    """The server cannot take the request now; a later try may work."""
+    """A server that cannot take the request now; a later try may work."""
 
     code = "UNAVAILABLE"
 
 
 class QueueFull(Unavailable):
-    """As many requests wait as the queue takes."""
+    """A queue that is full."""
 
     kind = "QUEUE_FULL"
 
 
 class Unreachable(Unavailable):
-    """The engine is away. The log says where it was looked for, and this message does not: clients read it."""
+    """An engine that cannot be reached. The log has the address; the message, which clients read, has not."""
 
 
 class Cancelled(RequestError):
-    """The client cancelled the request or went away."""
+    """A request that its client cancelled, or whose client disconnected."""
 
     code = "CANCELLED"
 
 
 class StepFailed(RequestError):
-    """The iteration that carried the request raised an exception."""
+    """An exception in the iteration that computed the request."""
 
 
 class ConfigError(InflightError):
-    """A parameter, checkpoint or environment the model cannot load with."""
+    """A parameter, checkpoint or environment with which the model cannot be loaded."""
 
 
 _TRAVELLING = (
@@ -190,22 +192,22 @@ _TRAVELLING = (
 _BY_KIND: dict[str, type[RequestError]] = {cls.kind: cls for cls in _TRAVELLING}
 
 ERROR_CODES: tuple[str, ...] = tuple(dict.fromkeys(cls.code for cls in _TRAVELLING))
-"""Every code a request can fail with."""
+"""Every code with which a request can fail."""
 
 ERROR_KINDS: tuple[str, ...] = tuple(_BY_KIND)
-"""Every kind of error that can travel."""
+"""Every kind of error that can be sent between processes."""
 
 
 def joined(names: Sequence[str], between: str) -> list[str]:
-    """The parts of a message that are `names` with `between` between each two."""
+    """Return the parts of a message that lists `names`, separated by `between`."""
     parts = [part for name in names for part in (between, Name(name))]
     return parts[1:]
 
 
 def error_from_kind(kind: str, marked: str) -> RequestError:
-    """The error of this kind whose message, its names marked, is `marked`.
+    """Return the error of this kind whose message with marked names is `marked`.
 
-    An unknown kind becomes `StepFailed`. Raises ValueError if the marks are broken.
+    An unknown kind gives `StepFailed`. Raises ValueError if the marks are invalid.
     """
     parts: list[str] = []
     for text, name, spec, conversion in Formatter().parse(marked):
@@ -218,17 +220,18 @@ def error_from_kind(kind: str, marked: str) -> RequestError:
 
 
 def error_to_plain(value: object) -> tuple[str, str]:
-    """An error as its kind and marked message: what encoders call for types that they do not know (`enc_hook`)."""
+    """Encode an error as its kind and marked message; an `enc_hook` for values of types unknown to msgspec."""
     if isinstance(value, InflightError):
         return value.kind, value.marked
-    # msgspec expects this error of a hook that does not know a type: that is a defect of the program, not of data.
+    # msgspec expects this exception from a hook that does not know a type: a defect of the program, not of
+    # data.
     raise NotImplementedError(f"a value of type {type(value).__name__} cannot be encoded")
 
 
 def error_from_plain(kind: type, value: Any) -> RequestError:
-    """The error that `error_to_plain` made plain: what decoders call for such fields (`dec_hook`)."""
+    """Decode an error that `error_to_plain` encoded; a `dec_hook` for fields of such types."""
     if not issubclass(kind, InflightError):
-        # As above. A ValueError would become msgspec's ValidationError, which is about data.
+        # As above. msgspec would turn a ValueError into its ValidationError, which is for invalid data.
         raise NotImplementedError(f"a value of type {kind.__name__} cannot be decoded")
     match value:
         case [str(kind_name), str(marked)]:
@@ -238,13 +241,14 @@ def error_from_plain(kind: type, value: Any) -> RequestError:
 
 
 def without_places(text: str) -> str:
-    """A text for clients, without what it names of this machine: paths, sockets and regions of shared memory.
+    """Return a text for clients, with this machine's paths, sockets and shared memory regions replaced by
+    "…".
 
-    For texts of other libraries, which have no parts that could be left out.
+    For texts from other libraries, which do not come in parts.
     """
     return _PLACES.sub("…", text)
 
 
 def unexpected(what: str, error: Exception) -> StepFailed:
-    """An error that nobody foresaw, as the client that met it is told of it; the log has all of it."""
+    """Return the error for an unforeseen exception, for the client that caused it; the log has the details."""
     return StepFailed(f"{what}: {without_places(repr(error))}")

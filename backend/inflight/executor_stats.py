@@ -1,7 +1,7 @@
 """The Executor API's statistics: the classes, their JSON, and the conversion from this engine's counters.
 
-Clients of the Executor get the objects; the answer to a `state` request has the same values in its JSON. Names of
-fields and keys are TensorRT-LLM's. Fields can be assigned, as in the original.
+Clients of the Executor get the objects; the response to a `state` request has the same values as JSON. Fields and
+keys have TensorRT-LLM's names. Fields can be assigned, as in the original.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _WithJson:
 
 @dataclass
 class KvCacheStats(_WithJson):
-    """KV cache blocks: numbers now, and counts since the start."""
+    """KV cache blocks: current numbers, and counts since the start."""
 
     max_num_blocks: int = 0
     free_num_blocks: int = 0

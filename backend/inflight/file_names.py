@@ -1,9 +1,9 @@
-"""Paths with letters outside ASCII, in an interpreter that takes file names for ASCII.
+"""Paths with non-ASCII letters, in an interpreter that treats file names as ASCII.
 
-Triton's Python stub starts its interpreter without a locale, whatever the environment says, so that Python cannot
-open a path with such letters by its text: it knows them as the bytes they are, spelled with surrogates. Text that
-came from elsewhere (config.pbtxt, another process) becomes a file name by `native`, and what is to be read by
-somebody becomes text again by `readable`. In any other interpreter both change nothing. Pure.
+Triton's Python stub starts its interpreter without a locale, whatever the environment says. Python then represents
+the bytes of non-ASCII letters in file names by surrogates, and cannot open a path that has the letters themselves.
+`native` converts text from elsewhere (config.pbtxt, another process) to a file name; `readable` converts file
+names to text for people. In any other interpreter neither changes anything. Pure.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 
 
 def native(path: str | os.PathLike[str]) -> str:
-    """The path as this process can open it; one that it can open already stays as it is."""
+    """Return the path in the form that this process can open; a path in this form is returned unchanged."""
     return os.fsdecode(os.fspath(path).encode("utf-8", "surrogateescape"))
 
 
 def readable(text: str) -> str:
-    """The text with file names in it as a person, or another process, spells them; "?" for what is no text."""
+    """Return a text with the file names in it as readable text; undecodable characters become "?"."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
-    except UnicodeError:  # half a pair of UTF-16, of somebody's JSON, or a file's name that is not UTF-8
+    except UnicodeError:  # an unpaired UTF-16 surrogate from JSON, or a file name that is not UTF-8
         return text.encode("utf-8", "replace").decode()

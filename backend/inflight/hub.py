@@ -1,9 +1,8 @@
 """The place of a checkpoint: a folder on this machine, or a name on the Hugging Face hub, which is fetched.
 
-huggingface_hub does the fetching: its cache (`HF_HOME`) is shared with other programs, `HF_TOKEN` opens what is
-not public, `HF_ENDPOINT` names another hub, and `HF_HUB_OFFLINE=1` asks none. What is served of a checkpoint is
-fetched, and neither weights in other formats nor code. Standard library only until something is to be fetched; any
-thread.
+Fetching uses huggingface_hub: its cache (`HF_HOME`) is shared with other programs, `HF_TOKEN` gives access to
+private models, `HF_ENDPOINT` names another hub, and `HF_HUB_OFFLINE=1` forbids access. Only files that are served
+are fetched: no weights in other formats, no code. Standard library only until something is fetched; any thread.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from inflight.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
-_UNWANTED = ["*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]  # the same in other formats
+_UNWANTED = ["*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]  # weights in other formats
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}")
 _NOT_GGUF = (
     "; GGUF is llama.cpp's file format, which is not read: take the checkpoint that it was made from "
@@ -27,15 +26,15 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = True) -> Path:
-    """The folder that holds a checkpoint; on a terminal a fetch shows a bar.
+    """Return the folder of a checkpoint, fetching it if necessary; on a terminal a fetch shows a bar.
 
     Args:
-        model: A folder, or a name of the hub, such as Qwen/Qwen3-0.6B.
-        revision: Of a name of the hub its branch, tag or commit; None: the branch main.
-        may_fetch: Whether what is not in the hub's cache on this machine may be fetched.
+        model: A folder, or a name on the hub such as Qwen/Qwen3-0.6B.
+        revision: Branch, tag or commit of a name on the hub; None: the branch main.
+        may_fetch: Whether files that are not in the hub's cache on this machine may be fetched.
 
     Raises:
-        ConfigError: There is none to be had; the message says why.
+        ConfigError: The checkpoint is not available; the message says why.
     """
     folder = Path(model).expanduser()
     if folder.exists() or not _HUB_ID.fullmatch(model):
@@ -55,13 +54,13 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
 
 
 def checkpoint_name(folder: Path) -> str:
-    """The name of a checkpoint: its name on the hub if it was fetched, else that of its folder."""
+    """Return a checkpoint's name: its name on the hub if it was fetched, else its folder's name."""
     found = _SNAPSHOT.search(folder.as_posix())
     return found[1].replace("--", "/") if found else folder.name
 
 
 def instead_of_gguf(path: Path) -> str:
-    """The advice to append to a message that refuses `path` because it is GGUF; "" if it is not."""
+    """Return the advice for a message that refuses `path` because it is GGUF; "" if it is not."""
     is_gguf = "gguf" in checkpoint_name(path).rsplit("/")[-1].lower() or any(path.glob("*.gguf"))
     return _NOT_GGUF if is_gguf else ""
 
@@ -88,13 +87,13 @@ def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:
                 local_files_only=not may_fetch,
             )
         )
-    except Exception as error:  # the hub's client raises its own, the HTTP library's and the system's
+    except Exception as error:  # the hub's client raises its own errors, the HTTP library's and the system's
         reason = _reason(name, revision or constants.DEFAULT_REVISION, error)
         raise ConfigError(f"{name}: no such folder, and {reason}") from error
 
 
 def _reason(name: str, revision: str, error: Exception) -> str:
-    """The reason why the checkpoint cannot be fetched, and what can be done about it."""
+    """Return the reason why the checkpoint cannot be fetched, and a remedy."""
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT
@@ -106,11 +105,11 @@ def _reason(name: str, revision: str, error: Exception) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"{endpoint} has no model of this name, or it is private: then set HF_TOKEN to a token of "
-            "somebody who may read it"
+            "an account that may read it"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"on {endpoint} it has no revision {revision!r}"
-    if isinstance(error, errors.LocalEntryNotFoundError):  # it stands for anything that kept it from asking
+    if isinstance(error, errors.LocalEntryNotFoundError):  # stands for anything that prevented the request
         cache = constants.HF_HUB_CACHE
         if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
             return f"revision {revision!r} of that name is not, or not all of it, in the hub's cache {cache}"
@@ -118,7 +117,7 @@ def _reason(name: str, revision: str, error: Exception) -> str:
             f"it cannot be fetched from {endpoint} ({_first_line(error.__cause__)}), nor is revision "
             f"{revision!r}, or all of it, in the hub's cache {cache}"
         )
-    return f"not to be had from {endpoint}: {_first_line(error)}"
+    return f"it is not available from {endpoint}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

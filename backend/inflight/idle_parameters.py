@@ -1,7 +1,7 @@
-"""Parameters of TensorRT-LLM that do nothing here: rows of `inflight.config` without a field.
+"""Parameters of TensorRT-LLM that have no effect here: rows of `inflight.config` without a field.
 
-Some could do nothing whatever their value is: they are accepted, and the log says why. Others are for what is not
-built: they are accepted at the values that ask for nothing. Pure.
+Some cannot have an effect whatever their value is: they are accepted, and the log says why. Others belong to
+features that are not built: they are accepted only at values that do not ask for the feature. Pure.
 """
 
 from __future__ import annotations

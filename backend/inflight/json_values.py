@@ -6,10 +6,10 @@ from typing import Any, TypeGuard
 
 
 def is_object(value: Any) -> TypeGuard[dict[str, Any]]:
-    """Tell whether a value is an object."""
+    """Return whether a value is an object."""
     return isinstance(value, dict)
 
 
 def is_list(value: Any) -> TypeGuard[list[Any]]:
-    """Tell whether a value is an array."""
+    """Return whether a value is an array."""
     return isinstance(value, list)

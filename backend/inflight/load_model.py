@@ -1,8 +1,9 @@
-"""Loads a checkpoint, or one rank's part of it: parameters → engine, logits post-processors, what follows guides.
+"""Loads a checkpoint, or one rank's part of it: parameters → engine, logits post-processors, grammars for
+guides.
 
-Knows no scheduler, loop or front end: `build` puts these around what is loaded here. Imports lazily, inside
-functions, so that a process that never loads a model never imports torch, and one rank alone no MPI. Called once,
-on the thread that loads the model.
+Knows no scheduler, loop or front end: `build` adds these. It imports lazily, inside functions: a process that
+never loads a model never imports torch, and a single rank never imports MPI. Called once, on the thread that
+loads the model.
 """
 
 from __future__ import annotations
@@ -44,16 +45,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """An engine, and what its checkpoint says to front ends.
+    """A loaded engine, and the facts of its checkpoint that front ends need.
 
     Attributes:
-        engine: Closed by whoever runs it.
-        model_path: The checkpoint; "" for none.
-        dtype: Of the weights.
-        eos_token_ids: Ids that end a sequence, by the checkpoint.
-        release: Ends what the engine shares with other ranks, on all of them at the same time, once it is closed.
-        debug_tensors: The engine's, if it writes any down; of several ranks this one's.
-        grammars: What follows guides, at rank 0 and at the rank that chooses tokens; None without a tokenizer.
+        engine: The engine; the caller that runs it closes it.
+        model_path: Folder of the checkpoint; "" for none.
+        dtype: Dtype of the weights.
+        eos_token_ids: The checkpoint's end ids.
+        release: Releases what the engine shares with other ranks; called on all ranks at once, after it is
+            closed.
+        debug_tensors: The engine's debug tensors if it records any; of several ranks, this rank's.
+        grammars: The grammars that guides use, on rank 0 and on the rank that samples; None without a
+            tokenizer.
     """
 
     engine: Engine
@@ -66,10 +69,10 @@ class LoadedModel:
 
 
 MakeGrammars = Callable[[int], "Grammars | None"]
-"""Takes the size of a vocabulary; makes what follows guides in it."""
+"""Makes the grammars for a vocabulary of the given size; None without a tokenizer."""
 
 LoadModel = Callable[["Parameters", str, "RankContext | None"], LoadedModel]
-"""Loads all of a model, or one rank's part of it: takes the parameters, the Triton model's version folder and the
+"""Loads a model, or one rank's part of it: takes the parameters, the Triton model's version folder and the
 rank's context, as `load_model` does."""
 
 
@@ -80,18 +83,18 @@ def load_model(
     processors: LogitsPostProcessors | None = None,
     vocabulary: GuideVocabulary | None = None,
 ) -> LoadedModel:
-    """Load the checkpoint, or the part of it that is this rank's.
+    """Load the checkpoint, or this rank's part of it.
 
     Args:
-        parameters: What config.pbtxt says.
-        version_dir: The Triton model's version folder; the demo model lies in it.
-        rank_context: Of this rank among several; None for all of the model.
-        processors: Logits post-processors that requests may name; None for those of the parameter
+        parameters: The parameters from config.pbtxt.
+        version_dir: The Triton model's version folder, which contains the demo model.
+        rank_context: This rank's context if there are several ranks; None for the whole model.
+        processors: Logits post-processors that requests may name; None: those of the parameter
             `logits_post_processor_module`.
-        vocabulary: What guides are followed in; None: that of the tokenizer.
+        vocabulary: The vocabulary that guides use; None: the tokenizer's.
 
     Raises:
-        ConfigError: It cannot be loaded; of several ranks, all raise.
+        ConfigError: The checkpoint cannot be loaded; with several ranks, all of them raise it.
     """
     path = parameters.engine.gpt_model_path or str(Path(version_dir) / _DEMO_MODEL)
     config = _settle_engine(parameters, path)
@@ -103,13 +106,13 @@ def load_model(
 
     make_grammars = functools.cache(functools.partial(_make_grammars, parameters, path, vocabulary))
     if rank_context is None:
-        Mapping(moe_ep_size=parameters.moe_expert_parallel_size)  # says so if that needs several ranks
+        Mapping(moe_ep_size=parameters.moe_expert_parallel_size)  # raises if this needs several ranks
         return _load_whole(config, path, parameters.gpu_device_ids, find_processors(), make_grammars)
     return _load_part(config, path, parameters.gpu_device_ids, rank_context, find_processors, make_grammars)
 
 
 def _settle_engine(parameters: Parameters, path: str) -> EngineConfig:
-    """The engine's configuration, with the kind of engine and the folder settled however they were named."""
+    """Return the engine's configuration with implementation and folder resolved, however they were given."""
     config, scheduler = parameters.engine, parameters.scheduler
     shares_blocks = scheduler.enable_kv_cache_reuse or scheduler.max_beam_width != 1
     config = replace(config, gpt_model_path=path, shares_blocks=shares_blocks)
@@ -146,7 +149,7 @@ def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> 
 def _make_grammars(
     parameters: Parameters, path: str, vocabulary: GuideVocabulary | None, vocab_size: int
 ) -> Grammars | None:
-    """The grammars for a vocabulary of `vocab_size`; None without a tokenizer."""
+    """Return the grammars for a vocabulary of `vocab_size`; None without a tokenizer."""
     from inflight.guided.grammars import Grammars
     from inflight.guided.make_backend import make_backend
     from inflight.guided.vocabulary import GuideVocabulary
@@ -156,7 +159,7 @@ def _make_grammars(
 
         try:
             tokenizer = Tokenizer.from_dir(parameters.tokenizer_dir or path)
-        except ConfigError as error:  # ids alone can be served without one
+        except ConfigError as error:  # without a tokenizer, token ids can still be served
             _log.info("no guided decoding: %s", error)
             return None
         vocabulary = GuideVocabulary(tuple(tokenizer.token_bytes()), tokenizer.special_ids)
@@ -165,7 +168,7 @@ def _make_grammars(
 
 
 def _begin_compiling(config: EngineConfig, path: str) -> None:
-    """Compile while torch is imported, which takes seconds too. What is wrong, the load itself will say."""
+    """Start compiling layers while torch is imported, which takes seconds too. The load reports any errors."""
     if (
         config.kernels == "torch"
         or config.implementation in ("transformers", "tensorrt")
@@ -187,7 +190,7 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
 
 
 def _keeps_integers(quantization: ConfigFile) -> bool:
-    """Whether compiled layers will multiply a checkpoint's matrices as they are, as far as config.json tells."""
+    """Return whether compiled layers will use a checkpoint's integer matrices directly, judged by config.json."""
     by_method = {"awq": True, "gptq": quantization.value("bits") == 4}
     is_integer = quantization.value("format") in ("pack-quantized", "int-quantized")
     return by_method.get(str(quantization.value("quant_method")), is_integer)
@@ -275,7 +278,7 @@ def _load_part(
 
 
 def _check_same_names(names: tuple[str, ...], agreement: Agreement) -> None:
-    """Raise ConfigError where another rank has other logits post-processors: it would refuse other requests."""
+    """Raise ConfigError if another rank has other logits post-processors and so would refuse other requests."""
     digest = zlib.crc32("\0".join(names).encode())
     if agreement.least(digest) != digest:
         raise ConfigError(
@@ -286,7 +289,7 @@ def _check_same_names(names: tuple[str, ...], agreement: Agreement) -> None:
 def _connect(
     rank_context: RankContext, stage_ranks: MpiStage, device: torch.device
 ) -> tuple[Collectives, Callable[[], None]]:
-    """The collectives of this rank's stage, and what ends them. Every rank calls this at the same time."""
+    """Return the collectives of this rank's stage and a function that closes them; called on all ranks."""
     from inflight.engine.collectives import MpiCollectives, TorchCollectives
 
     if device.type == "cpu":
@@ -299,16 +302,16 @@ def _connect(
 def guide_vocabulary(
     encoded_vocab: Sequence[str], tokenizer_str: str | None = None, stop_token_ids: Collection[int] = ()
 ) -> GuideVocabulary:
-    """The vocabulary of TensorRT-LLM's `GuidedDecodingConfig`, for `load_model`.
+    """Return the vocabulary of TensorRT-LLM's `GuidedDecodingConfig`, for `load_model`.
 
     Args:
-        encoded_vocab: Tokens by id, as the tokenizer writes them.
-        tokenizer_str: The content of a tokenizer.json, which says what bytes tokens stand for; without it they
-            stand for their own UTF-8.
-        stop_token_ids: Tokens that are no text.
+        encoded_vocab: Tokens by id, in the tokenizer's spelling.
+        tokenizer_str: Content of a tokenizer.json, which defines the bytes of each token; without it, a token
+            stands for its own UTF-8 bytes.
+        stop_token_ids: Ids of tokens that are not text.
 
     Raises:
-        ConfigError: `tokenizer_str` is no tokenizer.
+        ConfigError: `tokenizer_str` is not a tokenizer.
     """
     from inflight.guided.vocabulary import GuideVocabulary
 

@@ -1,7 +1,7 @@
-"""How a parameter is declared: its type and range, and its row in config.pbtxt.
+"""The declaration of a parameter: its type and range, and its row in config.pbtxt.
 
-Owns the grammar of booleans, numbers, choices and lists, and how a row reads its text, explains itself and
-complains. Does not know any parameter: `inflight.config` declares them. Pure.
+Owns the syntax of booleans, numbers, choices and lists, and the parsing, description and error messages of a row.
+Does not know any parameter: `inflight.config` declares them. Pure.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ParameterKind:
     """The type and the range of a parameter.
 
     Attributes:
-        expected: What to write.
-        convert: Makes a value of a text; ValueError for a text that is none of the type.
+        expected: The allowed values, in words for messages.
+        convert: Converts a text to a value; ValueError for a text that is not of the type.
         accepts: Whether a value is of the type and within the range.
     """
 
@@ -32,7 +32,7 @@ class ParameterKind:
     accepts: Callable[[Any], bool]
 
     def parse(self, text: str) -> Any:
-        """The value that `text` stands for; ValueError if that is not accepted."""
+        """Return the value of `text`; raise ValueError if it is not accepted."""
         value = self.convert(text)
         if not self.accepts(value):
             raise ValueError(text)
@@ -40,12 +40,12 @@ class ParameterKind:
 
 
 def integer(minimum: int) -> ParameterKind:
-    """An integer, at least `minimum`."""
+    """Return the kind of an integer that is at least `minimum`."""
     return ParameterKind(f"an integer >= {minimum}", int, lambda value: value >= minimum)
 
 
 def share(above: bool = False) -> ParameterKind:
-    """A number in [0, 1], or ]0, 1] if it has to be above 0."""
+    """Return the kind of a number in [0, 1], or in ]0, 1] if it has to be above 0."""
     return ParameterKind(
         f"a number {'>' if above else '>='} 0 and <= 1",
         float,
@@ -54,7 +54,7 @@ def share(above: bool = False) -> ParameterKind:
 
 
 def _named(values: Mapping[str, Any], any_case: bool = False) -> ParameterKind:
-    """One of these values, by its name: letter for letter, or with `any_case` in small letters or capitals."""
+    """Return the kind of one of `values`, given by name; `any_case` ignores the case of letters."""
     by_text = {name.lower(): value for name, value in values.items()} if any_case else values
 
     def convert(text: str) -> Any:
@@ -67,12 +67,12 @@ def _named(values: Mapping[str, Any], any_case: bool = False) -> ParameterKind:
 
 
 def choice(*names: str, any_case: bool = False) -> ParameterKind:
-    """One of these names; with `any_case` in small letters or capitals too."""
+    """Return the kind of one of `names`; `any_case` ignores the case of letters."""
     return _named({name: name for name in names}, any_case)
 
 
 def member(enum: type[Enum], *but: Enum) -> ParameterKind:
-    """The value of one of an Enum's members, `but` these."""
+    """Return the kind of a member of an Enum, given by its value; the members in `but` are excluded."""
     return _named({item.value: item for item in enum if item not in but})
 
 
@@ -94,12 +94,12 @@ def _named_folders(text: str) -> tuple[tuple[str, str], ...]:
 _FLOAT_TYPES = ("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
 DATA_TYPES = choice(*_FLOAT_TYPES)
 DATA_TYPE_OF = "_data_type"
-"""What ends the key of a parameter that says which type config.pbtxt declares an input in: that of `x` for
-x_data_type. Triton takes an input in the declared type alone."""
+"""Suffix of parameters that give the data type with which config.pbtxt declares an input: x_data_type for input
+`x`. Triton accepts an input only in the declared type."""
 
 
 def input_types(parameters: Mapping[str, str]) -> dict[str, str]:
-    """The data type of each input for which a parameter says a valid one: TYPE_FP32, …; by the input's name."""
+    """Return the data type, such as TYPE_FP32, of each input whose parameter gives a valid one, by input name."""
     return {
         key.removesuffix(DATA_TYPE_OF): value
         for key, value in parameters.items()
@@ -112,10 +112,9 @@ BOOLEAN = dataclasses.replace(_named(_TRUTH, any_case=True), expected="true or f
 
 
 class SpecialTokens(Enum):
-    """Whether a prompt's text gets the special tokens that tokenizer.json puts around one, such as BOS.
+    """Whether the special tokens that tokenizer.json adds around a text, such as BOS, are added to a prompt.
 
-    AUTO adds them unless the text itself begins with those that would stand in front of it, as what a chat
-    template has made may.
+    AUTO adds them unless the text already begins with the leading ones, as the output of a chat template may.
     """
 
     ADDED = "true"
@@ -151,7 +150,7 @@ NAMES = ParameterKind(
 
 
 class Role(Enum):
-    """The role of a model in the repository; each role takes its own part of the parameters."""
+    """The role of a model in the model repository; each role accepts some of the parameters."""
 
     ENGINE = "engine"
     FRONT_END = "front end"
@@ -168,19 +167,19 @@ class ParameterSpec:
     """One row of the `parameters` in config.pbtxt.
 
     Attributes:
-        key: The key in config.pbtxt; a field's name unless it says another.
-        kind: What its text may be.
+        key: The key in config.pbtxt; by default the field's name.
+        kind: The type and range of the value.
         default: The value when absent.
-        meaning: One line for the reader of config.pbtxt.
-        roles: The models that take it.
-        template: tensorrtllm_backend's template variable, where its name is not the key.
-        template_value: What config.pbtxt says instead of a template variable.
-        neutral: None for a built row. Otherwise the only values accepted, () for none.
-        read_by_triton: Whether Triton's Python backend reads it and this package does not.
-        complaint: How an error about its value begins: with {key} and {text}.
-        no_effect: Why any value that parses does nothing; "" for a row of which that is not so. What was given is
-            logged with it.
-        behind: Of a field that does not follow the one before it in config.pbtxt: the key that it follows there.
+        meaning: One line of explanation for readers of config.pbtxt.
+        roles: The models that accept the parameter.
+        template: tensorrtllm_backend's template variable, if its name is not the key.
+        template_value: The value in config.pbtxt in place of a template variable.
+        neutral: None for a parameter that is implemented. Otherwise the only accepted values, () for none.
+        read_by_triton: Whether Triton's Python backend reads the parameter and this package does not.
+        complaint: The beginning of an error about the value, with {key} and {text}.
+        no_effect: The reason why no value has an effect, logged if one is given; "" for a parameter with an
+            effect.
+        behind: The key that the row follows in config.pbtxt, if not that of the field before it.
     """
 
     key: str
@@ -198,12 +197,12 @@ class ParameterSpec:
 
     @property
     def built(self) -> bool:
-        """Whether this version acts on the parameter."""
+        """Whether this version implements the parameter."""
         return self.neutral is None and not self.read_by_triton and not self.no_effect
 
     @property
     def expectation(self) -> str:
-        """The values that may be written, for a comment."""
+        """The allowed values, for a comment."""
         if self.neutral is not None:
             return f"not available yet, {self._neutral_advice}"
         if self.no_effect:
@@ -222,7 +221,7 @@ class ParameterSpec:
         return "leave it out" + (f" or say {' or '.join(shown)}" if shown else "")
 
     def parse(self, text: str) -> Any:
-        """The value of a filled-in `text`; ConfigError with key, value and what was expected."""
+        """Parse a filled-in `text`; raise ConfigError with key, value and what was expected."""
         try:
             value = self.kind.parse(text)
         except ValueError:
@@ -243,13 +242,13 @@ def parameter(
     key: str = "",
     **more: Any,
 ) -> Any:
-    """A field of a dataclass that is a row of config.pbtxt; the arguments are those of ParameterSpec."""
+    """Return a dataclass field that is a row of config.pbtxt; the arguments are those of ParameterSpec."""
     spec = ParameterSpec(key, kind, default, meaning, roles, **more)
     return field(default=default, metadata={"parameter": spec})
 
 
 def declared_rows(owner: type) -> dict[str, ParameterSpec]:
-    """The rows that the fields of a dataclass declare, by the fields' names."""
+    """Return the rows that the fields of a dataclass declare, by field name."""
     return {
         each.name: dataclasses.replace(spec, key=spec.key or each.name)
         for each in dataclasses.fields(owner)

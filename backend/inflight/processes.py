@@ -1,6 +1,6 @@
-"""Processes by an identity that no later one with the same number has. Linux. Any thread.
+"""Processes identified so that a later process with the same number is not mistaken for them. Linux. Any thread.
 
-Standard library only: processes that run beside the server, or before anything is installed, use it.
+Standard library only: programs that run beside the server, or before anything is installed, use it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _MOST_DESCRIPTORS = 65_536
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process and those that it starts open as many files and connections as they are allowed to.
+    """Raise this process's limit of open files and connections, which its children inherit, as far as allowed.
 
-    Some systems allow a thousand million, and programs that close whatever may be open try all of them.
+    The new limit is capped: some systems allow a thousand million, and programs that close every possible
+    descriptor would take very long.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
@@ -35,20 +36,20 @@ def raise_descriptor_limit() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process of this machine, alive or not; `str` gives a text that `parse` takes."""
+    """The identity of a process on this machine, alive or not; `str` gives a text that `parse` accepts."""
 
     pid: int
     start_time: int
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process with this number now; None if there is none."""
+        """Return the current process with this number; None if there is none."""
         fields = stat_fields(pid)
         return None if fields is None else cls(pid, int(fields[_START_TIME]))
 
     @classmethod
     def parse(cls, text: str) -> ProcessId:
-        """The process whose `str` is `text`."""
+        """Return the process whose `str` is `text`."""
         pid, start_time = text.split("-")
         return cls(int(pid), int(start_time))
 
@@ -56,7 +57,7 @@ class ProcessId:
         return f"{self.pid}-{self.start_time}"
 
     def children(self) -> list[ProcessId]:
-        """Processes that it has started and that have not ended."""
+        """Return the running processes that this process started."""
         stats = ((int(entry.name), stat_fields(int(entry.name))) for entry in Path("/proc").glob("[0-9]*"))
         return [
             ProcessId(pid, int(fields[_START_TIME]))
@@ -65,14 +66,14 @@ class ProcessId:
         ]
 
     def signal(self, number: int) -> None:
-        """Send a signal; nothing if it has ended."""
+        """Send a signal; do nothing if the process has ended."""
         with self.opened() as descriptor:
             if descriptor is not None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, number)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether the process has ended, by now or within `timeout_s` seconds.
+        """Wait for the process to end, at most `timeout_s` seconds; return whether it has ended.
 
         It need not be a child of this process.
         """
@@ -85,7 +86,7 @@ class ProcessId:
 
     @contextlib.contextmanager
     def opened(self) -> Generator[int | None, None, None]:
-        """Open a descriptor of the process, which is readable once it has ended; None if it has."""
+        """Open a descriptor of the process that is readable once it has ended; yield None if it already has."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -98,16 +99,16 @@ class ProcessId:
 
 
 def this_parent() -> ProcessId:
-    """The process that started this one: for the Triton stub, tritonserver."""
+    """Return the process that started this one; for the Triton stub, that is tritonserver."""
     parent = ProcessId.of(os.getppid())
     assert parent is not None, "a process always has a parent"
     return parent
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """A process's fields of /proc/PID/stat behind the name; None if there is no such process."""
+    """Return a process's fields in /proc/PID/stat after the name; None if there is no such process."""
     try:
-        # The name, in brackets, may hold anything.
+        # The name stands in brackets and may contain anything.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None

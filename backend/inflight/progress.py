@@ -1,9 +1,9 @@
-"""How far a long step of a start has come: weights that are read, layers that are compiled.
+"""Progress of a long step at the start, such as reading weights or compiling layers.
 
-Whoever does the work counts; this says it. On a terminal it is a bar, elsewhere a line of the log every few
-seconds. A server's engine writes to its log, and `scripts/serve` makes a bar of these lines again: `ProgressEcho`.
-Knows neither weights nor compilers. A display that fails is turned off, and the work goes on. Reports come from
-the thread that works; `ProgressEcho` takes lines from any.
+The code that does the step counts, and this module displays: as a bar on a terminal, elsewhere as a log line every
+few seconds. A server's engine writes lines to its log, and `ProgressEcho` in `scripts/serve` turns them into
+a bar. Knows neither weights nor compilers. A display that fails is turned off, and the step continues.
+Reports come from the thread that works; `ProgressEcho` takes lines from any thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-_PATIENCE_S = 1.0  # a shorter step says nothing of itself
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 5.0  # between lines of the log; in between, a tenth of what it has taken
+_PATIENCE_S = 1.0  # a shorter step is not displayed
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 5.0  # limits of the pause between log lines, a tenth of the elapsed time
 _GB = 1e9
 _WEIGHTS = re.compile(
     r"(?P<who>rank \d+: )?(?:INFO )?(?P<title>Loading .+?): (?P<done>[\d.]+) (?P<kind>of|GB in) (?P<total>[\d.]+)"
@@ -32,16 +32,16 @@ _log = logging.getLogger(__name__)
 
 
 def pause_s(elapsed_s: float) -> float:
-    """Seconds until the next line of a step that has taken `elapsed_s` seconds so far."""
+    """Return the seconds until the next log line of a step that has taken `elapsed_s` seconds so far."""
     return min(max(elapsed_s / 10, _LEAST_PAUSE_S), _MOST_PAUSE_S)
 
 
 @contextlib.contextmanager
 def load_progress(title: str, total_bytes: int) -> Generator[Callable[[int], None], None, None]:
-    """Show the progress of a load of `total_bytes`; yields a function that counts bytes as loaded.
+    """Display the progress of a load of `total_bytes`; yield a function that counts bytes as loaded.
 
-    Nothing is said in the first second. After it a bar appears if stderr is a terminal; else the log gets a line
-    every few seconds, and one when the load is done.
+    Nothing is displayed in the first second. Then a bar appears if stderr is a terminal; otherwise a line is
+    logged every few seconds, and one when the load is done.
     """
     report = _LoadReport(title, total_bytes)
     try:
@@ -52,7 +52,7 @@ def load_progress(title: str, total_bytes: int) -> Generator[Callable[[int], Non
 
 
 class _LoadReport:
-    """One load. `advance` costs a look at the clock unless there is something to say."""
+    """The display of one load. `advance` only reads the clock unless a display is due."""
 
     def __init__(self, title: str, total_bytes: int) -> None:
         self._title, self._total, self._done = title, total_bytes, 0
@@ -83,10 +83,10 @@ class _LoadReport:
 
 @contextlib.contextmanager
 def compile_progress(what: str) -> Generator[Callable[[], None], None, None]:
-    """Show the progress of compiling the layers; yields a function to call about once a second meanwhile.
+    """Display the progress of compiling layers; yield a function to call about once a second meanwhile.
 
     Args:
-        what: What they are for, such as "bfloat16".
+        what: The kind of layers that are compiled, such as "bfloat16".
     """
     begun_s = time.monotonic()
     next_s = begun_s + _MOST_PAUSE_S
@@ -112,7 +112,7 @@ def compile_progress(what: str) -> Generator[Callable[[], None], None, None]:
 
 
 class Bar:
-    """A bar at the bottom of a terminal, or one for each title; gone after `close`. One thread at a time.
+    """A bar at the bottom of a terminal, or one per title; `close` removes it. One thread at a time.
 
     Args:
         stream: The terminal.
@@ -126,11 +126,11 @@ class Bar:
 
     @property
     def is_shown(self) -> bool:
-        """Whether lines have to go above it."""
+        """Whether a bar is shown, so that lines must be written above it."""
         return self._progress is not None
 
     def show(self, title: str, done: int, total: int | None) -> None:
-        """Show `done` of `total` bytes; None where nobody knows how much there is to do."""
+        """Show `done` of `total` bytes; None if the total is unknown."""
         if self._is_broken:
             return
         try:
@@ -140,12 +140,12 @@ class Bar:
             if title not in self._tasks:
                 self._tasks[title] = self._progress.add_task(title, total=total)
             self._progress.update(self._tasks[title], completed=done)
-        except Exception:  # of the terminal, or as there is another bar on it: no reason to end what is shown
+        except Exception:  # from the terminal, or because it has another bar: the step must continue
             self._is_broken = True
             self.close()
 
     def hide(self, title: str) -> None:
-        """The step of this title has ended; without others the bar goes."""
+        """Remove the bar of this title, and the whole display if no other is left."""
         task = self._tasks.pop(title, None)
         if not self._tasks:
             self.close()
@@ -169,19 +169,19 @@ class Bar:
 
 
 class ProgressEcho:
-    """A terminal that takes a server's log: of its lines about progress it makes a bar below the others.
+    """A wrapper of a terminal that shows the progress lines of a server's log as a bar below the other lines.
 
-    A TextIO as far as `print` and `ServerLog` use one. Any thread.
+    Implements the part of TextIO that `print` and `ServerLog` use. Any thread.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._bar = Bar(stream)
-        self._part = ""  # of a line
+        self._part = ""  # the beginning of an unfinished line
         self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
-        """Write a line, or show it as a bar; a part of a line waits for its end."""
+        """Write lines, or show them as a bar; an unfinished line is kept until its end arrives."""
         with self._lock:
             *lines, self._part = (self._part + text).split("\n")
             for line in lines:
@@ -194,23 +194,23 @@ class ProgressEcho:
         return len(text)
 
     def flush(self) -> None:
-        """As of any file."""
+        """Flush the terminal."""
         with self._lock:
             self._stream.flush()
 
     def fileno(self) -> int:
-        """As of any file."""
+        """Return the terminal's file descriptor."""
         return self._stream.fileno()
 
     def close(self) -> None:
-        """Take the bar away, and write what waits for the end of its line; the terminal stays open."""
+        """Remove the bar and write an unfinished line; the terminal stays open."""
         with self._lock:
             self._bar.close()
             self._stream.write(self._part)
             self._part = ""
 
     def _take(self, line: str) -> bool:
-        """Show a line about progress; whether it need not be written too."""
+        """Show a progress line as a bar; return whether the line then need not be written."""
         if found := _WEIGHTS.search(line):
             title = f"{found['who'] or ''}{found['title']}"
             if found["kind"] != "of":
@@ -238,7 +238,7 @@ def _make_bar(stream: TextIO) -> Progress:
     )
 
     class Sizes(DownloadColumn):
-        """Nothing where there is no size."""
+        """A column of sizes that is empty if the total is unknown."""
 
         def render(self, task: Any) -> Any:
             return super().render(task) if task.total is not None else ""

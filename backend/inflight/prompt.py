@@ -1,4 +1,4 @@
-"""A prompt of a client's request as front ends know it, and what is to be sent for it. Pure."""
+"""A prompt of a client's request as front ends use it, and the parts of its reply. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from inflight.core.request.response import SequenceResult
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """The facts that the reply to a prompt depends on and the engine need not know.
+    """Facts that the reply to a prompt depends on and that the engine does not need.
 
     Attributes:
-        outputs: What the client wants back, by the names of its protocol.
-        named: What the client has named, be it wanted or not; what is not wanted comes without elements.
-        streaming: Whether the client wants responses as they come. The engine may stream all the same.
-        prompt_text: The prompt as it came, None if it came as ids.
-        include_prompt: Whether the text starts with the prompt.
+        outputs: Names, in the client's protocol, of the wanted outputs.
+        named: Names of all outputs that the client mentioned; unwanted ones are returned without elements.
+        streaming: Whether the client wants responses during generation. The engine may stream in any case.
+        prompt_text: The prompt's text; None if it came as ids.
+        include_prompt: Whether the output text starts with the prompt.
         stop_strings: Texts that end the output.
-        min_tokens: Tokens before the first one that may complete a stop string.
-        vocab_size: Values in a row of logits; ids from there on are rows of a prompt table.
-        offered: The engine's additional outputs.
+        min_tokens: Number of tokens before the first one that may complete a stop string.
+        vocab_size: Width of a row of logits; ids from there on are rows of a prompt table.
+        offered: The additional outputs that the engine offers.
     """
 
     outputs: frozenset[str]
@@ -37,15 +37,15 @@ class ReplyOptions:
 
 
 def engine_streams(streaming: bool, stop_strings: tuple[str, ...], uses_beams: bool) -> bool:
-    """Whether the engine has to answer as tokens come, be it that only the server looks at them.
+    """Return whether the engine has to stream, even if only the server reads the stream.
 
-    Where text ends a sequence, the server looks for it while the sequence is being made. Beams are looked at when
-    the search has ended, as they change until then.
+    With stop strings, the server searches the text during generation. With beams it searches when the beam
+    search has ended, because beams change until then.
 
     Args:
-        streaming: Whether the client wants responses as they come.
+        streaming: Whether the client wants responses during generation.
         stop_strings: Texts that end the output.
-        uses_beams: Whether it is a beam search.
+        uses_beams: Whether the request is a beam search.
     """
     return streaming or (bool(stop_strings) and not uses_beams)
 
@@ -55,8 +55,8 @@ class Prompt:
     """One prompt of a client's request.
 
     Attributes:
-        request: For the engine; its `request_id` is 0: the engine client gives it one.
-        options: For its reply.
+        request: The engine's request; its `request_id` is 0 until the engine client assigns one.
+        options: What the reply depends on.
     """
 
     request: Request
@@ -68,10 +68,10 @@ class Output:
     """One part of a response: a prompt's sequence, its beams, or all of its sequences.
 
     Attributes:
-        prompt: What was asked.
-        result: The tokens and what belongs to them, a row for each beam or sequence.
+        prompt: The prompt that is answered.
+        result: Tokens and their log probs and other outputs, with a row per beam or sequence.
         texts: The text of each row; None if there is no text.
-        batch_index: Which of the request's prompts it is.
+        batch_index: Index of the prompt in its request.
     """
 
     prompt: Prompt

@@ -1,7 +1,7 @@
-"""Messages whose RawBuffers go beside them: the message has a buffer's length, and its bytes follow as they are.
+"""Messages whose RawBuffers are sent separately: the message has each buffer's length, and the bytes follow.
 
-Both sides meet the buffers of a message in the same order. The receiving side makes room for each, and fills it
-from wherever the bytes come: a socket, or a broadcast. Nothing is copied into a message and out of it again.
+Both sides process the buffers of a message in the same order. The receiver allocates each buffer and fills it
+from a socket or a broadcast, so bytes are not copied into and out of a message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BufferedEncoder:
         self._buffers: list[memoryview] = []
 
     def encode(self, message: object) -> tuple[bytes, list[memoryview]]:
-        """The message, and the buffers that are to follow it."""
+        """Return the encoded message, and the buffers to send after it."""
         self._buffers = []
         return self._encoder.encode(message), self._buffers
 
@@ -44,11 +44,11 @@ class BufferedDecoder(Generic[_T]):
         self._buffers: list[memoryview] = []
 
     def decode(self, body: bytes) -> tuple[_T, list[memoryview]]:
-        """The message, and the room for its buffers, to be filled in this order before anybody looks.
+        """Return the message, and memory for its buffers, to be filled in this order before the message is used.
 
         Raises:
-            msgspec.MsgspecError: This is no such message.
-            MemoryError: There is no memory for a buffer.
+            msgspec.MsgspecError: The body is not a message of this type.
+            MemoryError: A buffer cannot be allocated.
         """
         self._buffers = []
         return self._decoder.decode(body), self._buffers

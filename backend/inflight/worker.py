@@ -1,11 +1,11 @@
 """`python -m inflight.worker`: one rank of an engine, started by mpirun or srun together with the others.
 
-    leader mode         rank 0 is Triton's process of the model; the others run this
-    orchestrator mode   that process starts all ranks, which run this; it tells rank 0 what to serve on one line of
-                        its standard input, hears on one line of its standard output that it does, and supervises
-                        it over the engine's endpoint
+    leader mode         rank 0 is Triton's process of the model; all other ranks run this program
+    orchestrator mode   Triton's process of the model starts all ranks, which run this program; it writes the job
+                        as one line to rank 0's standard input, reads from one line of its standard output whether
+                        it serves, and supervises it through the engine endpoint
 
-The main thread loads the model and then waits for the end. A rank that loses another one ends at once.
+The main thread loads the model and then waits until the engine ends. A rank that loses another one ends at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NO_ORDERS = (
 
 
 def main(load: LoadModel = load_model) -> int:
-    """The exit status: 0 for an end in order, 1 for a model that does not load, 2 for wrong use.
+    """Run one rank; return 0 if it ends in order, 1 if the model does not load, 2 for wrong usage.
 
     `load` makes this rank's engine.
     """
@@ -49,10 +49,10 @@ def main(load: LoadModel = load_model) -> int:
     if not _is_started_with_others():
         print("inflight.worker: mpirun or srun --mpi=pmix has to start it (see --help)", file=sys.stderr)  # noqa: T201
         return _WRONG_USE
-    os.umask(0o077)  # as the server's processes have it; on another host nobody has set it
+    os.umask(0o077)  # as for the server's processes; on another host it is not inherited
     _end_with_parent()
     report = _take_stdout()
-    # It is of the host that started the ranks; another does not have it.
+    # The variable comes from the host that started the ranks; the folder may be missing on other hosts.
     if folder := os.environ.get(SHARED_MEMORY):
         os.makedirs(folder, mode=0o700, exist_ok=True)
     world = join()
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m inflight.worker",
         description="One rank of an engine. Beside tritonserver in leader mode: mpirun --enable-recovery -n 1 "
         "tritonserver ARGUMENTS : -n N-1 python -m inflight.worker. In orchestrator mode the model starts it.",
-        epilog="It takes no arguments: rank 0 hears what to serve, and tells the others.",
+        epilog="It takes no arguments: rank 0 receives the job and sends it to the other ranks.",
     )
 
 
@@ -76,7 +76,7 @@ def _is_started_with_others() -> bool:
 
 
 def _end_with_parent() -> None:
-    """No rank outlives whoever started it, however that ends."""
+    """Have the kernel kill this rank when its parent process ends."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -84,17 +84,17 @@ def _end_with_parent() -> None:
 
 
 def _take_stdout() -> int:
-    """A descriptor of standard output, for the report alone; what is printed goes to standard error."""
+    """Return a descriptor of standard output for the report; all other output goes to standard error."""
     report = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return report
 
 
 def _end_at_once() -> None:
-    """Without goodbyes, from which the other ranks learn of it.
+    """Kill this process without closing connections, from which the other ranks notice the loss.
 
-    By a signal: a rank that exits with another status than 0 has mpirun end rank 0 too, --enable-recovery or not,
-    before that has answered its clients.
+    By a signal: if a rank exits with a status other than 0, mpirun also ends rank 0, even with --enable-recovery,
+    before rank 0 has answered its clients.
     """
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -136,7 +136,7 @@ def _lead(world: MpiWorld, report: int, load: LoadModel) -> int:
     if notice_s is None:
         engines[0].fail(Unavailable("the engine was lost by the model that holds it; a later try may work"))
     if not engines[0].close(notice_s or 0.0):
-        _end_at_once()  # the loop hangs
+        _end_at_once()  # the loop hangs in the device
     return 0
 
 
@@ -177,7 +177,10 @@ def _build(
 
 
 def _follow(world: MpiWorld, load: LoadModel) -> int:
-    """Always 0: that the model does not load is for rank 0 to say, which mpirun would not let it after another."""
+    """Run a rank other than 0; always return 0, because after any other status mpirun would end rank 0.
+
+    Rank 0 reports if the model does not load.
+    """
     try:
         job, rank_context = attend(world, lambda error: _end_at_once())
     except ConfigError as error:

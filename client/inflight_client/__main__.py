@@ -117,15 +117,15 @@ def _print_log_probs(answer: Completion | Sequence) -> None:
 def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m inflight_client", description="Ask the server for text.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    generate = commands.add_parser("generate", help="continue a prompt and print what comes")
+    generate = commands.add_parser("generate", help="continue a prompt and print the answer")
     generate.set_defaults(run=_generate)
     _add_request(generate)
     _add_choosing(generate)
     _add_ending(generate)
     _add_group(generate, "among other requests", QUEUEING)
-    state = commands.add_parser("state", help="print what the server is doing, as JSON")
+    state = commands.add_parser("state", help="print the state of the server's batcher, as JSON")
     state.set_defaults(run=_state)
-    _add_server(state, "whom to ask, tensorrt_llm by default")
+    _add_server(state, "the model to ask, tensorrt_llm by default")
     _add_convert_lora(commands)
     _add_adapters(commands.add_parser("adapters", help="print the server's LoRA adapters, as JSON"))
     options = parser.parse_args(arguments)
@@ -147,13 +147,13 @@ def _add_convert_lora(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "convert-lora", help="write a PEFT folder's adapter as the arrays lora_weights and lora_config"
     )
     convert.set_defaults(run=_convert_lora)
-    convert.add_argument("folder", metavar="PEFT_FOLDER", help="what PEFT's save_pretrained has made")
-    convert.add_argument("out", metavar="OUT", help="the folder for both files; made if it is missing")
+    convert.add_argument("folder", metavar="PEFT_FOLDER", help="the folder written by PEFT's save_pretrained")
+    convert.add_argument("out", metavar="OUT", help="the folder for both files; created if it is missing")
     convert.add_argument(
         "--storage-type",
         choices=("float16", "float32", "bfloat16"),
         default="float16",
-        help="of the numbers (float16)",
+        help="type of the numbers (float16)",
     )
 
 
@@ -163,7 +163,7 @@ def _add_request(generate: argparse.ArgumentParser) -> None:
     prompt.add_argument(
         "--ids", type=_ids, metavar="1,2,3", help="the prompt as token ids; the answer is ids too"
     )
-    generate.add_argument("--stream", action="store_true", help="print tokens as they come")
+    generate.add_argument("--stream", action="store_true", help="print tokens as they are generated")
     generate.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate (128)"
     )
@@ -176,14 +176,17 @@ def _add_request(generate: argparse.ArgumentParser) -> None:
 def _add_adapters(adapters: argparse.ArgumentParser) -> None:
     adapters.set_defaults(run=_adapters)
     change = adapters.add_mutually_exclusive_group()
-    change.add_argument("--load", metavar="NAME", help="read one now rather than with its first request")
+    change.add_argument("--load", metavar="NAME", help="load an adapter now and not with its first request")
     change.add_argument(
-        "--unload", type=_name_or_id, metavar="NAME|ID", help="free one that no request uses any more"
+        "--unload",
+        type=_name_or_id,
+        metavar="NAME|ID",
+        help="free an adapter's memory once no request uses it",
     )
     adapters.add_argument(
-        "--path", metavar="FOLDER", help="with --load: a folder below lora_dir that has no name yet"
+        "--path", metavar="FOLDER", help="with --load: the folder of a new name, below lora_dir"
     )
-    _add_server(adapters, "whom to ask, tensorrt_llm by default")
+    _add_server(adapters, "the model to ask, tensorrt_llm by default")
 
 
 def _add_server(command: argparse.ArgumentParser, model_help: str) -> None:
@@ -192,9 +195,9 @@ def _add_server(command: argparse.ArgumentParser, model_help: str) -> None:
 
 
 def _add_choosing(generate: argparse.ArgumentParser) -> None:
-    group = _add_group(generate, "how tokens are chosen", CHOOSING)
+    group = _add_group(generate, "sampling", CHOOSING)
     group.add_argument("--bad-word", action="append", dest="bad_words", metavar="TEXT",
-        help="do not generate it in its usual tokens; repeatable")  # fmt: skip
+        help="a word to ban, in its usual tokens; repeatable")  # fmt: skip
     group.add_argument(
         "--n", type=int, dest="num_return_sequences", metavar="N", help="how many answers to print"
     )
@@ -203,11 +206,11 @@ def _add_choosing(generate: argparse.ArgumentParser) -> None:
         type=int,
         dest="prompt_lookup_num_tokens",
         metavar="N",
-        help="guess up to N tokens at a time from what came before: faster where text repeats, and the same text "
-        "in float32",
+        help="draft up to N tokens at a time from earlier text: faster if text repeats, and the same text in "
+        "float32",
     )
     group.add_argument(
-        "--guide-type", choices=GUIDE_TYPES, help="what the answer has to be; all but json need --guide"
+        "--guide-type", choices=GUIDE_TYPES, help="the answer's format; all types except json need --guide"
     )
     group.add_argument("--guide", metavar="TEXT", help="the schema, expression, grammar or tags")
     group.add_argument("--log-probs", action="store_true", default=None, dest="return_log_probs",
@@ -217,7 +220,11 @@ def _add_choosing(generate: argparse.ArgumentParser) -> None:
 def _add_ending(generate: argparse.ArgumentParser) -> None:
     group = _add_group(generate, "where the answer ends", ENDING)
     group.add_argument(
-        "--stop", action="append", dest="stop_words", metavar="TEXT", help="end before it; repeatable"
+        "--stop",
+        action="append",
+        dest="stop_words",
+        metavar="TEXT",
+        help="stop word, before which the answer ends; repeatable",
     )
 
 

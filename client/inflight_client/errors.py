@@ -21,7 +21,7 @@ _STATUS = {
     "CANCELLED": "CANCELLED",
     "INTERNAL": "INTERNAL",
 }
-"""gRPC's names for the kinds of errors that the server tells."""
+"""gRPC's names for the server's kinds of errors."""
 
 
 class ServerError(Exception):
@@ -54,7 +54,7 @@ def server_error(error: Exception, url: str) -> ServerError:
 
 
 def _with_options(marked: str) -> str:
-    """A message with the names of options where the server, by str.format's syntax, has names of tensors."""
+    """Replace the names of tensors, marked as in str.format's syntax, by names of options."""
     try:
         parts = [(text, name) for text, name, *_ in Formatter().parse(marked)]
     except ValueError:  # not this server's

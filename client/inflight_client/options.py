@@ -1,4 +1,4 @@
-"""The keywords of `generate` and `stream`: their tensors, and the outputs that they ask for.
+"""The keywords of `generate` and `stream`: their tensors, and the outputs that they request.
 
 Owns the names: the server's text models and id models have different names for the same things, and a text model
 lacks some. Knows nothing of connections. Plain functions; any thread.
@@ -27,7 +27,7 @@ class Option:
         ids_name: Its name in an id model.
         dtype: Its type; object for text.
         ndim: Number of dimensions of its value; 0 for a number.
-        outputs: The outputs that it asks for, if it is set and not 0 or False.
+        outputs: The outputs that it requests, if it is set and not 0 or False.
         help: Its description on the command line; "" if it is not an option there, or has another name.
     """
 
@@ -78,7 +78,7 @@ CHOOSING = {
     "logits_post_processor_name": _number(
         "logits_post_processor_name",
         np.object_,
-        help="change logits by this function of the server's operator",
+        help="logits post-processor, a function of the server's operator",
     ),
 }
 """Options of sampling."""
@@ -87,16 +87,16 @@ ENDING = {
     "pad_id": _number("pad_id", _INT),
     **{name: _CONTROLS[name] for name in _ENDING_CONTROLS},
 }
-"""Options of where the answer ends."""
+"""Options that end the answer."""
 QUEUEING = {
     "priority": _number("priority", _FLOAT, help="0 to 1, 0.5 by default; higher ones start first"),
     "client_id": _number("client_id", np.uint64, help="clients of one priority take turns"),
-    "allotted_time_ms": _number("allotted_time_ms", _INT, help="end with TIMED_OUT after so long"),
+    "allotted_time_ms": _number("allotted_time_ms", _INT, help="end with TIMED_OUT after this time"),
     "cache_salt_id": _number("cache_salt_id", np.uint64, help="share cached prompts under this number only"),
     "retention_decode_priority": _number("retention_decode_priority", _INT),
     "retention_decode_duration_ms": _number("retention_decode_duration_ms", _INT),
 }
-"""Options of its order among other requests."""
+"""Options of scheduling."""
 _PROMPT = {"prompt_table_extra_ids": Option("", "prompt_table_extra_ids", np.uint64, ndim=1)}
 _WANTED = {
     "return_log_probs": _wanted("return_log_probs", "output_log_probs", "cum_log_probs"),
@@ -153,10 +153,10 @@ class Options:
     Attributes:
         text: Tensors by their names in a text model.
         ids: The same tensors by their names in an id model.
-        outputs: The outputs that they ask for.
+        outputs: The requested outputs.
         only_ids: Keywords for which a text model has no tensor.
         has_beams: Whether it is a beam search.
-        additional_outputs: Those of the outputs that the server's parameter additional_model_outputs adds.
+        additional_outputs: The requested outputs from the server's parameter additional_model_outputs.
     """
 
     text: Tensors
@@ -168,7 +168,7 @@ class Options:
 
 
 def shown_name(tensor: str) -> str:
-    """The option that a tensor comes by; the tensor's own name if it comes by none, as that of the prompt."""
+    """Return the option that sets a tensor; the tensor's own name if there is none, such as the prompt's."""
     return _OPTION_OF_TENSOR.get(tensor, tensor)
 
 

@@ -72,7 +72,7 @@ class PerfMetrics:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One answer, or the part of it in a delta. Fields that were not asked for are empty or None.
+    """One answer, or the part of it in a delta. Fields that were not requested are empty or None.
 
     Attributes:
         text: Generated text, if the prompt was a text.
@@ -102,7 +102,7 @@ class Sequence:
 
 
 class _FirstSequence:
-    """Gives the first sequence's values: those of the only sequence, or of the first of several, or of the best
+    """Access to the first sequence's values: those of the only sequence, the first of several, or the best
     beam."""
 
     sequences: tuple[Sequence, ...]

@@ -1,8 +1,9 @@
 """gRPC streams that serve one request after another, for threads.
 
-A request has a stream of its own while it is in flight. So it can be cancelled separately, errors are its own, and
-tritonserver 2.51 never writes two requests' responses to one stream, which can end it. The stream of an ended
-request is kept for the next one, because opening and ending hundreds per minute has ended that server too.
+A request in flight has a stream of its own. It can therefore be cancelled separately, errors belong to one
+request, and tritonserver 2.51 never writes two requests' responses to one stream, which can end it. The
+stream of an ended request is kept for the next one, because opening and ending hundreds per minute has ended
+that server too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from inflight_client.tensors import PARAMETERS, Call, is_final
 
 
 class EndedIdle(Exception):
-    """A stream that was kept for another request had ended: the request must be sent again on a new one."""
+    """A kept stream had ended before its next request: send the request again on a new one."""
 
 
 class Streams:

@@ -30,12 +30,12 @@ from inflight_client.results import Adapter, Delta, PerfMetrics, TopLogProb
 
 TEXT_MODEL = "ensemble"
 IDS_MODEL = "tensorrt_llm"
-# Models that take text too, under the names of the id models.
+# Models that also take text, under the names of the id models.
 _ENGINE_MODELS = (IDS_MODEL, "tensorrt_llm_infer")
 PARAMETERS = {"structured_errors": True}
-"""The parameter of every request: error messages are to begin with their kind, since Triton does not pass the code
-on in streams, and to mark names of tensors, so that this client can name its options instead. The header
-`triton_grpc_error` would pass the code on too, but can end a tritonserver 2.51."""
+"""Parameters of every request: error messages begin with their kind, since Triton's streams do not carry the
+error code, and mark names of tensors, so that this client can name its options instead. The header
+`triton_grpc_error` would carry the code too, but can end a tritonserver 2.51."""
 NUM_OUTPUT_TOKENS = "num_output_tokens"
 _PER_TOKEN_OUTPUTS = frozenset({"output_log_probs", "top_log_probs", "generation_logits"})
 
@@ -52,7 +52,7 @@ class Call:
         inputs: Its tensors.
         outputs: The outputs to return.
         is_cumulative: Whether each response has everything so far.
-        additional_outputs: Those of the outputs that the server's parameter additional_model_outputs adds.
+        additional_outputs: The outputs from the server's parameter additional_model_outputs.
     """
 
     model: str
@@ -90,7 +90,7 @@ def generate_call(
         () if by_text_names else ("sequence_length",) if is_text else ("output_ids", "sequence_length")
     )
     if by_text_names and "output_log_probs" in read.outputs:
-        ids_outputs = (NUM_OUTPUT_TOKENS,)  # a stream's responses repeat those of earlier ones
+        ids_outputs = (NUM_OUTPUT_TOKENS,)  # a stream's responses repeat earlier values
     outputs = (*(("text_output",) if is_text else ()), *ids_outputs, "finish_reason", *read.outputs)
     tensors = {
         **_prompt_tensor(prompt),
@@ -166,7 +166,7 @@ def read_delta(result: InferResult, call: Call) -> Delta | None:
 
 
 def is_final(result: InferResult) -> bool:
-    """Whether the response is the last of its request."""
+    """Return whether the response is the last of its request."""
     return result.get_response().parameters["triton_final_response"].bool_param
 
 
@@ -224,7 +224,7 @@ class _Outputs:
         return rows[row] if length is None else rows[row][:length]
 
     def _log_probs(self, row: int, length: int | None) -> np.ndarray | None:
-        """Return log probabilities of this response's tokens; a stream may repeat those of earlier tokens."""
+        """Return log probs of this response's tokens; a stream may repeat those of earlier tokens."""
         rows = self.rows("output_log_probs")
         if rows is None or length is None or len(rows) > 1:
             return self._part(row, "output_log_probs", length)
@@ -247,7 +247,7 @@ def _model_for(is_text: bool, options: Options) -> str:
 
 
 def _has_ragged_outputs(options: Options) -> bool:
-    """Whether beams need their lengths, to be told from padding: a text model does not return these."""
+    """Return whether the beams' lengths are needed to remove padding; a text model does not return these."""
     return options.has_beams and not _PER_TOKEN_OUTPUTS.isdisjoint(options.outputs)
 
 

@@ -1,4 +1,4 @@
-"""A host cache with adapters that are made up, and a disk that is."""
+"""A host cache with made-up adapters on a fake disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from inflight.core.request.adapter import (
 from inflight.errors import InvalidArgument, NotFound, error_from_kind
 
 UNIT = 4
-"""Bytes of the smallest adapter; sizes below are in units."""
+"""Size of the smallest adapter in bytes; sizes below are in this unit."""
 WAIT_S = 60
 
 
@@ -36,7 +36,7 @@ def by_id(task_id: int, weights: LoraWeights | None = None) -> LoraRequest:
 
 @dataclass
 class Folders:
-    """Folders of a made-up disk: their contents, how often each was read, and a gate that readers wait at."""
+    """Folders of a fake disk: their contents, how often each was read, and a gate that pauses reads."""
 
     adapters: dict[LoraRequest, LoraWeights | BaseException] = field(default_factory=dict)
     reads: list[LoraRequest] = field(default_factory=list)
@@ -68,7 +68,7 @@ WRONG = make_weights(0xFF)
 
 
 class Caching:
-    """A cache, its made-up disk, and what it has said."""
+    """A cache, its fake disk, and its past updates."""
 
     def __init__(self, max_units: int) -> None:
         self.folders = Folders()
@@ -84,13 +84,13 @@ class Caching:
         return self.next()
 
     def next(self) -> AdapterUpdate:
-        """The next update that says anything."""
+        """Return the next update that is not empty."""
         while not (update := self.cache.update()):
             self.notified.get(timeout=WAIT_S)
         return update
 
     def settle(self) -> AdapterUpdate:
-        """All that is said until nothing is read any more."""
+        """Return all updates, joined, until no adapter is being read."""
         while any(each.state == "loading" for each in self.cache.list_adapters()):
             self.notified.get(timeout=WAIT_S)
         return self.cache.update()
@@ -104,7 +104,7 @@ class Caching:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause all reads: none ends meanwhile."""
+        """Pause all reads within the with block."""
         self.folders.gate.clear()
         try:
             yield

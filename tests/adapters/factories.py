@@ -1,4 +1,4 @@
-"""Adapters as PEFT makes them, and as tensors made up by hand."""
+"""Adapters made by PEFT, and as random tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def linear_layers(case: str) -> list[str]:
 
 
 def make_peft_model(model: ZooModel, seed: int = 0, **options: Any) -> Any:
-    """A random adapter upon a copy of the model; with DoRA, magnitudes that are not those of the start."""
+    """Return a random adapter on a copy of the model; with DoRA, its magnitudes are not the initial ones."""
     torch.manual_seed(seed)
     config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
     adapted = peft.get_peft_model(copy.deepcopy(model.oracle), config)
@@ -58,7 +58,7 @@ def make_weights(
         for module, _, rank in rows
     ]
     weights = np.zeros((1, len(rows), max(lengths) + padding), dtype)
-    # The numbers of a row depend on its module and layer alone, so that the order of rows may change.
+    # A row's numbers depend only on its module and layer, so that rows may be reordered.
     for (module, layer, _), length, row in zip(rows, lengths, weights[0]):
         row[:length] = np.random.default_rng((seed, module, layer)).normal(size=length)
     config = [[int(module), layer, rank, int(is_dora)][:columns] for module, layer, rank in rows]

@@ -1,4 +1,4 @@
-"""The host's cache: who is stored, evicted, refused and waited for, with adapters that are made up."""
+"""The host cache with made-up adapters: storing, eviction, refusals and waiting requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_weights_are_stored_and_then_known_by_their_id(make: Make) -> None:
     assert not it.cache.update()
 
 
-def test_two_requests_that_bring_one_id_at_a_time_store_it_once(make: Make) -> None:
+def test_weights_sent_twice_at_a_time_are_stored_once(make: Make) -> None:
     it = make()
     with it.paused():
         for number in (1, 2, 3):
@@ -44,7 +44,7 @@ def test_two_requests_that_bring_one_id_at_a_time_store_it_once(make: Make) -> N
     assert it.folders.reads == [by_id(7)]
 
 
-def test_wrong_weights_fail_their_own_request_alone(make: Make) -> None:
+def test_invalid_weights_fail_only_their_request(make: Make) -> None:
     it = make()
     with it.paused():
         it.submit(1, by_id(7, WRONG))
@@ -62,7 +62,7 @@ def test_wrong_weights_fail_their_own_request_alone(make: Make) -> None:
     assert update.stored[0].digest == b"\3" * 16
 
 
-def test_an_adapter_that_is_nowhere_is_looked_for_again(make: Make) -> None:
+def test_a_missing_adapter_is_looked_up_again(make: Make) -> None:
     it = make()
     assert errors(it.run(1, LoraRequest(name="new"))) == {1: "NOT_FOUND: new is nowhere"}
     it.folders.adapters[LoraRequest(name="new")] = make_weights()
@@ -110,13 +110,13 @@ def test_id_zero_is_an_id(make: Make) -> None:
     assert ready(make().run(1, by_id(0, make_weights()))) == {1: 0}
 
 
-def test_the_least_recently_used_of_the_idle_goes_first(make: Make) -> None:
+def test_the_least_recently_used_idle_adapter_is_evicted_first(make: Make) -> None:
     it = make(3)
     handles = {}
     for task in (1, 2, 3):
         handles[task] = it.run(task, by_id(task, make_weights(task))).stored[0].handle
         it.cache.forget(task)
-    it.run(11, by_id(1, make_weights(99)))  # weights that come again freshen
+    it.run(11, by_id(1, make_weights(99)))  # weights sent again make the adapter the most recently used
     it.cache.forget(11)
     update = it.run(4, by_id(4, make_weights(4, 2)))
     assert update.dropped == (handles[2], handles[3])
@@ -148,7 +148,7 @@ def test_an_adapter_stored_again_has_another_handle(make: Make) -> None:
     assert third.stored[0].handle not in (first.stored[0].handle, second.stored[0].handle)
 
 
-def test_nothing_is_said_of_a_request_that_has_ended(make: Make) -> None:
+def test_an_ended_request_gets_no_event(make: Make) -> None:
     it = make()
     with it.paused():
         it.submit(1, by_id(1, make_weights(1)))
@@ -179,7 +179,7 @@ def test_weights_of_a_cancelled_request_are_kept(make: Make) -> None:
     assert ready(it.run(2, by_id(1))) == {2: 0}
 
 
-def test_an_adapter_is_told_of_when_it_is_first_used(make: Make) -> None:
+def test_an_adapter_is_reported_at_its_first_use(make: Make) -> None:
     it = make(2)
     it.folders.adapters |= {LoraRequest(name=name): make_weights() for name in "abc"}
     for name in "abc":
@@ -237,7 +237,7 @@ def test_a_named_adapter_has_no_id(make: Make) -> None:
     assert errors(it.run(2, by_id(7))) == {2: "NOT_FOUND: 7 is nowhere"}
 
 
-def test_prefetching_stops_where_the_room_ends(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_prefetching_stops_without_room(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     it = make(3)
     it.folders.adapters |= {by_id(n): make_weights(n, 1) for n in (1, 2, 4, 5)} | {
         by_id(3): WRONG,
@@ -292,8 +292,8 @@ def test_requests_that_wait_for_a_load_are_answered_when_the_cache_closes(make: 
         it.cache.load("c").result(WAIT_S)
 
 
-def test_names_cost_nothing_per_request(make: Make) -> None:
-    """The work of a request does not grow with the number of stored adapters: no other entry is looked at."""
+def test_a_requests_cost_does_not_grow_with_stored_adapters(make: Make) -> None:
+    """The work for a request does not grow with the number of stored adapters: no other entry is read."""
     it = make(2000)
 
     class Counting(dict[LoraRequest, Any]):
@@ -337,9 +337,7 @@ def test_a_bug_fails_the_waiting_requests_and_not_the_thread(monkeypatch: pytest
     cache.close()
 
 
-def test_why_a_folder_was_refused_is_known_until_it_is_read(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folders_error_is_kept_until_it_is_read(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     it = make()
     broken = LoraRequest(name="broken")
     it.folders.adapters[broken] = ConfigError("it has no weights")

@@ -1,4 +1,4 @@
-"""Long histories of the host's cache: against a slow oracle, and by many threads at once."""
+"""Long histories of the host cache: compared with a slow oracle, and with many threads at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .caching import UNIT, Make, by_id, make_weights, tag_of
 
 
 class Oracle:
-    """Reference cache by the simplest means: everything is recomputed at each step."""
+    """A simple reference cache that recomputes everything at each step."""
 
     def __init__(self, max_units: int) -> None:
         self.max_units = max_units
@@ -24,7 +24,7 @@ class Oracle:
         self.stored: dict[int, tuple[int, int]] = {}  # by task: tag, units
         self.last_use: dict[int, int] = {}
         self.users: dict[int, tuple[int, int]] = {}  # by request: task, tag
-        self.retired: dict[int, int] = {}  # by tag: units, of those unloaded while in use
+        self.retired: dict[int, int] = {}  # by tag: units of adapters unloaded while in use
 
     def is_used(self, task: int) -> bool:
         return (task, self.stored[task][0]) in self.users.values()
@@ -64,11 +64,11 @@ class Oracle:
 
 
 @pytest.mark.parametrize("seed", with_all(range(30), range(10)))
-def test_any_history_is_as_the_oracle_has_it(make: Make, seed: int) -> None:
+def test_random_histories_match_the_oracle(make: Make, seed: int) -> None:
     chance = random.Random(seed)
     max_units = chance.randint(2, 12)
     it, oracle = make(max_units), Oracle(max_units)
-    known: dict[int, int] = {}  # tags of handles that the core was told of and that were not dropped
+    known: dict[int, int] = {}  # tags of handles that were reported to the core and not dropped
     for number in range(1, 250):
         doing = chance.random()
         if doing < 0.5:
@@ -109,8 +109,8 @@ def test_any_history_is_as_the_oracle_has_it(make: Make, seed: int) -> None:
         )
 
 
-def test_many_threads_at_once_leave_everything_in_order(make: Make) -> None:
-    """Requests, and people who list, load and unload; in the end nothing is used and the bytes add up."""
+def test_the_cache_is_consistent_after_many_threads(make: Make) -> None:
+    """Requests, and threads that list, load and unload: no adapter stays in use, and the bytes add up."""
     it = make(6)
     it.folders.adapters |= {LoraRequest(name=f"n{n}"): make_weights(n, 1 + n % 3) for n in range(6)}
     is_over = threading.Event()

@@ -1,4 +1,4 @@
-"""The two converters: the server's script and the client's, which must not differ by a byte."""
+"""The server's and the client's converter, whose files must be equal byte by byte."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_client_loads_the_files_that_were_written(zoo: Zoo, tmp_path: Path, 
         assert torch.equal(torch.from_numpy(weights).flatten(), numbers.to(torch.from_numpy(weights).dtype))
 
 
-def test_any_bfloat16_is_rounded_as_torch_does() -> None:
+def test_bfloat16_is_rounded_like_torch() -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 32, 20_000, dtype=np.uint32)
     floats = bits.view(np.float32)
     rounded = torch.from_numpy(floats.copy()).bfloat16().float().numpy()
@@ -141,7 +141,7 @@ def test_damaged_and_missing_folders_are_named(
         assert "adapter_config.json" in capsys.readouterr().err
 
 
-def test_the_client_needs_nothing_of_the_server() -> None:
+def test_the_client_imports_no_server_code() -> None:
     code = "import sys, inflight_client.lora; print(*{'torch', 'inflight', 'safetensors'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []

@@ -1,4 +1,4 @@
-"""Tensors of adapters against the model: TensorRT-LLM's words, and what makes two adapters equal."""
+"""Checks of adapters' tensors against the model, with TensorRT-LLM's messages, and the digest of adapters."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def test_one_changed_number_changes_the_digest(decoder: DecoderConfig) -> None:
     assert check_adapter(read_lora_tensors(*tensors), decoder, 8).digest != one.digest
 
 
-def test_the_same_numbers_elsewhere_are_another_adapter(decoder: DecoderConfig) -> None:
+def test_the_digest_depends_on_module_and_layer(decoder: DecoderConfig) -> None:
     numbers = np.ones((1, 1, 256), np.float32)
-    places = [(Q, 0), (Q, 1), (Module.ATTN_DENSE, 0)]  # of the same sizes
+    places = [(Q, 0), (Q, 1), (Module.ATTN_DENSE, 0)]  # of equal sizes
     made = [read_lora_tensors(numbers, np.array([[[*place, 2]]], np.int32)) for place in places]
     half = read_lora_tensors(numbers.astype(np.float16), np.array([[[Q, 0, 2]]], np.int32))
     assert len({check_adapter(each, decoder, 8).digest for each in (*made, half)}) == 4
@@ -116,7 +116,7 @@ def test_rows_that_do_not_fit_the_model_are_named(
         check_adapter(weights, decoder, 8)
 
 
-def test_a_row_that_is_too_short_says_what_it_needs(decoder: DecoderConfig) -> None:
+def test_a_row_that_is_too_short_is_refused_with_its_length(decoder: DecoderConfig) -> None:
     says = (
         "lora_weights has to few values for mlp_4h_to_h: row 0 of lora_config needs 4 * (96 + 64) = 640, and"
     )
@@ -131,7 +131,9 @@ def test_a_row_that_is_too_short_says_what_it_needs(decoder: DecoderConfig) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("number", [float("inf"), -float("inf"), float("nan")])
-def test_numbers_that_are_none_are_refused(decoder: DecoderConfig, dtype: torch.dtype, number: float) -> None:
+def test_infinite_numbers_and_nan_are_refused(
+    decoder: DecoderConfig, dtype: torch.dtype, number: float
+) -> None:
     numbers = torch.full((1, 1, 130), torch.finfo(dtype).max, dtype=dtype)
     numbers[0, 0, -2:] = -0.0
     config = np.array([[[Q, 0, 1]]], np.int32)
@@ -146,8 +148,8 @@ def test_numbers_that_are_none_are_refused(decoder: DecoderConfig, dtype: torch.
     assert "(attn_q of layer 0) has infinite numbers" in error_of(decoder, read())
 
 
-def test_numbers_behind_a_row_say_that_it_is_another(decoder: DecoderConfig) -> None:
-    """As a fused projection under the id of its first part would have them."""
+def test_nonzero_padding_is_refused(decoder: DecoderConfig) -> None:
+    """A fused projection under the id of its first part has them, for example."""
     weights, config = np.zeros((1, 1, 1000), np.float32), np.array([[[Q, 0, 1]]], np.int32)
     weights[0, 0, 128] = 1e-30
     assert "has 128 numbers by its adapter_size 1, and more behind them" in error_of(
@@ -174,7 +176,7 @@ def test_numbers_behind_a_row_say_that_it_is_another(decoder: DecoderConfig) -> 
         (np.zeros((1, 1, 9), np.float64), np.zeros((1, 1, 4), np.int32), "lora_weights has numbers of"),
     ],
 )  # fmt: skip
-def test_shapes_are_checked_in_upstreams_words(weights: Any, config: Any, says: str) -> None:
+def test_shape_errors_have_upstreams_messages(weights: Any, config: Any, says: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
         read_lora_tensors(weights, config)
     assert says in str(raised.value)
@@ -183,7 +185,7 @@ def test_shapes_are_checked_in_upstreams_words(weights: Any, config: Any, says: 
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2-inner"])
-def test_the_largest_adapter_is_no_larger_than_said(zoo: Zoo, case: str) -> None:
+def test_no_adapter_exceeds_largest_adapter_bytes(zoo: Zoo, case: str) -> None:
     decoder = read_model_description(zoo[case].folder).decoder
     modules = [each for each in SPLIT_MODULES if each in module_sizes(decoder)]
     rows = [(module, layer, 8) for layer in range(decoder.num_layers) for module in modules]

@@ -33,7 +33,7 @@ REFUSED: dict[str, Any] = {
     "arrow_config": {"top_k": 3},
     "kasa_config": {"x": 1},
 }
-"""Fields that a row cannot express, and a value that is refused."""
+"""Fields that a row cannot express, each with a refused value."""
 WRONG: dict[str, Any] = {
     "peft_type": "LOHA",
     "bias": "lora_only",
@@ -49,14 +49,14 @@ WRONG: dict[str, Any] = {
     "layers_pattern": [1],
     "init_lora_weights": "pissa_niter_4",
 }
-"""Fields that are honoured, and a value that is refused."""
+"""Fields that are honoured, each with a refused value."""
 
 
 def fields_of_peft() -> dict[str, Any]:
     return json.loads(json.dumps(peft.LoraConfig(target_modules=["q_proj"]).to_dict(), default=list))
 
 
-def test_every_field_is_decided() -> None:
+def test_every_field_is_honoured_harmless_or_refused() -> None:
     names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
     assert names == HONOURED | HARMLESS | set(REFUSED)
     assert not HONOURED & HARMLESS and not (HONOURED | HARMLESS) & set(REFUSED)
@@ -83,7 +83,7 @@ def test_fields_that_a_row_cannot_express_are_refused_by_name(field: str, value:
     ("field", "value"),
     [*REFUSED.items(), *[(each, WRONG[each]) for each in ("peft_type", "bias", "init_lora_weights")]],
 )
-def test_the_client_refuses_it_too(tmp_path: Path, field: str, value: Any) -> None:
+def test_the_client_refuses_the_same_values(tmp_path: Path, field: str, value: Any) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({**fields_of_peft(), field: value}))
     with pytest.raises(ValueError, match=f"adapter_config.json: {field} is "):
         client.load_lora(tmp_path)
@@ -96,12 +96,12 @@ def test_an_adapter_that_needs_another_model_is_refused(init: str) -> None:
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal", "mica"])
-def test_one_that_leaves_the_model_alone_is_taken(init: Any) -> None:
+def test_an_initialization_that_keeps_the_model_is_accepted(init: Any) -> None:
     PeftConfig.from_values({**fields_of_peft(), "init_lora_weights": init})
 
 
 @pytest.mark.parametrize("nothing", [None, False, "", [], {}])
-def test_an_unknown_field_that_means_nothing_is_taken(nothing: Any) -> None:
+def test_an_unknown_field_with_an_empty_value_is_accepted(nothing: Any) -> None:
     PeftConfig.from_values({**fields_of_peft(), "use_new_trick": nothing})
 
 
@@ -123,7 +123,7 @@ _some = st.lists(st.sampled_from(PATTERNS), max_size=4, unique=True)
 
 
 @given(patterns=_some)
-def test_patterns_match_as_pefts_do(patterns: list[str]) -> None:
+def test_patterns_match_like_pefts(patterns: list[str]) -> None:
     ranks = {pattern: index + 1 for index, pattern in enumerate(patterns)}
     alphas = {pattern: 10.0 * (index + 1) for index, pattern in enumerate(reversed(patterns))}
     values = {"peft_type": "LORA", "r": 64, "lora_alpha": 3, "rank_pattern": ranks, "alpha_pattern": alphas}
@@ -141,7 +141,9 @@ def test_patterns_match_as_pefts_do(patterns: list[str]) -> None:
     layers=st.one_of(st.none(), st.integers(0, 12), st.lists(st.integers(0, 12), max_size=3)),
     pattern=st.sampled_from([None, "", [], "layers", "h", ["h", "layers"], "blocks"]),
 )
-def test_targets_are_those_that_peft_adapts(targets: Any, excluded: Any, layers: Any, pattern: Any) -> None:
+def test_targets_equal_the_modules_that_peft_adapts(
+    targets: Any, excluded: Any, layers: Any, pattern: Any
+) -> None:
     if isinstance(targets, str):
         layers = None
     if layers is None:

@@ -1,4 +1,4 @@
-"""Rows made of PEFT's folders give the weights that PEFT itself merges."""
+"""Rows read from PEFT's folders give the same weights as PEFT's own merge."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FILE = "adapter_model.safetensors"
 def split_weights(
     state: dict[str, torch.Tensor], model: ModelDescription
 ) -> dict[tuple[int, Module], torch.Tensor]:
-    """[out, in] of every linear layer of a model's tensors, query, key and value apart."""
+    """Return the weight [out, in] of every linear layer, with query, key and value separated."""
     decoder, found = model.decoder, {}
     for layer in range(decoder.num_layers):
         prefix = model.names.base + model.names.layers.format(layer)
@@ -90,7 +90,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_rows_are_what_peft_merges(zoo: Zoo, tmp_path: Path, case: str, options: dict[str, Any]) -> None:
+def test_rows_equal_the_weights_that_peft_merges(
+    zoo: Zoo, tmp_path: Path, case: str, options: dict[str, Any]
+) -> None:
     model = read_model_description(zoo[case].folder)
     adapted = make_peft_model(zoo[case], target_modules=linear_layers(case), **options)
     weights = read_peft_folder(save_adapter(adapted, tmp_path), model)
@@ -129,7 +131,7 @@ TARGETS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
-def test_every_way_to_say_what_an_adapter_changes(zoo: Zoo, tmp_path: Path, target: Any) -> None:
+def test_every_form_of_target_modules_is_read(zoo: Zoo, tmp_path: Path, target: Any) -> None:
     model = read_model_description(zoo["llama-gqa"].folder)
     adapted = make_peft_model(
         zoo["llama-gqa"], target_modules=target, exclude_modules=["layers.0.mlp.up_proj"]
@@ -139,7 +141,7 @@ def test_every_way_to_say_what_an_adapter_changes(zoo: Zoo, tmp_path: Path, targ
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_numbers_stay_as_they_are_stored(zoo: Zoo, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_numbers_keep_their_stored_type(zoo: Zoo, tmp_path: Path, dtype: torch.dtype) -> None:
     model = read_model_description(zoo["llama-gqa"].folder)
     adapted = make_peft_model(zoo["llama-gqa"], target_modules=LLAMA_LAYERS, r=4, lora_alpha=5, use_dora=True)
     folder = save_adapter(adapted, tmp_path)
@@ -210,7 +212,7 @@ def test_fused_projections_of_a_gated_model(zoo: Zoo, tmp_path: Path) -> None:
         torch.testing.assert_close(fused[1][module].b, each.b, rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refusals
 
 
 @pytest.fixture
@@ -304,7 +306,7 @@ def test_without_a_model_any_family_is_read(zoo: Zoo, tmp_path: Path) -> None:
         assert read_peft_folder(folder) == read_peft_folder(folder, read_model_description(zoo[case].folder))
 
 
-def test_peft_is_what_the_rules_were_read_from() -> None:
+def test_pefts_version_is_the_one_of_the_rules() -> None:
     assert peft.__version__.startswith("0.21"), (
         "look at LoraConfig's new fields, and at the rules of patterns"
     )

@@ -1,4 +1,4 @@
-"""Many requests over more adapters than there is room for, cancelled at random: no wrong token, nothing left."""
+"""Many requests for more adapters than fit, cancelled at random: tokens are right and no memory leaks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: ZooModel, folder: Path) -> dict[str, list[int]]:
-    """The tokens of each adapter by PEFT; it is saved under its name."""
+    """Return PEFT's tokens for each adapter, which is saved under its name."""
     tokens = {"": model.greedy(PROMPT, NUM_TOKENS)}
     for number in range(NUM_ADAPTERS):
         adapted = make_peft_model(model, number, r=8, lora_alpha=8, target_modules=LLAMA_LAYERS)
@@ -69,7 +69,7 @@ def engine(model: ZooModel, folder: Path, expected: dict[str, list[int]]) -> Run
 
 
 class Load:
-    """Keeps some requests in flight, until so many have ended; who finds the cache full asks again."""
+    """Keeps some requests in flight until a number have ended; repeats those refused by a full cache."""
 
     def __init__(self, engine: RunningEngine, expected: dict[str, list[int]], seed: int) -> None:
         self.wrong: list[object] = []
@@ -89,7 +89,7 @@ class Load:
         assert self._room.acquire(timeout=PATIENCE_S)
         tokens: list[int] = []
         patience = self._rng.choice([0, 1, 2, 3]) if self._rng.random() < 0.3 else None
-        """Given up as soon as it is sent, or has so many tokens; None: never."""
+        """Number of tokens after which the request is cancelled, 0 for at once; None: never."""
 
         def on_response(response: Response) -> None:
             if response.result is not None:
@@ -123,7 +123,7 @@ class Load:
 
 
 @pytest.mark.parametrize("num_requests", with_all([300, 2000], [300]))
-def test_no_wrong_token_and_nothing_is_left(
+def test_no_wrong_token_and_no_leak(
     engine: RunningEngine, expected: dict[str, list[int]], num_requests: int
 ) -> None:
     load = Load(engine, expected, seed=0)

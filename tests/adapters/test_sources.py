@@ -1,4 +1,4 @@
-"""From names, ids, paths and folders to adapters: the whole cache, on folders that are there."""
+"""Adapters by name, id, path and folder, through the whole cache, with real folders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def peft_folder(zoo: Zoo, tmp_path: Path) -> Path:
 
 
 class Served:
-    """A cache of folders, asked for one adapter at a time."""
+    """A cache of folders, used for one adapter at a time."""
 
     def __init__(self, model: ModelDescription, max_bytes: int = 8 * MIB, **folders: Any) -> None:
         self.notified: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -93,7 +93,7 @@ def test_folders_of_both_kinds_are_the_same_adapter(
     assert [each.task_id for each in found] == [None] * 5 + [12]
 
 
-def test_a_command_waits_no_longer_than_it_may(
+def test_a_command_waits_at_most_its_timeout(
     serve: Any, peft_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = serve(lora_dir=tmp_path)
@@ -130,7 +130,7 @@ def test_a_folder_that_has_changed_is_read_after_unloading(
     assert second.digest != first.digest and second.handle != first.handle
 
 
-def test_names_and_paths_that_lead_nowhere(serve: Any, peft_folder: Path, tmp_path: Path) -> None:
+def test_unknown_names_and_paths_are_errors(serve: Any, peft_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "dir" / "inner").mkdir(parents=True)
     (tmp_path / "dir" / "link").symlink_to(peft_folder)
     (tmp_path / "dir" / "loop").symlink_to(tmp_path / "dir" / "loop")
@@ -167,7 +167,9 @@ def test_without_folders_nothing_is_found(serve: Any) -> None:
     assert it.error(task_id=5).startswith(says)
 
 
-def test_a_folder_that_is_wrong_says_whose_and_why(serve: Any, peft_folder: Path, tmp_path: Path) -> None:
+def test_an_invalid_folder_is_an_error_with_name_and_reason(
+    serve: Any, peft_folder: Path, tmp_path: Path
+) -> None:
     config = peft_folder / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "modules_to_save": ["lm_head"]}))
     it = serve(names={"it": peft_folder})
@@ -204,7 +206,7 @@ def test_adapters_that_do_not_fit_at_load_are_read_on_a_miss(
     assert {each.task_id for each in it.cache.list_adapters()} == {*range(1, 20), 39}
 
 
-def test_folders_that_are_not_there_fail_the_load(model: ModelDescription, tmp_path: Path) -> None:
+def test_missing_folders_fail_the_load(model: ModelDescription, tmp_path: Path) -> None:
     for folders, says in (
         ({"names": {"a": tmp_path / "x"}}, "--lora a is"),
         ({"lora_dir": tmp_path / "x"}, "lora_dir is"),
@@ -226,7 +228,7 @@ def test_a_cache_without_room_for_one_adapter_fails_the_load(model: ModelDescrip
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_files_come_back_as_they_were_written(
+def test_written_files_are_read_back_unchanged(
     model: ModelDescription, peft_folder: Path, tmp_path: Path, dtype: str
 ) -> None:
     adapter = read_peft_folder(peft_folder, model, dtype)
@@ -254,9 +256,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         read_lora_files(tmp_path)
 
 
-def test_a_name_is_found_without_a_look_at_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finding_a_name_reads_no_other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = AdapterFolders({f"n{n}": tmp_path for n in range(1000)}, tmp_path, tmp_path)
 
     def never(_: Path) -> None:

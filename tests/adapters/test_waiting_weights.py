@@ -1,4 +1,4 @@
-"""Weights that wait to be stored have a limit, and leave it whatever becomes of them."""
+"""The limit of waiting weights, and the ends of their counting."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .caching import UNIT, WRONG, Caching, Make, by_id, errors, make_weights
 
 
 def bring(it: Caching, request_id: int, lora: LoraRequest) -> None:
-    """Bring weights as the engine's client does, then the loop."""
+    """Add weights like the engine's client, then like the loop."""
     AdapterCommands(it.cache, AdapterFolders()).expect_weights(request_id, lora.num_bytes)
     it.submit(request_id, lora)
 
 
-def test_too_many_are_refused_by_the_limits_name(make: Make) -> None:
+def test_too_many_weights_are_refused_with_the_limits_name(make: Make) -> None:
     it = make(4)
     with it.paused():
         bring(it, 1, by_id(1, make_weights(1, units=3)))
@@ -32,8 +32,8 @@ def test_too_many_are_refused_by_the_limits_name(make: Make) -> None:
     bring(it, 4, by_id(4, make_weights(4, units=4)))
 
 
-def test_one_alone_may_always_wait(make: Make) -> None:
-    """So that it gets the cache's own answer."""
+def test_a_single_requests_weights_may_always_wait(make: Make) -> None:
+    """So that the cache itself answers the request."""
     it = make(1)
     bring(it, 1, by_id(1, make_weights(1, units=2)))
     assert "PEFT Cache is full" in errors(it.next())[1]

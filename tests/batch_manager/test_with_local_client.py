@@ -1,4 +1,4 @@
-"""GptManager behind a LocalEngineClient, threads and all: many submitters, stops at any time, one final each."""
+"""GptManager behind a LocalEngineClient: many threads, and one final response for each request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import threading
 
 from inflight.batch_manager import GptManager
 from inflight.config import CapacityPolicy, SchedulingConfig
-from inflight.core.request.request import EngineDescription, Request
+from inflight.core.request.engine_description import EngineDescription
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import EngineLimits

@@ -1,4 +1,4 @@
-"""A gRPC server that answers like Triton, as far as the client looks, and remembers what it was asked."""
+"""A gRPC server that answers like Triton, as far as the client can tell, and stores the requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Response = service_pb2.ModelStreamInferResponse
 
 @dataclass(frozen=True)
 class Asked:
-    """One request as the server saw it."""
+    """One request as received by the server."""
 
     model: str
     request_id: str
@@ -35,13 +35,13 @@ class Asked:
 
 
 class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """`answer` makes the responses to one request; the default says "a", "b", "c" and then stops.
+    """A fake server. `answer` makes the responses to a request; by default "a", "b", "c" and then the end.
 
     Attributes:
         asked: The requests so far.
-        cancelled: Set when a client goes away before its answer is complete.
+        cancelled: Set when a client disconnects before its answer is complete.
         stopped: Set by a `stop` request.
-        num_streams: How many streams have been opened.
+        num_streams: Number of streams opened so far.
         ended: Released by each stream that ends.
     """
 
@@ -95,7 +95,7 @@ class HangUp(Exception):
 
 
 class Refusal(Exception):
-    """Raised by an `answer` to answer with an error; `code` is Triton's name for it."""
+    """Raised by an `answer` to send an error; `code` is Triton's name for it."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -105,7 +105,7 @@ class Refusal(Exception):
 def answer_with(
     asked: Asked, parts: list, reason: str = "LENGTH", empty_final: bool = True
 ) -> Iterator[Response]:
-    """One response for each part (a text, or a list of ids), the last with `reason`."""
+    """Yield one response for each part (a text, or a list of ids), the last with `reason`."""
     for part in parts:
         is_last = part is parts[-1]
         yield response(asked, part, reason if is_last else "NOT_FINISHED", final=is_last and not empty_final)
@@ -116,13 +116,13 @@ def answer_with(
 def response(
     asked: Asked, part: str | list[int] | None = None, reason: str = "", final: bool = False
 ) -> Response:
-    """One response of a stream; without `part` there are no outputs in it."""
+    """Return one response of a stream; without `part` it has no outputs."""
     message = service_pb2.ModelInferResponse(model_name=asked.model, id=asked.request_id)
     message.parameters["triton_final_response"].bool_param = final
     if isinstance(part, str):
         _add(message, "text_output", "BYTES", np.array([part.encode()], dtype=np.object_))
     elif part is not None:
-        padded = [*part, -1]  # what is beyond sequence_length is padding
+        padded = [*part, -1]  # values after sequence_length are padding
         _add(message, "output_ids", "INT32", np.array([[padded]], dtype=np.int32))
         _add(message, "sequence_length", "INT32", np.array([[len(part)]], dtype=np.int32))
     if part is not None:
@@ -131,7 +131,7 @@ def response(
 
 
 def response_of(asked: Asked, final: bool = False, **outputs: np.ndarray) -> Response:
-    """One response with these outputs, batch dimension included."""
+    """Return one response with these outputs, which have the batch dimension."""
     message = service_pb2.ModelInferResponse(model_name=asked.model, id=asked.request_id)
     message.parameters["triton_final_response"].bool_param = final
     for name, array in outputs.items():
@@ -141,7 +141,7 @@ def response_of(asked: Asked, final: bool = False, **outputs: np.ndarray) -> Res
 
 
 def as_texts(*texts: str) -> np.ndarray:
-    """[1, n] of BYTES."""
+    """Return a BYTES tensor [1, n]."""
     return np.array([[text.encode() for text in texts]], dtype=np.object_)
 
 

@@ -39,7 +39,7 @@ def test_generate_and_stream(server: FakeServer) -> None:
 
 
 def test_state(server: FakeServer) -> None:
-    """The final flag may come alone."""
+    """The final flag may be in a response of its own."""
     server.answer = lambda asked: [
         response_of(asked, state=as_texts('{"queued_requests": 3}')),
         response(asked, final=True),
@@ -191,7 +191,7 @@ def test_a_stream_serves_one_request_after_another(server: FakeServer) -> None:
     assert all(server.ended.acquire(timeout=PATIENCE_S) for _ in range(3))
 
 
-def test_a_server_that_comes_back_gets_another_stream(server: FakeServer) -> None:
+def test_a_restarted_server_gets_a_new_stream(server: FakeServer) -> None:
     async def ask() -> int:
         async with AsyncClient(server.url) as client:
             await client.generate("x")
@@ -200,7 +200,7 @@ def test_a_server_that_comes_back_gets_another_stream(server: FakeServer) -> Non
                 await client.generate("x")
             assert caught.value.status == "UNAVAILABLE"
             again = FakeServer(server.port)
-            deadline = time.monotonic() + PATIENCE_S  # gRPC connects again when it likes to
+            deadline = time.monotonic() + PATIENCE_S  # gRPC reconnects after a time of its own choice
             while True:
                 try:
                     assert (await client.generate("x")).text == (await client.generate("y")).text == "abc"

@@ -33,17 +33,17 @@ def delta(text: str = "", ids: tuple[int, ...] = (), reason: str = "NOT_FINISHED
 
 
 def until_stopped(server: FakeServer, asked: Asked) -> Iterator[Response]:
-    """A first token, and then nothing until somebody ends the request."""
+    """Yield a first token, then nothing until the request is stopped."""
     yield response(asked, "a", "NOT_FINISHED")
     while not server.stopped.is_set() and not server.cancelled.is_set():
         server.stopped.wait(0.05)
     yield from answer_with(asked, [""], "CANCELLED")
 
 
-# -------------------------------------------------------------------- what is asked
+# -------------------------------------------------------------------- requests
 
 
-def test_text_goes_to_the_ensemble_under_its_names(server, client) -> None:
+def test_text_is_sent_to_the_ensemble_under_its_names(server, client) -> None:
     client.generate("déjà vu 🎉", max_tokens=7, **OPTIONS)
     (asked,) = server.asked
     assert asked.model == "ensemble"
@@ -61,7 +61,7 @@ def test_text_goes_to_the_ensemble_under_its_names(server, client) -> None:
     }
 
 
-def test_ids_go_to_the_engine_s_model_under_its_names(server, client) -> None:
+def test_ids_are_sent_to_the_engine_s_model_under_its_names(server, client) -> None:
     list(client.stream([5, 6, 7], max_tokens=7, **OPTIONS))
     (asked,) = server.asked
     assert asked.model == "tensorrt_llm"
@@ -118,7 +118,7 @@ def test_ids_are_the_caller_s_or_unique(server, client) -> None:
         ([2**31], {}, "input_ids must be in"),
     ],
 )
-def test_a_value_that_does_not_fit_is_not_sent(server, client, prompt, options, message: str) -> None:
+def test_an_invalid_value_is_not_sent(server, client, prompt, options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         client.generate(prompt, **options)
     assert not server.asked
@@ -131,7 +131,7 @@ def test_an_unknown_option_is_an_error(client) -> None:
         client.generate("x", topk=5)
 
 
-# -------------------------------------------------------------------- what comes back
+# -------------------------------------------------------------------- responses
 
 
 @pytest.mark.parametrize("empty_final", [True, False])
@@ -149,14 +149,14 @@ def test_a_stream_of_ids(server, client) -> None:
     assert list(client.stream([1])) == [delta(ids=(5, 6)), delta(ids=(7,), reason="LENGTH")]
 
 
-def test_generate_adds_up(server, client) -> None:
+def test_generate_joins_the_deltas(server, client) -> None:
     assert client.generate("x") == Completion((Sequence("abc", (), "LENGTH"),))
     server.answer = lambda asked: answer_with(asked, [[5, 6], [7]], "END_ID")
     assert client.generate([1]) == Completion((Sequence("", (5, 6, 7), "END_ID"),))
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_error_has_the_server_s_status_and_words(server, client, stream: bool) -> None:
+def test_an_error_has_the_server_s_status_and_message(server, client, stream: bool) -> None:
     def refuse(asked: Asked) -> Iterator[Response]:
         raise Refusal("INVALID_ARG", "request_output_len must be at least 1, got 0")
         yield
@@ -167,7 +167,7 @@ def test_an_error_has_the_server_s_status_and_words(server, client, stream: bool
     assert caught.value.status == "INVALID_ARGUMENT"
 
 
-def test_an_error_after_some_deltas_comes_after_them(server, client) -> None:
+def test_an_error_after_some_deltas_is_raised_after_them(server, client) -> None:
     def break_off(asked: Asked) -> Iterator[Response]:
         yield response(asked, "a", "NOT_FINISHED")
         raise Refusal("UNAVAILABLE", "the generation loop died")
@@ -181,7 +181,7 @@ def test_an_error_after_some_deltas_comes_after_them(server, client) -> None:
 
 
 @pytest.mark.parametrize("attempt", range(5))  # the refusal races with the sending of the request
-def test_no_server_is_said_with_what_to_do(attempt: int) -> None:
+def test_an_unreachable_server_is_an_error_with_the_remedy(attempt: int) -> None:
     with pytest.raises(
         ServerError, match=r"no server answers at localhost:9; scripts/serve starts one"
     ) as caught:
@@ -222,7 +222,7 @@ def test_cancel_ends_a_request_by_its_id(server, client, prompt, model: str) -> 
     assert (stop.model, stop.request_id, stop.inputs) == (model, "mine", {"stop": [True]})
 
 
-def test_cancel_of_another_client_s_request_asks_the_model_it_is_told(server, client) -> None:
+def test_cancel_of_another_client_s_request_asks_the_given_model(server, client) -> None:
     client.cancel("theirs")
     client.cancel("theirs", model="tensorrt_llm")
     assert [asked.model for asked in server.asked] == ["ensemble", "tensorrt_llm"]
@@ -249,7 +249,7 @@ def test_one_client_serves_many_threads(server, client) -> None:
 
 
 def refuse_texts(asked: Asked) -> Iterator[Response]:
-    """An answer to a prompt of ids, and a refusal of any other."""
+    """Answer a prompt of ids; refuse any other."""
     if "text_input" in asked.inputs:
         raise Refusal("UNAVAILABLE", "Exceeds maximum queue size")
     yield from answer_with(asked, [[5], [6, 7]])
@@ -275,7 +275,7 @@ def test_there_are_as_many_streams_as_requests_at_a_time(server, client) -> None
     assert server.num_streams == 5
 
 
-def test_a_request_that_is_left_ends_its_own_stream_alone(server, client) -> None:
+def test_leaving_a_request_ends_only_its_stream(server, client) -> None:
     server.answer = lambda asked: until_stopped(server, asked)
     left, kept = client.stream("left"), client.stream("kept")
     next(left), next(kept)
@@ -286,14 +286,14 @@ def test_a_request_that_is_left_ends_its_own_stream_alone(server, client) -> Non
     assert client.generate("x").text == "ab" and server.num_streams == 2
 
 
-def test_a_server_that_comes_back_gets_another_stream(server, client) -> None:
+def test_a_restarted_server_gets_a_new_stream(server, client) -> None:
     client.generate("x")
     server.close()
     with pytest.raises(ServerError) as caught:
         client.generate("x")
     assert caught.value.status == "UNAVAILABLE"
     again = FakeServer(server.port)
-    deadline = time.monotonic() + PATIENCE_S  # gRPC connects again when it likes to
+    deadline = time.monotonic() + PATIENCE_S  # gRPC reconnects after a time of its own choice
     while True:
         try:
             assert client.generate("x").text == client.generate("y").text == "abc"
@@ -324,7 +324,7 @@ def test_streams_end_with_their_client(server, how: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer"])
-def test_a_text_goes_to_the_engine_s_models_under_their_names(server, model: str) -> None:
+def test_a_text_is_sent_to_the_engine_s_models_under_their_names(server, model: str) -> None:
     assert Client(server.url, model).generate("x", max_tokens=7, top_k=2).text == "abc"
     (asked,) = server.asked
     assert (asked.model, asked.outputs) == (model, ["text_output", "sequence_length", "finish_reason"])
@@ -349,7 +349,7 @@ def test_prompts_and_integers_of_wrong_types_are_refused(client, prompt, options
 
 
 def test_an_exception_in_a_loop_over_a_stream_ends_the_program(server) -> None:
-    """And does not leave it waiting for a thread that reads the stream."""
+    """The program does not wait for the thread that reads the stream."""
     server.answer = lambda asked: until_stopped(server, asked)
     program = f"from inflight_client import Client\nfor _ in Client({server.url!r}).stream('x'): 1 / 0"
     done = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, capture_output=True)
@@ -359,7 +359,7 @@ def test_an_exception_in_a_loop_over_a_stream_ends_the_program(server) -> None:
 
 
 @pytest.mark.parametrize("left", ["client.generate('x')", "deltas = client.stream('x'); next(deltas)"])
-def test_a_program_ends_that_leaves_its_client_open(server, left: str) -> None:
+def test_a_program_with_an_open_client_ends(server, left: str) -> None:
     server.answer = lambda asked: answer_with(asked, ["a", "b"])
     program = f"from inflight_client import Client; client = Client({server.url!r}); {left}"
     done = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, capture_output=True)
@@ -367,6 +367,6 @@ def test_a_program_ends_that_leaves_its_client_open(server, left: str) -> None:
     assert server.ended.acquire(timeout=PATIENCE_S)
 
 
-def test_the_client_stands_alone() -> None:
+def test_importing_the_client_imports_no_server_code() -> None:
     program = "import sys, inflight_client; sys.exit('inflight' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -26,7 +26,7 @@ from tests.client.test_client import until_stopped
 
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
-def test_text_is_printed_as_it_is(server: FakeServer, capsys, stream: list[str]) -> None:
+def test_text_is_printed_unchanged(server: FakeServer, capsys, stream: list[str]) -> None:
     server.answer = lambda asked: answer_with(asked, [" Hé", "\n🎉"])
     assert main(["generate", "a prompt", "--url", server.url, "--max-tokens", "5", *stream]) == 0
     assert capsys.readouterr().out == " Hé\n🎉\n"
@@ -35,7 +35,7 @@ def test_text_is_printed_as_it_is(server: FakeServer, capsys, stream: list[str])
 
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
-def test_ids_are_printed_as_they_are_given(server: FakeServer, capsys, stream: list[str]) -> None:
+def test_ids_are_printed_as_ids(server: FakeServer, capsys, stream: list[str]) -> None:
     server.answer = lambda asked: answer_with(asked, [[5, 6], [], [7]])
     assert main(["generate", "--ids", "1,2,3", "--url", server.url, *stream]) == 0
     assert capsys.readouterr().out == "5,6,7\n"
@@ -85,7 +85,7 @@ def test_several_answers_are_numbered(server: FakeServer, capsys) -> None:
 
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
-def test_log_probs_stand_apart_from_the_answer(server: FakeServer, capsys, stream: list[str]) -> None:
+def test_log_probs_are_printed_to_stderr(server: FakeServer, capsys, stream: list[str]) -> None:
     def part(asked: Asked, text: str, log_prob: float, total: float, **more) -> Response:
         return response_of(
             asked,
@@ -140,18 +140,18 @@ def test_adapters_are_printed(server: FakeServer, capsys, arguments: list[str], 
     assert json.loads(asked.inputs["lora_command"][0]) == command
 
 
-def test_a_path_is_of_what_is_loaded(server: FakeServer) -> None:
+def test_a_path_needs_load(server: FakeServer) -> None:
     with pytest.raises(SystemExit):
         main(["adapters", "--url", server.url, "--path", "a"])
 
 
 @pytest.mark.parametrize(("given", "tensor"), [("sql", "lora_name"), ("7", "lora_task_id")])
-def test_an_adapter_to_answer_with(server: FakeServer, capsys, given: str, tensor: str) -> None:
+def test_lora_selects_an_adapter(server: FakeServer, capsys, given: str, tensor: str) -> None:
     assert main(["generate", "x", "--url", server.url, "--lora", given]) == 0
     assert server.asked[0].inputs[tensor] == [int(given) if given.isdecimal() else given]
 
 
-def test_a_server_that_does_not_tell_its_state(server: FakeServer, capsys) -> None:
+def test_a_server_without_state_requests_is_an_error(server: FakeServer, capsys) -> None:
     def refuse(asked: Asked) -> Iterator[Response]:
         raise Refusal("UNSUPPORTED", "parameter enable_state_requests is false")
         yield
@@ -189,7 +189,7 @@ def test_errors_are_one_line_and_exit_1(capsys, arguments: list[str], message: s
         ["x", "--stream", "--beam-width=2"],
     ],
 )
-def test_arguments_that_make_no_sense_exit_2(capsys, arguments: list[str]) -> None:
+def test_invalid_arguments_exit_2(capsys, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["generate", *arguments])
     assert caught.value.code == 2
@@ -206,7 +206,7 @@ def test_interrupting_cancels_the_request(server: FakeServer) -> None:
     assert server.cancelled.wait(PATIENCE_S)
 
 
-def test_a_reader_who_has_enough_ends_it(server: FakeServer) -> None:
+def test_a_closed_pipe_ends_the_command(server: FakeServer) -> None:
     server.answer = lambda asked: answer_with(asked, ["x" * 4096] * 100)
     command = [sys.executable, "-m", "inflight_client", "generate", "x", "--stream", "--url", server.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -1,4 +1,4 @@
-"""Options on the wire, and what comes back for them."""
+"""Options as sent to the server, and the results that they add."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUMBERS = {
 }
 IDS_NAMES = {name: control.tensor for name, control in OF_CONTROLS.items()}
 TEXT_NAMES = {"top_p_reset_id": "top_p_reset_ids"}
-# One value of each, in the shapes of a vocabulary of four.
+# One value of each, for a vocabulary of four.
 ARRAYS = {
     "embedding_bias": [0.0, 1.0, -1.0, 0.5],
     "allowed_token_ids": [3, 9],
@@ -71,10 +71,10 @@ def client(server: FakeServer) -> Client:
     return Client(server.url)
 
 
-# -------------------------------------------------------------------- what is asked
+# -------------------------------------------------------------------- requests
 
 
-def test_numbers_go_by_the_text_models_names(server, client) -> None:
+def test_numbers_are_sent_under_the_text_models_names(server, client) -> None:
     client.generate("x", **NUMBERS)
     (asked,) = server.asked
     assert asked.model == "ensemble"
@@ -82,7 +82,7 @@ def test_numbers_go_by_the_text_models_names(server, client) -> None:
         assert asked.inputs[TEXT_NAMES.get(name, name)] == [value]
 
 
-def test_numbers_go_by_the_id_models_names(server, client) -> None:
+def test_numbers_are_sent_under_the_id_models_names(server, client) -> None:
     client.generate([5], **NUMBERS)
     (asked,) = server.asked
     assert asked.model == "tensorrt_llm"
@@ -159,7 +159,7 @@ def test_the_servers_other_names_are_known(other: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["x", [5]])
-def test_an_adapter_goes_by_a_name_or_an_id(server, client, prompt) -> None:
+def test_an_adapter_has_a_name_or_an_id(server, client, prompt) -> None:
     client.generate(prompt, lora="sql")
     client.generate(prompt, lora=2**64 - 1)
     by_name, by_id = server.asked
@@ -183,7 +183,7 @@ def test_an_adapters_weights(server, client, dtype, datatype) -> None:
 
 
 def test_weights_of_bfloat16_cross_bit_by_bit() -> None:
-    bits = (WEIGHTS.view(np.uint32) >> 16).astype(np.uint16)  # exact: these have few digits
+    bits = (WEIGHTS.view(np.uint32) >> 16).astype(np.uint16)  # exact: the values have few digits
     call = generate_call([5], False, {"lora": 7, "lora_weights": (bits.view("V2"), ROWS[None])})
     (tensor,) = [each for each in call.inputs if each.name() == "lora_weights"]
     assert (tensor.datatype(), tensor.shape()) == ("BF16", [1, 2, 6])
@@ -202,7 +202,7 @@ def test_weights_of_bfloat16_cross_bit_by_bit() -> None:
         (7, (WEIGHTS, ROWS + 0.5), "lora_config must be"),
     ],
 )
-def test_weights_that_cannot_be_an_adapters(client, lora, weights, message) -> None:
+def test_invalid_adapter_weights_are_refused(client, lora, weights, message) -> None:
     with pytest.raises(ValueError, match=message):
         client.generate("x", lora=lora, lora_weights=weights)
 
@@ -265,7 +265,7 @@ def test_words_as_texts_and_ids(server, client) -> None:
         (np.zeros(4, np.int32), r"2-dimensional array, got the shape \[4\]"),
     ],
 )
-def test_words_that_make_no_sense_are_not_sent(server, client, words, message: str) -> None:
+def test_invalid_words_are_not_sent(server, client, words, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         client.generate("x", stop_words=words)
     assert not server.asked
@@ -301,7 +301,7 @@ def test_words_that_make_no_sense_are_not_sent(server, client, words, message: s
         ),
     ],
 )
-def test_values_that_do_not_fit_are_not_sent(server, client, options, message: str) -> None:
+def test_invalid_values_are_not_sent(server, client, options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         client.generate("x", **options)
     assert not server.asked
@@ -342,7 +342,7 @@ def test_retention_has_a_tensor_for_each_part_of_a_range(server, client, prompt)
     assert asked.shapes["retention_token_range_starts"] == [1, 2]
 
 
-def test_no_ranges_are_no_tensors(server, client) -> None:
+def test_empty_ranges_send_no_tensors(server, client) -> None:
     client.generate("x", retention_token_ranges=[])
     assert not any(name.startswith("retention") for name in server.asked[0].inputs)
 
@@ -364,14 +364,14 @@ def test_a_bias_by_words(server, client) -> None:
         {"beam_width": 2, "return_log_probs": True},
     ],
 )
-def test_a_text_with_what_ensemble_lacks_goes_to_the_id_model(server, client, options) -> None:
+def test_a_text_with_tensors_that_ensemble_lacks_goes_to_the_id_model(server, client, options) -> None:
     assert client.generate("x", **options).text == "abc"
     (asked,) = server.asked
     assert asked.model == "tensorrt_llm"
     assert asked.inputs["text_input"] == ["x"] and "request_output_len" in asked.inputs
 
 
-def test_a_model_that_lacks_a_tensor_is_not_asked(server) -> None:
+def test_a_model_that_lacks_a_tensor_gets_no_request(server) -> None:
     text_client = Client(server.url, model="ensemble")
     with pytest.raises(ValueError, match="ensemble does not take draft_input_ids: tensorrt_llm does"):
         text_client.generate("x", draft_input_ids=[1])
@@ -401,7 +401,7 @@ def test_requested_outputs_are_named(server, client, options, outputs: list[str]
     assert server.asked[0].outputs == ["output_ids", "sequence_length", "finish_reason", *outputs]
 
 
-# -------------------------------------------------------------------- what comes back
+# -------------------------------------------------------------------- responses
 
 
 def answer(asked: Asked, *responses: dict[str, np.ndarray]) -> Iterator[Response]:
@@ -411,7 +411,7 @@ def answer(asked: Asked, *responses: dict[str, np.ndarray]) -> Iterator[Response
 
 
 def ids_of(*rows: list[int], reason: str = "NOT_FINISHED", **more: np.ndarray) -> dict[str, np.ndarray]:
-    """Rows of ids, filled up with -1 to the longest."""
+    """Return rows of ids, padded with -1 to the longest."""
     longest = max(map(len, rows))
     padded = [[*row, *[-1] * (longest - len(row))] for row in rows]
     return {
@@ -423,7 +423,7 @@ def ids_of(*rows: list[int], reason: str = "NOT_FINISHED", **more: np.ndarray) -
 
 
 def floats(values: list) -> np.ndarray:
-    """With the batch dimension, exact in float32."""
+    """Return float32 values with the batch dimension, which are exact."""
     return np.array([values], np.float32)
 
 
@@ -476,7 +476,7 @@ def test_perf_metrics_are_the_last_ones(server, client) -> None:
     assert client.generate([1], return_perf_metrics=True).perf_metrics == wanted
 
 
-def test_sequences_are_sorted_out(server, client) -> None:
+def test_sequences_are_separated(server, client) -> None:
     def part(index: int, *ids: int, reason: str = "NOT_FINISHED") -> dict[str, np.ndarray]:
         return ids_of(list(ids), reason=reason, sequence_index=np.array([[index]], np.int32))
 
@@ -525,7 +525,7 @@ def test_texts_of_beams(server, client) -> None:
     assert [s.text for s in client.generate("x", beam_width=2).sequences] == ["one", "zwei"]
 
 
-def test_sequences_that_come_in_one_response(server) -> None:
+def test_sequences_in_one_response_are_separated(server) -> None:
     server.answer = lambda asked: answer(asked, ids_of([5, 6], [7], reason="LENGTH"))
     done = Client(server.url, model="tensorrt_llm_infer").generate([1], num_return_sequences=2)
     assert [s.token_ids for s in done.sequences] == [(5, 6), (7,)]
@@ -533,10 +533,8 @@ def test_sequences_that_come_in_one_response(server) -> None:
 
 @pytest.mark.parametrize("repeats", [True, False])
 @pytest.mark.parametrize("prompt", ["x", [1]])
-def test_log_probs_of_a_stream_are_taken_once_though_its_responses_repeat_them(
-    server, client, prompt, repeats
-) -> None:
-    """A server may send those of all tokens so far in every response, or each response's own."""
+def test_repeated_log_probs_of_a_stream_are_read_once(server, client, prompt, repeats) -> None:
+    """A server may repeat the log probs of all tokens so far in every response, or not."""
     parts = [(-0.5,), (-0.25, -1.0), ()]
     so_far = [(-0.5,), (-0.5, -0.25, -1.0), (-0.5, -0.25, -1.0)]
 
@@ -557,7 +555,7 @@ def test_log_probs_of_a_stream_are_taken_once_though_its_responses_repeat_them(
 
 
 @pytest.mark.parametrize("prompt", ["x", [5]])
-def test_additional_outputs_are_asked_for_by_name(server, client, prompt) -> None:
+def test_additional_outputs_are_requested_by_name(server, client, prompt) -> None:
     client.generate(prompt, **ADDITIONAL)
     (asked,) = server.asked
     assert set(ADDITIONAL["additional_outputs"]) <= set(asked.outputs)
@@ -565,6 +563,6 @@ def test_additional_outputs_are_asked_for_by_name(server, client, prompt) -> Non
 
 
 @pytest.mark.parametrize("names", [["last_hidden_state"], "logits", [3]])
-def test_a_name_that_no_additional_output_has_is_refused_before_it_is_sent(names) -> None:
+def test_an_invalid_additional_output_name_is_not_sent(names) -> None:
     with pytest.raises(ValueError, match="additional_outputs must be names of outputs, context_<name> or"):
         read_options({"additional_outputs": names})

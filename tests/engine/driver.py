@@ -1,4 +1,4 @@
-"""Drives an engine with batches made by hand: slots and blocks are handed out in order, nothing is scheduled."""
+"""Drives an engine with batches made by hand: slots and blocks are assigned in order, without a scheduler."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ TOKENS_PER_BLOCK = 8
 
 
 def load_engine(folder: Path, **changes: Any) -> ModelEngine:
-    """An engine on the CPU with small blocks."""
+    """Return an engine on the CPU with small blocks."""
     values = {"device": "cpu", "tokens_per_block": TOKENS_PER_BLOCK, "max_num_sequences": 6, **changes}
     return load.load_engine(EngineConfig(str(folder), **values))
 
 
 @dataclass(eq=False)
 class Row:
-    """Record of one sequence in a test: `tokens` include the chosen ones, `logits` are those they came from."""
+    """One sequence in a test: `tokens` includes the chosen ones, `logits` has the rows they were chosen from."""
 
     slot: int
     tokens: list[int]
     start: SlotStart
     blocks: list[int]
     num_computed: int = 0
-    num_told: int = 0  # blocks the engine knows of
+    num_told: int = 0  # blocks already sent to the engine
     logits: list[Tensor] = field(default_factory=list)
     num_accepted: int = 0
     details: list[TokenDetails] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Row:
         return self.tokens[self.prompt_length :]
 
     def take(self, output: ModelOutput, token_ids: Sequence[int], logits: Tensor) -> None:
-        """One batch's answer; `logits` are those of all the row's drafts."""
+        """Process one batch's output; `logits` are those of all the row's drafts."""
         self.num_computed += len(token_ids) - 1
         self.num_accepted += len(token_ids) - 1
         self.tokens += token_ids
@@ -83,7 +83,7 @@ class Driver:
         self._iteration = 0
 
     def put(self, adapter: StoredAdapter, pages: Sequence[int] | None = None) -> int:
-        """Load an adapter with the next batch, into these pages or the first free ones; returns the first page."""
+        """Load an adapter with the next batch, into these pages or the first free ones; return the first page."""
         if pages is None:
             count = self.engine.limits.adapter_pages(adapter.rank)
             pages, self._free_pages = self._free_pages[:count], self._free_pages[count:]
@@ -100,9 +100,9 @@ class Driver:
         adapter: int = -1,
         **options: Any,
     ) -> Row:
-        """A sequence in the first free slot, its first tokens in `shared_blocks`; `options` are a Request's.
+        """Start a sequence in the first free slot, its first tokens in `shared_blocks`; return it.
 
-        `adapter` is the first page of its adapter.
+        `adapter` is the first page of its adapter; `options` are arguments of a Request.
         """
         slot = self.free_slots.pop(0)
         length = len(tokens) if prompt_length is None else prompt_length
@@ -116,13 +116,13 @@ class Driver:
         return Row(slot, list(tokens), start, list(shared_blocks), computed)
 
     def search(self, tokens: Sequence[int], sampling: SamplingConfig, **options: Any) -> Search:
-        """A beam search: its context's sequence has the first of its slots."""
+        """Start a beam search, whose context's sequence has the first of its slots; return it."""
         row = self.start(tokens, sampling, **options)
         others = [self.free_slots.pop(0) for _ in range(sampling.beam_width - 1)]
         return Search(row, [row.slot, *others], self.tokens_per_block, self.free_blocks)
 
     def release(self, sequence: Row, keep_blocks: int = 0) -> None:
-        """Give back its slot and all but its first blocks."""
+        """Release its slot and all but its first `keep_blocks` blocks."""
         self._released.append(sequence.slot)
         self.free_slots.insert(0, sequence.slot)
         self.free_blocks[:0] = sequence.blocks[keep_blocks:]
@@ -134,7 +134,7 @@ class Driver:
         drafts: Mapping[Row, Sequence[int]] | None = None,
         searches: Sequence[Search] = (),
     ) -> ScheduledBatch:
-        """The next batch: so many known tokens of some sequences, maybe drafts after them; one token of others."""
+        """Return the next batch: chunks with their lengths, maybe followed by drafts, and generation rows."""
         steps = [search.prepare(chunks.get(search.row, 0)) for search in searches]
         context = [
             self._chunk(row, length, tuple((drafts or {}).get(row, ()))) for row, length in chunks.items()
@@ -191,7 +191,7 @@ class Driver:
         return output
 
     def generate(self, sequence: Row, num_tokens: int, chunk: int | None = None) -> list[int]:
-        """Run one sequence alone until it has so many tokens, its context whole or in chunks."""
+        """Run one sequence alone until it has this many tokens, its context whole or in chunks."""
         while sequence.num_computed < len(sequence.tokens) - (1 if sequence.logits else 0):
             left = len(sequence.tokens) - sequence.num_computed
             self.step({sequence: min(chunk or left, left)})
@@ -233,7 +233,7 @@ class Driver:
 
 
 def alone(engine: ModelEngine, prompt: Sequence[int], num_tokens: int, **options: Any) -> Row:
-    """`prompt` and `num_tokens` generated tokens, with the engine to itself."""
+    """Run `prompt` alone and generate `num_tokens` tokens; return the sequence."""
     driver = Driver(engine)
     sequence = driver.start(prompt, **options)
     driver.generate(sequence, num_tokens)

@@ -1,4 +1,4 @@
-"""Requests of every kind for one batch, and what transformers makes of each."""
+"""Requests of every kind for one batch, and transformers' results for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.models.zoo import ZooModel
 
 
 def some_of_everything(model: ZooModel) -> list[Request]:
-    """Prompts of which two begin alike, a beam search, drafts that are partly right, and prompt lookup."""
+    """Return prompts of which two share a prefix, a beam search, partly right drafts, and prompt lookup."""
     prompt, other = model.prompt(33), model.prompt(21, seed=1)
     right = model.greedy(other, 4)
     return [
@@ -23,7 +23,7 @@ def some_of_everything(model: ZooModel) -> list[Request]:
 
 
 def assert_as_transformers(model: ZooModel, served: Served, requests: list[Request]) -> None:
-    """Tokens and beams are those of `generate`."""
+    """Compare tokens and beams with those of `generate`."""
     for request in requests:
         prompt, count = request.input_token_ids, request.max_new_tokens
         if request.sampling.uses_beams:

@@ -1,4 +1,4 @@
-"""Parts of an engine that raise on command, and a server that has to live with it."""
+"""Parts of an engine that raise on command, and a server that survives it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Fault(Exception):
 
 
 class Saboteur:
-    """Lets a function raise when it is called next after `arm`: before it does anything, or when it is done.
+    """Makes a function raise at its next call after `arm`, before or after its work.
 
     Args:
-        monkeypatch: Undoes it.
+        monkeypatch: Undoes the change.
         owner: An object or a module.
-        name: Which function of it.
-        after: Whether it does its work first.
-        skipped_calls: So many calls come first, counted from `arm`.
+        name: Name of its function.
+        after: Whether the function does its work first.
+        skipped_calls: Number of calls, counted from `arm`, that succeed first.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Saboteur:
         monkeypatch.setattr(owner, name, call)
 
     def arm(self, batch: ScheduledBatch | None = None) -> None:
-        """Be ready to raise; with a batch, in a call that it is handed to: earlier ones may be in flight."""
+        """Raise at the next call; with a batch, at a call that gets it, as earlier batches may be in flight."""
         self._batch = batch
         self._calls_left = self._skipped_calls
 
     def disarm(self) -> None:
-        """Raise no more."""
+        """Stop raising."""
         self._calls_left = None
 
     @property
@@ -84,7 +84,7 @@ class Saboteur:
 
 
 def spoil(engine: ModelEngine, faulty_id: int, num_tokens: int) -> None:
-    """Let a request's logits be nan once it has more than so many tokens, whatever batch it is in."""
+    """Make a request's logits NaN once it has more than `num_tokens` tokens, in every batch."""
     original, slots = engine.runner.run, engine.sampler._slots
 
     def forward(batch: ScheduledBatch, hidden: torch.Tensor | None) -> RowOutputs:
@@ -94,7 +94,7 @@ def spoil(engine: ModelEngine, faulty_id: int, num_tokens: int) -> None:
             found = slots.requests[slot]
             is_faulty = found is not None and found.request.request_id == faulty_id
             if is_faulty and engine.runner.slots.num_tokens[slot] > num_tokens:
-                logits = logits.clone()  # those that the engine made are its own
+                logits = logits.clone()  # the engine owns its own
                 logits[row] = torch.nan
         return replace(outputs, rows=logits)
 
@@ -109,16 +109,16 @@ def serve_through_faults(
     period: int = 7,
     faulty_id: int | None = None,
 ) -> dict[tuple[int, int], SequenceResult]:
-    """Every sequence's whole result, by request id and sequence index.
+    """Serve and return every sequence's whole result, by request id and sequence index.
 
     Args:
-        engine: Under test.
-        config: Of the scheduler.
-        requests: Two arrive in an iteration.
-        saboteur: If there is one, armed at the start and every `period` iterations, until a batch of several
-            requests has failed: one that fails alone is ended.
-        period: In iterations.
-        faulty_id: The one request that ends with an error, by its own fault.
+        engine: The engine under test.
+        config: Configuration of the scheduler.
+        requests: The requests, two of which arrive per iteration.
+        saboteur: If given, it is armed at the start and every `period` iterations, until a batch of several
+            requests has failed: a request that fails alone would be ended.
+        period: Number of iterations.
+        faulty_id: The only request that ends with an error, which it causes itself.
     """
     server = _FaultyServer(engine, config, saboteur)
     responses: dict[tuple[int, int], list[Response]] = {}
@@ -144,7 +144,7 @@ class _FaultyServer:
     """A loop around an engine that fails now and then.
 
     Attributes:
-        wants_fault: Whether the saboteur is to be armed for the next batch of several requests.
+        wants_fault: Whether to arm the saboteur for the next batch of several requests.
     """
 
     def __init__(self, engine: Engine, config: SchedulingConfig, saboteur: Saboteur | None) -> None:
@@ -157,7 +157,7 @@ class _FaultyServer:
         self._in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
 
     def step(self, iteration: int, arriving: tuple[Request, ...]) -> list[Response] | None:
-        """One iteration's responses; None when there is nothing left to do."""
+        """Run one iteration and return its responses; None if nothing is left to do."""
         new = self.scheduler.accept(IterationInput(iteration, 0, arriving))
         batch = self.scheduler.schedule()
         if batch is None and not self._in_flight:
@@ -171,7 +171,7 @@ class _FaultyServer:
         return new
 
     def _arm(self, batch: ScheduledBatch) -> None:
-        """Let the saboteur be ready for this batch, if it is to be and the batch is of several requests."""
+        """Arm the saboteur for this batch if a fault is wanted and the batch has several requests."""
         for slot in batch.released_slots:
             self._of_slot.pop(slot, None)
         self._of_slot.update({start.slot: start.request.request_id for start in batch.starts})
@@ -184,12 +184,12 @@ class _FaultyServer:
             self._armed_for = batch
 
     def _launch(self, batch: ScheduledBatch) -> Any:
-        """Logits, or what the forward pass raised."""
+        """Return the logits, or the exception that the forward pass raised."""
         try:
             return self._engine.forward(batch)
         except (Fault, StepFailed) as fault:
             return fault
-        except ValueError as refusal:  # it carries on where one in flight has failed
+        except ValueError as refusal:  # the batch continues one in flight that has failed
             assert any(isinstance(ahead, Exception) for _, ahead in self._in_flight), refusal
             return refusal
 

@@ -1,9 +1,9 @@
-"""A device beside the CPU that computes on it: tensors say that they are on "meta", and have values.
+"""A device that computes on the CPU: its tensors have values, and "meta" as their device.
 
-Mixing its tensors with the CPU's is an error, as it would be on a GPU, and what would make the host wait for a
-GPU is noted: copies back, copies there that block, values that are asked for, operators whose result's size
-follows from values, and marks in the order of what the device does. A copy back that does not wait has its values
-when a mark behind it is waited for.
+As on a GPU, it is an error to mix its tensors with the CPU's. Everything that would make the host wait for a
+GPU is recorded: copies to the host, blocking copies to the device, reads of values, operators whose result's
+size depends on values, and marks in the order of the device's operations. A copy to the host that does not
+block has its values when a later mark is waited for.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class _OnDevice(torch.Tensor):
 
 
 class FakeDevice(TorchDispatchMode):
-    """The device exists while this is entered.
+    """The device exists while this context is entered.
 
     Attributes:
-        waits: What made the host wait, in order.
+        waits: Operations that made the host wait, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self._sent: list[tuple[Tensor, Tensor]] = []  # what is to be where on the host
+        self._sent: list[tuple[Tensor, Tensor]] = []  # values, and the host's tensors that will have them
 
     def mark(self, device: torch.device) -> _Mark:
-        """In the place of `inflight.sampling.transfer.mark`."""
+        """Replace `inflight.sampling.transfer.mark`."""
         return _Mark(self, len(self._sent))
 
     def arrive(self, count: int) -> None:
-        """Wait until the first `count` of what is on its way to the host are there."""
+        """Wait until the first `count` copies to the host have arrived."""
         self.waits.append("a mark")
         for target, values in self._sent[:count]:
             target.copy_(values)

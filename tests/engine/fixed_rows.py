@@ -1,4 +1,4 @@
-"""Attention by `FixedRows`, on any device and slowly: what a recorded batch with chunks is attended to by."""
+"""Attention by `FixedRows` for recorded batches with chunks, on any device, unoptimized."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Plan = tuple[Tensor, Tensor, Tensor, Tensor, AttentionWindow | None]
 
 
 class FixedRowsAttention:
-    """In tensor operations alone, so that it can be recorded.
+    """Uses tensor operations only, so that it can be recorded.
 
-    Rows that are neither a chunk's nor generate get NaN.
+    Rows that belong neither to a chunk nor to generation get NaN.
 
     Attributes:
-        num_rows: Of every batch that was planned.
+        num_rows: Number of rows of every planned batch.
     """
 
     has_fixed_shapes = takes_fixed_rows = True

@@ -1,4 +1,4 @@
-"""Kernels for the layers: this machine's default, native code where it can be compiled, and torch's operators."""
+"""Kernels for the layers: this machine's default, native code if it can be compiled, and torch's operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TORCH = pytest.param("torch", id="torch")
 
 @functools.cache
 def why_no_native() -> str:
-    """The reason why there is no compiled code on this machine; "" if there is."""
+    """Return the reason why there is no compiled code on this machine; "" if there is."""
     try:
         load_library("bfloat16", int8=True)
     except CannotBuild as error:
@@ -28,6 +28,6 @@ needs_native = pytest.mark.skipif(bool(why_no_native()), reason=f"no compiled co
 
 
 def by_default_and(on_torch: Iterable[Any], by_default: Sequence[Any]) -> list[Any]:
-    """Parameters ("…", "kernels"): all by default, some on torch's operators too."""
+    """Return parameters ("…", "kernels"): all with the default, some with torch's operators too."""
     wide = [pytest.param(each, None, id=f"{each}-default") for each in by_default]
     return wide + [pytest.param(each, "torch", id=f"{each}-torch") for each in on_torch]

@@ -1,4 +1,4 @@
-"""Loads models one after the other and prints what memory each load took: see test_load_memory.py."""
+"""Loads models one after the other and prints the memory that each load took: see test_load_memory.py."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def _status(field: str) -> int:
 
 
 def _resident() -> int:
-    """Bytes, without what the allocator keeps for the next to come."""
+    """Return the resident bytes, after the allocator has returned free memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return _status("VmRSS")
 
 
 def _measure(small: str, folder: str, dtype: str | None, kernels: str | None, tp_size: int) -> dict[str, int]:
-    _load(small, dtype, kernels, tp_size)  # what only the first load of its kind takes
+    _load(small, dtype, kernels, tp_size)  # memory that only the first load of its kind takes
     before = _resident()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the most there was, begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the maximum
     loaded = _load(folder, dtype, kernels, tp_size)
     found = {"peak": _status("VmHWM") - before, "kept": _resident() - before}
     del loaded
@@ -51,9 +51,9 @@ def _measure(small: str, folder: str, dtype: str | None, kernels: str | None, tp
 
 
 def main() -> None:
-    """Argument: a list of a small checkpoint, the one whose load is measured, dtype, kernels, and ranks."""
+    """Measure loads; the argument lists small checkpoint, checkpoint to measure, dtype, kernels, and ranks."""
     torch.set_num_threads(2)
-    # Large tensors always get pages of their own: glibc would keep those of some that are freed.
+    # Give large tensors their own pages: glibc would keep the memory of some freed ones.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
     print(json.dumps([_measure(*case) for case in json.loads(sys.argv[1])]))
 

@@ -1,4 +1,4 @@
-"""LoRA adapters for tests: PEFT's, on copies of the zoo's models, and the rows that an engine takes."""
+"""LoRA adapters for tests: PEFT's, on copies of the zoo's models, and the rows that an engine accepts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODULES = {
     "c_fc": Module.MLP_H_TO_4H,
     "mlp.c_proj": Module.MLP_4H_TO_H,
 }
-"""By the ends of their names in transformers."""
+"""Modules by the ends of their names in transformers."""
 
 ALL_LINEAR = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
@@ -46,10 +46,10 @@ Row = tuple[Module, int, Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter, and what answers for it: PEFT with the adapter beside the weights.
+    """An adapter and its oracle, PEFT with the adapter beside the weights.
 
     Attributes:
-        weights: What an engine takes.
+        weights: The adapter as an engine accepts it.
         oracle: Its logits, greedy tokens and beams.
     """
 
@@ -57,12 +57,12 @@ class Adapter:
     oracle: ZooModel
 
     def merged(self) -> ZooModel:
-        """transformers, with the adapter added to the weights."""
+        """Return transformers' model with the adapter added to its weights."""
         return ZooModel(self.oracle.folder, deepcopy(self.oracle.oracle).merge_and_unload())
 
 
 def lora_config(model: ZooModel, **options: Any) -> peft.LoraConfig:
-    """On all linear layers, to be drawn; `options` are a LoraConfig's, those of other families left out."""
+    """Return a config for all linear layers; `options` are a LoraConfig's, without those of other families."""
     is_gpt2 = model.oracle.config.model_type == "gpt2"
     targets = ALL_LINEAR["gpt2" if is_gpt2 else "others"]
     for pattern in {"rank_pattern", "alpha_pattern"} & options.keys():
@@ -73,7 +73,7 @@ def lora_config(model: ZooModel, **options: Any) -> peft.LoraConfig:
 
 
 def make_adapter(model: ZooModel, seed: int = 0, **options: Any) -> Adapter:
-    """As `lora_config`; magnitudes are not those of the weights, which would be as if there were none."""
+    """Make an adapter by `lora_config`; its magnitudes differ from the weights' own, which have no effect."""
     torch.manual_seed(seed)
     found = peft.get_peft_model(deepcopy(model.oracle), lora_config(model, **options)).eval()
     with torch.no_grad():
@@ -86,12 +86,12 @@ def make_adapter(model: ZooModel, seed: int = 0, **options: Any) -> Adapter:
 def weights_of(
     model: peft.PeftModel, name: str = "default", dtype: torch.dtype = torch.float32
 ) -> LoraWeights:
-    """The rows of one of a PEFT model's adapters."""
+    """Return the rows of one of a PEFT model's adapters."""
     return pack_rows(list(_rows_of(model, name)), dtype)
 
 
 def pack_rows(rows: Sequence[Row], dtype: torch.dtype = torch.float32) -> LoraWeights:
-    """Pack the rows as a request would bring them, zeros behind the shorter ones."""
+    """Pack the rows as in a request, the shorter ones padded with zeros."""
     flat = [
         torch.cat([a.flatten(), b.flatten(), *([] if magnitude is None else [magnitude])])
         for *_, a, b, magnitude in rows
@@ -114,7 +114,7 @@ def stored(weights: LoraWeights, handle: int) -> StoredAdapter:
 def random_weights(
     sizes: dict[Module, tuple[int, int]], num_layers: int, rank: int, seed: int = 0, scale: float = 1.0
 ) -> LoraWeights:
-    """An adapter of some modules (inputs, outputs) on every layer."""
+    """Return an adapter of some modules (inputs, outputs) on every layer."""
     generator = np.random.default_rng(seed)
 
     def draw(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random LoRA adapters as rows of `lora_weights`, and transformers with the same adapters added to its weights."""
+"""Random LoRA adapters as rows of `lora_weights`, and transformers' model with them added to its weights."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ GPT2 = {
     Module.MLP_H_TO_4H: ("mlp.c_fc",),
     Module.MLP_4H_TO_H: ("mlp.c_proj",),
 }
-"""Which of transformers' linear layers a module is, by a layer's names; of several, one behind the other."""
+"""The linear layers of transformers that form a module, by name within a layer; several are concatenated."""
 
 Modules = dict[Module, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Merged:
-    """An adapter, and the model that it makes.
+    """An adapter, and the model with the adapter in its weights.
 
     Attributes:
-        stored: As the engine gets it.
-        model: With the adapter in its weights.
+        stored: The adapter as the engine receives it.
+        model: The model with the adapter in its weights.
     """
 
     stored: StoredAdapter
@@ -54,7 +54,7 @@ class Merged:
 
 
 def modules_of(model: ZooModel) -> Modules:
-    """All that are linear layers of their own in the checkpoint."""
+    """Return the modules that are separate linear layers in the checkpoint."""
     return GPT2 if model.oracle.config.model_type == "gpt2" else LLAMA
 
 
@@ -67,16 +67,16 @@ def make_adapter(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Merged:
-    """Numbers at random, of a size that changes every token.
+    """Return an adapter of random values that are large enough to change every token.
 
     Args:
-        model: To adapt.
-        rank: Of every module, or of one in a layer; 0: it is not changed there.
-        modules: Which are changed; None: `modules_of`.
-        layers: Which are changed; None: all.
-        has_magnitude: Of which modules (DoRA).
-        seed: Other numbers for another one.
-        dtype: Of the tensor; the merged model has the numbers as they are rounded to it.
+        model: The model to adapt.
+        rank: Rank of every module, or a function of module and layer; 0: the module is not changed there.
+        modules: The modules to change; None: `modules_of`.
+        layers: The layers to change; None: all.
+        has_magnitude: Whether a module has magnitudes (DoRA).
+        seed: Seed of the values.
+        dtype: Dtype of the tensor; the merged model has the values rounded to it.
     """
     generator = torch.Generator().manual_seed(seed)
     oracle = deepcopy(model.oracle)
@@ -109,12 +109,12 @@ def make_adapter(
 
 
 def _weight(linear: Any) -> Tensor:
-    """[out, in]; GPT-2's are stored the other way round."""
+    """Return the weight [out, in]; GPT-2's are stored transposed."""
     return linear.weight.data.T if type(linear).__name__ == "Conv1D" else linear.weight.data
 
 
 def _to_matrix(rows: Sequence[Tensor]) -> Matrix:
-    """The rows with zeros behind them, wider than the widest needs."""
+    """Return the rows padded with zeros to more than the widest row."""
     width = max(len(row) for row in rows) + 3
     padded = torch.zeros(len(rows), width, dtype=rows[0].dtype)
     for target, row in zip(padded, rows, strict=True):

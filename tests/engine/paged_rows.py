@@ -1,4 +1,4 @@
-"""Rows whose keys and values lie in KV blocks in a random order, for attention on any device."""
+"""Rows whose keys and values are in KV blocks in random order, for attention on any device."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Rows:
 def largest_error(
     attention: Any, rows: Rows, num_rows: int, start: int, lengths: tuple[int, int], window: Any
 ) -> float:
-    """Return the largest error of a chunk behind `start` tokens and two generation rows, launched and recorded."""
+    """Return the largest error of a chunk after `start` tokens and two generation rows, launched and recorded."""
     packed = pack_rows((PackedChunk(0, 0, num_rows, start),), (1, 2), lengths, rows.tables)
     recorded = replace(packed, chunks=(), generation_begin=0, fixed=fixed_rows(packed))
     expected = rows.attend(by_plain_products(rows.decoder), packed, window)

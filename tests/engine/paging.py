@@ -1,4 +1,4 @@
-"""Engines on a CPU that attend over blocks in place, with a slow kernel in the place of a GPU's."""
+"""Engines on a CPU that attend over blocks in place, with a slow kernel instead of a GPU's."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load_paged(
     dtype: torch.dtype = torch.float32,
     **windows: Any,
 ) -> ModelEngine:
-    """An engine; `windows` are max_attention_window_size and sink_token_length."""
+    """Return an engine; `windows` are max_attention_window_size and sink_token_length."""
     model, on = read_model_description(folder), torch.device(device)
     part = part or Part.whole(model.decoder)
     aux = AuxRequest(lse=True) if model.decoder.learned_sinks else None

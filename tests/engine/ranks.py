@@ -1,4 +1,4 @@
-"""Several ranks as one engine, for tests: the topologies, and what their answers are compared with."""
+"""Several ranks as one engine, for tests: the topologies, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def ranks(
 
 
 def assert_same(many: Served, one: Served) -> None:
-    """Tokens exactly; what is a sum over ranks as far as its rounding."""
+    """Compare tokens exactly, and values that are sums over ranks within their rounding."""
     assert many.responses.keys() == one.responses.keys()
     for key in one.responses:
         assert_same_result(many.result(*key), one.result(*key))
 
 
 def assert_same_result(result: SequenceResult, expected: SequenceResult) -> None:
-    """The same of one sequence."""
+    """Compare one sequence's results in the same way."""
     assert result.output_token_ids == expected.output_token_ids
     assert result.finish_reasons == expected.finish_reasons
     for found, wanted in zip(result.log_probs or (), expected.log_probs or (), strict=True):

@@ -1,4 +1,4 @@
-"""A beam search with nothing clever in it, for `Driver`: no sequence ends, the best candidates go on."""
+"""A simple beam search for `Driver`: no sequence ends, the best candidates continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Beam:
-    """`tokens` with the prompt; `blocks` is its block table; `parent` is whose slot it goes on from."""
+    """`tokens` includes the prompt; `blocks` is the beam's block table; `parent` is the beam that it continues."""
 
     tokens: list[int]
     blocks: list[int]
@@ -25,7 +25,7 @@ class Beam:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """Beam search inputs of a batch."""
+    """A batch's inputs for a beam search."""
 
     group: BeamGroup | None
     moves: tuple[BeamMove, ...] = ()
@@ -36,15 +36,15 @@ class SearchStep:
 
 
 class Search:
-    """`row` is its context's sequence; `slots` are its beams'.
+    """A beam search: `row` is the sequence of its context; `slots` are the slots of its beams.
 
-    With `copies_all` no beam keeps the block it shared, and what was copied is free in the same batch.
+    With `copies_all` no beam keeps a block that it shared, and the copied blocks are free in the same batch.
     """
 
     def __init__(self, row: Row, slots: list[int], tokens_per_block: int, free_blocks: list[int]) -> None:
         self.row = row
         self.slots = slots
-        self.is_ready = False  # whether the batch just made has its group
+        self.is_ready = False  # whether the latest batch includes its beams
         self.copies_all = False
         self.beams: list[Beam] = []
         self.num_copies = 0
@@ -59,7 +59,7 @@ class Search:
         return [beam.tokens[self.row.prompt_length :] for beam in self.beams]
 
     def prepare(self, context_length: int = 0) -> SearchStep:
-        """Prepare the next batch: `context_length` tokens of its context run, or, after that, its beams."""
+        """Prepare the next batch: `context_length` tokens of the context or, after the context, the beams."""
         self.is_ready = bool(self.beams) or (
             context_length > 0 and self.row.num_computed + context_length == len(self.row.tokens)
         )
@@ -82,7 +82,7 @@ class Search:
         )
 
     def take(self, candidates: BeamCandidates) -> None:
-        """The answer to the batch that `prepare` was for."""
+        """Process the result of the batch that `prepare` was for."""
         self.answers.append(candidates)
         old = self.beams or [Beam(self.row.tokens, self.row.blocks)]
         self._num_computed = len(old[0].tokens)
@@ -96,10 +96,10 @@ class Search:
         ]
         held = {block for beam in self.beams for block in beam.blocks}
         freed = {block for beam in old for block in beam.blocks} - held
-        self._free_blocks[:0] = sorted(freed)  # to be taken again at once
+        self._free_blocks[:0] = sorted(freed)  # to be reused at once
 
     def _blocks(self) -> tuple[list, list, list]:
-        """Every beam can write its next token's keys: the last block is its own, or there is a new one."""
+        """Give every beam a block of its own for its next token's keys: its last block or a new one."""
         copies, replaced, new = [], [], []
         index = self._num_computed // self._tokens_per_block
         written: set[int] = set()

@@ -1,4 +1,4 @@
-"""Runs requests through scheduler and engine, without a loop around them."""
+"""Runs requests through scheduler and engine without a loop."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ WAYS = {
         "enable_kv_cache_reuse": False,
     },
 }
-"""Changes to a SchedulingConfig that change no token."""
+"""Changes to a SchedulingConfig that do not change any token."""
 
 
 def config_of(way: str, **changes: Any) -> SchedulingConfig:
-    """One of WAYS."""
+    """Return the configuration of one of WAYS."""
     return SchedulingConfig(**{"max_num_tokens": 512, **WAYS[way], **changes})
 
 
@@ -53,7 +53,7 @@ def load(
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     **changes: Any,
 ) -> ModelEngine:
-    """A float32 engine on the CPU with blocks of 8 tokens."""
+    """Return a float32 engine on the CPU with blocks of 8 tokens."""
     values = {"dtype": "float32", "device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8, **changes}
     config = EngineConfig(
         str(folder),
@@ -66,14 +66,14 @@ def load(
 
 @dataclass
 class Served:
-    """Everything that came back.
+    """All results of a run.
 
     Attributes:
         responses: By request id and sequence index, in order.
-        num_pauses: How often a request was paused.
-        num_iterations: Forward passes.
-        most_in_flight: Batches that had begun and were not decoded, at most.
-        errors: By request id, of those that may fail.
+        num_pauses: Number of pauses of all requests.
+        num_iterations: Number of forward passes.
+        most_in_flight: Maximum number of batches that were started but not decoded.
+        errors: By request id, for requests that may fail.
     """
 
     responses: dict[tuple[int, int], list[Response]] = field(default_factory=dict)
@@ -83,18 +83,18 @@ class Served:
     errors: dict[int, Exception] = field(default_factory=dict)
 
     def result(self, request: Request | int, sequence_index: int = 0) -> SequenceResult:
-        """All of a sequence's responses as one."""
+        """Return all of a sequence's responses merged into one."""
         request_id = request if isinstance(request, int) else request.request_id
         return merge_responses(self.responses[request_id, sequence_index]).result
 
     def tokens(self, request: Request | int, sequence_index: int = 0, beam: int = 0) -> list[int]:
-        """Generated tokens."""
+        """Return the generated tokens."""
         result = self.result(request, sequence_index)
         length = result.num_output_tokens[beam]
         return list(result.output_token_ids[beam][len(result.output_token_ids[beam]) - length :])
 
     def beams(self, request: Request) -> list[list[int]]:
-        """Generated tokens of every beam, best first."""
+        """Return the generated tokens of every beam, best first."""
         count = len(self.result(request).output_token_ids)
         return [self.tokens(request, beam=beam) for beam in range(count)]
 
@@ -107,9 +107,10 @@ def serve(
     stops: Mapping[int, int] | None = None,
     may_fail: Container[int] = (),
 ) -> Served:
-    """Run `requests` to their ends, so many arriving in an iteration.
+    """Run `requests` to their ends, `per_iteration` of which arrive in each iteration.
 
-    `stops`: when some are stopped, by id. `may_fail`: ids of those that may end with an error.
+    `stops`: iteration in which a request is stopped, by id. `may_fail`: ids of requests that may end with an
+    error.
     """
     scheduler = Scheduler(config, engine.limits)
     served = Served()
@@ -145,5 +146,5 @@ def serve(
 
 
 def to_torch(tensor: FloatTensor) -> torch.Tensor:
-    """The values that a response carries."""
+    """Return the values that a response contains."""
     return torch.from_numpy(np.frombuffer(tensor.data, dtype=np.float32).copy()).view(tensor.shape)

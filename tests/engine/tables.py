@@ -1,4 +1,4 @@
-"""Prompts with rows of prompt tables, and what transformers makes of them, by inputs_embeds."""
+"""Prompts with rows of prompt tables, and transformers' results for them with inputs_embeds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.models.zoo import VOCAB_SIZE, ZooModel
 def make_table(
     num_rows: int, seed: int = 0, hidden_size: int = 64, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Random rows of about the size of the zoo's embeddings."""
+    """Return random rows of about the size of the zoo's embeddings."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return (torch.randn(num_rows, hidden_size, generator=generator) * 0.3).to(dtype)
 
 
 def as_table(rows: Tensor) -> PromptTable:
-    """The table as requests have it."""
+    """Return the table in the form that requests have."""
     data = rows.contiguous().view(torch.uint8).numpy().tobytes()
     dtype = str(rows.dtype).removeprefix("torch.")
     return PromptTable.of(Matrix((rows.shape[0], rows.shape[1]), dtype, RawBuffer(data)))
@@ -33,7 +33,7 @@ def as_table(rows: Tensor) -> PromptTable:
 def with_table(
     request_id: int, prompt: Sequence[int], rows: Tensor, new: int = 12, **options: Any
 ) -> Request:
-    """A request whose ids from VOCAB_SIZE on stand for `rows`."""
+    """Return a request whose ids from VOCAB_SIZE on stand for `rows`."""
     table = as_table(rows)
     extra_ids = options.pop("extra_ids", ())
     identity = PrefixIdentity(extra_ids=extra_ids)
@@ -42,15 +42,15 @@ def with_table(
 
 @dataclass(frozen=True)
 class TableOracle:
-    """Expected answers to prompts with tables, by transformers.
+    """transformers' results for prompts with tables.
 
-    What it has generated the model keeps: tests ask for the same in many ways of serving it.
+    The model caches generated results: several tests ask for the same ones.
     """
 
     model: ZooModel
 
     def embeddings(self, ids: Sequence[int], rows: Tensor) -> Tensor:
-        """[1, ids, hidden_size]."""
+        """Return embeddings [1, ids, hidden_size]."""
         tokens = torch.tensor(ids)
         found = self.model.oracle.get_input_embeddings()(tokens.clamp(max=VOCAB_SIZE - 1)).detach().clone()
         virtual = tokens >= VOCAB_SIZE
@@ -59,17 +59,17 @@ class TableOracle:
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], rows: Tensor) -> Tensor:
-        """[ids, vocab_size] float32."""
+        """Return logits [ids, vocab_size] float32."""
         return self.model.oracle(inputs_embeds=self.embeddings(ids, rows)).logits[0].float()
 
     @torch.inference_mode()
     def greedy(self, ids: Sequence[int], rows: Tensor, num_tokens: int) -> list[int]:
-        """Generate greedily by transformers' own `generate`."""
+        """Generate greedily with transformers' own `generate`."""
         return self._generate(ids, rows, num_tokens)[0]
 
     @torch.inference_mode()
     def beams(self, ids: Sequence[int], rows: Tensor, num_tokens: int, width: int) -> list[list[int]]:
-        """Search by transformers' own beam search, best first."""
+        """Search with transformers' own beam search; return beams, best first."""
         options = {"num_beams": width, "num_return_sequences": width, "early_stopping": True}
         return self._generate(ids, rows, num_tokens, length_penalty=0.0, **options)
 

@@ -1,4 +1,4 @@
-"""Recording operations on a CPU as a CUDA graph does: at a replay no Python runs, and memory is where it was."""
+"""Records operations on a CPU as a CUDA graph does: a replay runs no Python, on the same memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tape(TorchDispatchMode):
     """A `Capture`.
 
     Attributes:
-        replayed: What was recorded, by its place in that order, for every replay.
+        replayed: For every replay, the index of the recording.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         assert function is not torch.ops.aten._local_scalar_dense.default, "the host asks what a value is"
         results = function(*args, **(kwargs or {}))
-        is_work = function is _ALL_REDUCE  # which returns what is waited for beside the tensors
+        is_work = function is _ALL_REDUCE  # which also returns an object to wait for
         assert is_work or all(isinstance(leaf, Tensor) for leaf in tree_leaves(results)), function
         self._operations.append((function, args, kwargs or {}, results))
         return results

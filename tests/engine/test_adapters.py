@@ -1,4 +1,4 @@
-"""LoRA adapters in an engine's pages: whose rows they reach, on one rank and on several, and what goes wrong."""
+"""LoRA adapters in an engine's pages: the rows that they affect, on one rank and on several, and failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def adapter_of(model: ZooModel, seed: int, rank: int = 8, **options: Any) -> Ada
 
 
 def generate(driver: Driver, rows: list[Row], num_tokens: int = NUM_TOKENS) -> None:
-    """All together, from the start."""
+    """Generate together, from the start."""
     driver.step({row: len(row.tokens) for row in rows})
     for _ in range(num_tokens - 1):
         driver.step(generation=rows)
@@ -51,8 +51,8 @@ def assert_greedy(row: Row, model: ZooModel) -> None:
 
 
 @every_kernel
-def test_pages_are_taken_over_and_need_not_be_neighbours(zoo: Zoo, kernels: str | None) -> None:
-    """An adapter of three pages in the places of two others, while a third adapter's row goes on."""
+def test_pages_are_reused_and_need_not_be_adjacent(zoo: Zoo, kernels: str | None) -> None:
+    """An adapter of three pages replaces two others, while a third adapter's row continues."""
     model = zoo["llama-gqa"]
     driver = Driver(load_engine(model.folder, kernels=kernels))
     adapters = [adapter_of(model, 1), adapter_of(model, 2, 16), adapter_of(model, 3)]
@@ -90,7 +90,7 @@ def test_drafts_are_verified_by_the_rows_own_adapter(zoo: Zoo, kernels: str | No
 
 
 @every_kernel
-def test_a_slot_that_is_taken_again_has_no_adapter_of_its_own(zoo: Zoo, kernels: str | None) -> None:
+def test_a_reused_slot_has_no_adapter(zoo: Zoo, kernels: str | None) -> None:
     model = zoo["llama-gqa"]
     driver = Driver(load_engine(model.folder, kernels=kernels))
     first = driver.start(model.prompt(9), adapter=driver.put(stored(adapter_of(model, 1).weights, 1)))
@@ -104,7 +104,7 @@ def test_a_slot_that_is_taken_again_has_no_adapter_of_its_own(zoo: Zoo, kernels:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "fp8"])
 def test_adapters_in_half_precision_are_near_those_of_float32(zoo: Zoo, dtype: str) -> None:
-    """With int8 and fp8, of the model whose matrices are rounded: adapters are not."""
+    """With int8 and fp8, compared with the model whose matrices are rounded: adapters are not."""
     model = zoo["llama-gqa"]
     adapter = adapter_of(model, 1)
     engine = load_engine(model.folder, dtype=dtype, kernels="torch")
@@ -121,12 +121,12 @@ def test_adapters_in_half_precision_are_near_those_of_float32(zoo: Zoo, dtype: s
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_come_in_any_type(zoo: Zoo, dtype: torch.dtype) -> None:
-    """The engine computes with what the type has left of them."""
+    """The engine computes with the adapter as rounded to the dtype."""
     model = zoo["gpt2"]
     oracle = adapter_of(model, 3).oracle
     rounded = make_adapter(
         model, 3, r=8, lora_alpha=8
-    )  # a scale of 1, so that rounding B is rounding its tensor
+    )  # a scale of 1, so that rounding B is the same as rounding its tensor
     with torch.no_grad():
         for name, parameter in rounded.oracle.oracle.named_parameters():
             if "lora_" in name:
@@ -169,7 +169,7 @@ def test_every_rank_has_its_slice(
 
 @pytest.mark.parametrize("fault", ["columns of A", "rows of B", "key rows", "layers"])
 def test_a_slice_of_the_wrong_rank_is_noticed(zoo: Zoo, fault: str) -> None:
-    """So that the test above can fail."""
+    """Checks that the test above can fail."""
     model, right = zoo["llama-gqa"], low_rank._slice
     adapter = adapter_of(model, 1)
 
@@ -197,7 +197,7 @@ def test_a_slice_of_the_wrong_rank_is_noticed(zoo: Zoo, fault: str) -> None:
 
 
 class RanksDriver(Driver):
-    """Drives ranks as one engine; the logits stay with them."""
+    """Drives ranks as one engine; the ranks keep the logits."""
 
     def step(self, chunks: Any = None, generation: Any = (), **options: Any) -> Any:
         batch = self.batch(chunks or {}, generation)
@@ -237,8 +237,8 @@ def test_an_adapter_of_more_ranks_than_its_pages_is_refused(zoo: Zoo) -> None:
 
 
 @every_kernel
-def test_a_row_of_an_adapter_that_is_not_there_is_refused(zoo: Zoo, kernels: str | None) -> None:
-    """Never loaded, or gone since another adapter took one of its pages."""
+def test_a_row_with_a_missing_adapter_is_refused(zoo: Zoo, kernels: str | None) -> None:
+    """An adapter that was never loaded, or was removed because another took one of its pages."""
     model = zoo["llama-gqa"]
     driver = Driver(load_engine(model.folder, kernels=kernels))
     row = driver.start(model.prompt(5), adapter=3)
@@ -256,12 +256,12 @@ def test_a_row_of_an_adapter_that_is_not_there_is_refused(zoo: Zoo, kernels: str
 
 @every_kernel
 @pytest.mark.parametrize("where", ["A", "B"])
-def test_numbers_that_are_not_finite_reach_no_other_row(zoo: Zoo, where: str, kernels: str | None) -> None:
+def test_an_adapter_with_nan_affects_no_other_row(zoo: Zoo, where: str, kernels: str | None) -> None:
     assert_contained(load_engine(zoo["llama-gqa"].folder, kernels=kernels), zoo["llama-gqa"], where)
 
 
 def assert_contained(engine: ModelEngine, model: ZooModel, where: str) -> None:
-    """An adapter with a number that is not finite spoils its own row alone."""
+    """Check that an adapter with a number that is not finite affects only its own row."""
     good = adapter_of(model, 1)
     size = module_sizes(read_model_description(model.folder).decoder)[Module.MLP_4H_TO_H]
     a, b = torch.ones(4, size.inner), torch.ones(size.outer, 4)
@@ -280,7 +280,7 @@ def assert_contained(engine: ModelEngine, model: ZooModel, where: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 def test_a_layer_gets_the_adapters_of_its_rows(zoo: Zoo, case: str) -> None:
-    """All that adapters are of, whole: the slices of all ranks together are the matrices."""
+    """All modules of adapters: the slices of all ranks together are the whole matrices."""
     model = zoo[case]
     decoder = read_model_description(model.folder).decoder
     weights = adapter_of(model, 1, use_dora=True).weights

@@ -1,4 +1,4 @@
-"""Hidden states and top logits of prompts and generated tokens, against transformers in float32."""
+"""Hidden states and top logits of prompts and generated tokens, compared with transformers in float32."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def load_offering(
 
 @torch.inference_mode()
 def expected(model: ZooModel, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return the additional outputs of every position by transformers."""
+    """Return transformers' additional outputs of every position."""
     found = model.oracle(torch.tensor([list(tokens)]), output_hidden_states=True)
     base = model.oracle.base_model(torch.tensor([list(tokens)])).last_hidden_state
     top = found.logits[0].topk(5)
@@ -65,7 +65,7 @@ def assert_outputs(
     tokens: Sequence[int],
     outputs: Sequence[WantedOutput] = OUTPUTS,
 ) -> None:
-    """Exactly the outputs that were asked for, each with all of its rows."""
+    """Check that exactly the requested outputs are returned, each with all of its rows."""
     wanted = expected(model, [*request.input_token_ids, *tokens])
     length = request.prompt_length
     names = [f"context_{each.name}" for each in outputs if each.gather_context]
@@ -90,13 +90,13 @@ def request_of(
 def test_additional_outputs_are_those_of_transformers(
     zoo: Zoo, case: str, kernels: str | None, way: str
 ) -> None:
-    """Packed with others, which want some of it or nothing; in chunks, with pauses, streamed and whole."""
+    """Packed with requests for some or none of the outputs; in chunks, with pauses, streamed and not."""
     model = zoo[case]
     requests = [
         request_of(model, 1, 27),
         request_of(model, 2, 40, OUTPUTS[3:5], streaming=True),
         request_of(model, 3, 35, [WantedOutput("hidden_states_1")]),
-        Request(4, model.prompt(40, 2), NUM_TOKENS),  # has the second one's prompt
+        Request(4, model.prompt(40, 2), NUM_TOKENS),  # has the second request's prompt
         request_of(model, 5, 70, streaming=True),
     ]
     num_blocks = 11 if way.startswith("utilization") else 64
@@ -112,7 +112,7 @@ def test_additional_outputs_are_those_of_transformers(
 
 
 def assert_deltas(served: Served, request: Request) -> None:
-    """Each response has the rows of its own tokens, and the first one alone the prompt's."""
+    """Check that each response has the rows of its own tokens, and only the first one those of the prompt."""
     first, *others = [response.result for response in served.responses[request.request_id, 0]]
     assert any(each.name.startswith("context_") for each in first.additional_outputs)
     assert others
@@ -124,7 +124,7 @@ def assert_deltas(served: Served, request: Request) -> None:
 
 
 @every_case
-def test_reuse_is_for_those_who_want_no_rows_of_the_prompt(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_only_requests_without_prompt_rows_reuse_blocks(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     engine = load_offering(model, kernels)
     rows_alone = [WantedOutput(each.name) for each in OUTPUTS]
@@ -143,7 +143,7 @@ def test_reuse_is_for_those_who_want_no_rows_of_the_prompt(zoo: Zoo, case: str, 
 
 
 @every_case
-def test_drafts_that_are_refused_leave_no_rows(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_rejected_drafts_have_no_rows(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     prompt = model.prompt(30)
     tokens = model.greedy(prompt, NUM_TOKENS)
@@ -238,7 +238,7 @@ def test_outputs_that_are_not_offered_are_refused_at_admission(
 def test_hidden_states_are_not_kept_unless_a_request_asks_for_them(
     zoo: Zoo, kernels: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a request that wants them, hidden states are neither kept nor normalized once more."""
+    """Without a request for them, hidden states are neither kept nor normalized a second time."""
     model = zoo["llama-gqa"]
     engine = load_offering(model, kernels)
     kept = []
@@ -250,7 +250,7 @@ def test_hidden_states_are_not_kept_unless_a_request_asks_for_them(
 
 
 def test_a_native_call_ends_where_hidden_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled layers are stood in for by an addition, so that this runs on every machine."""
+    """An addition replaces the compiled layers, so that the test runs on every machine."""
     decoder = object.__new__(NativeDecoder)
     vars(decoder).update(
         _layers=[None] * 4,
@@ -282,8 +282,8 @@ def test_a_native_call_ends_where_hidden_states_are_kept(monkeypatch: pytest.Mon
     ("outputs", "is_replayed"),
     [("last_hidden_state, top_5_logits", True), ("last_hidden_state, hidden_states_1", False)],
 )
-def test_recorded_batches_give_what_lies_behind_all_layers(zoo: Zoo, outputs: str, is_replayed: bool) -> None:
-    """An iteration that asks for inner layers is not replayed."""
+def test_recorded_batches_return_outputs_after_all_layers(zoo: Zoo, outputs: str, is_replayed: bool) -> None:
+    """An iteration with a request for inner layers is not replayed."""
     model, tape, wanted = zoo["llama-gqa"], Tape(), parse_outputs(outputs)
     engine = load_paged(model.folder, 60, capture=tape)
     engine.limits = replace(engine.limits, additional_outputs=offer(wanted, 3, 64, VOCAB_SIZE))

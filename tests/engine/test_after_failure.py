@@ -1,4 +1,4 @@
-"""An engine that raised somewhere goes on: what it is told to start again, and what was not in the batch."""
+"""An engine continues after an exception: requests of the failed batch start again, others are unaffected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DETAILS = OutputOptions(
 )
 
 Part = Callable[[ModelEngine], Any]
-# name: whose function, which, whether it has done its work by then, how many calls go well before
+# name: object, function, whether it raises after its work, number of calls before that
 STAGES: dict[str, tuple[Part, str, bool, int]] = {
     "before anything": (lambda engine: engine.sampler, "apply", False, 0),
     "before the runner": (lambda engine: engine.runner, "run", False, 0),
@@ -94,7 +94,7 @@ every_stage = pytest.mark.parametrize(
 
 
 def make_requests(model: ZooModel) -> list[Request]:
-    """Some of everything that an engine remembers something for."""
+    """Return requests of every kind for which an engine keeps state."""
     kinds: list[dict[str, Any]] = [
         {"output": DETAILS, "streaming": True},
         {"sampling": PENALIZED, "bad_words": ((11,), (12, 13))},
@@ -116,7 +116,7 @@ CONFIG = config_of("chunked", max_beam_width=3)
 
 
 def assert_same(result: SequenceResult, expected: SequenceResult) -> None:
-    """Tokens exactly; a matrix kernel may round the logits of another batch's rows differently."""
+    """Compare tokens exactly; matrix kernels may round logits differently in another batch."""
     assert result.output_token_ids == expected.output_token_ids
     assert result.finish_reasons == expected.finish_reasons
     assert result.cum_log_probs == pytest.approx(expected.cum_log_probs, abs=1e-3)
@@ -135,10 +135,10 @@ def undisturbed(model: ZooModel, kernels: str) -> dict[tuple[int, int], Sequence
 
 
 @every_stage
-def test_tokens_are_those_of_an_undisturbed_run(
+def test_tokens_equal_those_of_a_run_without_failures(
     zoo: Zoo, stage: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler tries halves of a failed batch apart; none of them is at fault."""
+    """The scheduler runs halves of a failed batch separately; none of its requests is at fault."""
     model = zoo[CASE]
     engine = load(model.folder, 100, 7, kernels=kernels)
     part, name, after, skipped = STAGES[stage]
@@ -158,7 +158,7 @@ NUM_TOKENS = 12
 
 @dataclass
 class Company:
-    """Sequences in generation and a beam search, begun together."""
+    """Sequences in generation and a beam search, started together."""
 
     rows: list[Row]
     search: Search
@@ -173,7 +173,7 @@ class Company:
         return {row: len(row.tokens) for row in (*self.rows, self.search.row)}
 
     def leave(self, driver: Driver) -> None:
-        """Give up slots and blocks, as after a failed batch."""
+        """Release slots and blocks, as after a failed batch."""
         for row in self.rows:
             driver.release(row)
         for slot in self.search.slots:
@@ -181,7 +181,7 @@ class Company:
         driver.free_blocks[:0] = sorted({block for beam in self.search.beams for block in beam.blocks})
 
     def start_again(self, driver: Driver) -> Company:
-        """Sequences from what is known of them, the search from its prompt."""
+        """Restart sequences from their known tokens, and the search from its prompt."""
         rows = [
             driver.start(row.tokens, row.start.request.sampling, prompt_length=row.prompt_length)
             for row in self.rows
@@ -190,7 +190,7 @@ class Company:
 
 
 def assert_undisturbed(company: Company, engine: ModelEngine, model: ZooModel, seed: int) -> None:
-    """Everybody has what they get in `engine` without any failure."""
+    """Check that all get the same results as in `engine` without any failure."""
     driver = Driver(engine)
     alone = Company.start(driver, model, seed)
     driver.step(alone.chunks(), searches=[alone.search])
@@ -203,10 +203,10 @@ def assert_undisturbed(company: Company, engine: ModelEngine, model: ZooModel, s
 
 
 @every_stage
-def test_sequences_that_were_not_in_a_failed_batch_go_on(
+def test_sequences_outside_a_failed_batch_continue(
     zoo: Zoo, stage: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of everything fails beside others, and what was in it starts again, in other slots."""
+    """A batch of all kinds fails beside running sequences, and its requests restart in other slots."""
     model = zoo[CASE]
     engine = load_engine(model.folder, max_num_sequences=12, kernels=kernels)
     part, name, after, skipped = STAGES[stage]
@@ -238,7 +238,7 @@ def test_sequences_that_were_not_in_a_failed_batch_go_on(
     for newcomer in newcomers:
         driver.release(newcomer)
     victims.leave(driver)
-    driver.release(Row(ended.slot, [], ended.start, []))  # told again
+    driver.release(Row(ended.slot, [], ended.start, []))  # the release is repeated
     driver.free_slots = sorted(set(driver.free_slots), reverse=True)
 
     victims = victims.start_again(driver)
@@ -251,10 +251,10 @@ def test_sequences_that_were_not_in_a_failed_batch_go_on(
     assert_undisturbed(victims, load_engine(model.folder, kernels=kernels), model, 200)
 
 
-def test_a_batch_that_carries_on_after_a_failed_one_touches_nothing(
+def test_a_batch_that_continues_a_failed_one_writes_nothing(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot's block table may be that of an earlier sequence, and the blocks in it another's by now."""
+    """Its slot's block table may belong to an earlier sequence, and those blocks to another sequence by now."""
     model = zoo[CASE]
     engine = load_engine(model.folder)
     saboteur = Saboteur(monkeypatch, engine.runner, "run", after=False)
@@ -264,7 +264,7 @@ def test_a_batch_that_carries_on_after_a_failed_one_touches_nothing(
     driver.generate(earlier, 2)
     driver.release(earlier)
     driver.free_slots = [0]
-    owner = driver.start(model.prompt(20, 2), PENALIZED)  # of the blocks that were the earlier one's
+    owner = driver.start(model.prompt(20, 2), PENALIZED)  # takes the blocks of the earlier sequence
     driver.generate(owner, 2)
     driver.free_slots = [3]
     victim = driver.start(model.prompt(20, 3))
@@ -288,7 +288,7 @@ def test_a_batch_that_carries_on_after_a_failed_one_touches_nothing(
     )
 
 
-def test_slots_that_nobody_has_can_be_released(zoo: Zoo) -> None:
+def test_unused_slots_can_be_released(zoo: Zoo) -> None:
     model = zoo[CASE]
     engine = load_engine(model.folder)
     driver = Driver(engine)
@@ -304,8 +304,8 @@ def test_slots_that_nobody_has_can_be_released(zoo: Zoo) -> None:
     )
 
 
-def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo) -> None:
-    """One of four has nan for logits from some token on, whatever batch it is in."""
+def test_only_the_request_with_nan_logits_ends(zoo: Zoo) -> None:
+    """One of four requests has NaN logits from some token on, in every batch."""
     model = zoo[CASE]
     requests = make_requests(model)[:4]
     engine = load(model.folder, 100, 7)

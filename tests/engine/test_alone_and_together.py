@@ -1,7 +1,7 @@
-"""To the bit: what a row gives on compiled code is the same alone, in any company, and however its context is cut.
+"""A row's results on compiled code are bitwise the same alone, in any batch, and with any chunks of its context.
 
-An int8 row's scale is its own and its sums are whole numbers; a sum of bfloat16 or float32 products is made in the
-same order however many rows there are. Everything else is made row by row.
+An int8 row has its own scale and its sums are integers; sums of bfloat16 or float32 products have an order
+that does not depend on the number of rows. Everything else is computed row by row.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def assert_equal(row: Row, other: Row) -> None:
     ),
 )
 @pytest.mark.parametrize("size", with_all([2, 3, 16], [3]))
-def test_rows_of_a_batch_have_the_tokens_and_logits_they_have_alone(
+def test_rows_have_the_same_tokens_and_logits_in_a_batch_and_alone(
     zoo: Zoo, case: str, dtype: str, size: int
 ) -> None:
-    """Contexts beside each other, then contexts beside generation, then generation alone."""
+    """Contexts together, then contexts beside generation, then generation alone."""
     model = zoo[case]
     engine = load_native(model.folder, dtype)
     prompts = [model.prompt(3 + 7 * number % 50, number) for number in range(size)]
@@ -85,7 +85,7 @@ def test_chunks_of_a_context(zoo: Zoo, case: str, dtype: str, chunk: int) -> Non
 def test_rows_with_wide_windows_have_the_same_logits_alone_and_together(
     tmp_path: Path, dtype: str, tokens_per_block: int
 ) -> None:
-    """At the beginning of a row's window, another row of its tile attends to more."""
+    """At the beginning of a row's window, another row of the same tile attends to earlier keys."""
     folder = make_model(tmp_path, shape=Shape(2, 64, 4, 4, 96, 300, 1024, 10_000.0))
     changes = {
         "tokens_per_block": tokens_per_block,
@@ -96,14 +96,14 @@ def test_rows_with_wide_windows_have_the_same_logits_alone_and_together(
     prompt = tuple(number * 7 % 290 for number in range(700))
     whole = alone(engine, prompt, 3 * NUM_TOKENS)
     driver = Driver(engine)
-    row = driver.start(prompt + tuple(whole.generated[:NUM_TOKENS]))  # as after a pause
+    row = driver.start(prompt + tuple(whole.generated[:NUM_TOKENS]))  # restarted as after a pause
     driver.generate(row, 2 * NUM_TOKENS)
     assert row.generated == whole.generated[NUM_TOKENS:]
     assert torch.equal(torch.stack(row.logits), torch.stack(whole.logits[NUM_TOKENS:]))
 
 
 def test_long_contexts(zoo: Zoo, dtype: str) -> None:
-    """Beyond what is scored at a time, in blocks that are no multiple of that."""
+    """Longer than the keys that are scored at a time, in blocks that are no multiple of them."""
     model = zoo["llama-gqa"]
     engine = load_native(model.folder, dtype, tokens_per_block=6, max_num_tokens=1024)
     prompts = [model.prompt(length, length) for length in (240, 3, 200, 17)]
@@ -118,7 +118,7 @@ def test_long_contexts(zoo: Zoo, dtype: str) -> None:
 
 
 def make_requests(model: ZooModel) -> list[Request]:
-    """Eight, of all kinds but beam searches, which return no logits of each step alone."""
+    """Return eight requests of all kinds but beam searches, which do not return logits of single steps."""
     kinds: list[dict[str, Any]] = [
         {},
         {"sampling": SAMPLED},
@@ -142,7 +142,7 @@ def logits_of(served: Served, request: Request) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
 def test_requests_through_the_scheduler(zoo: Zoo, dtype: str, way: str) -> None:
-    """Mixed, arriving one after the other, with chunks and pauses, against each by itself."""
+    """Mixed requests that arrive one after the other, with chunks and pauses, compared with each alone."""
     model = zoo["llama-gqa"]
     requests = make_requests(model)
     engine = load(model.folder, 36, 8, dtype=dtype, kernels="native")

@@ -1,4 +1,4 @@
-"""A row's tokens do not depend on what else is in its batch, how its context was cut, or whose blocks it reads."""
+"""A row's tokens do not depend on other rows in its batch, on its context's chunks, or on shared blocks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _assert_same(row: Row, other: Row) -> None:
 
 
 @every_case
-def test_rows_that_join_at_different_iterations_get_what_they_get_alone(engine: ModelEngine) -> None:
+def test_rows_that_join_at_different_iterations_have_the_tokens_they_have_alone(engine: ModelEngine) -> None:
     options = [{}, {"sampling": SAMPLING}, {"sampling": SAMPLING, "sequence_index": 1}, {}, {}]
     prompts = [_prompt(length, seed) for seed, length in enumerate((30, 3, 3, 61, 17))]
     driver = Driver(engine)
@@ -88,7 +88,7 @@ def test_shared_prefix_blocks_are_own_blocks(engine: ModelEngine) -> None:
 
 @every_case
 def test_shared_blocks_may_come_iterations_before_the_first_chunk(engine: ModelEngine) -> None:
-    """A started request whose context has to wait is told its shared blocks at once."""
+    """A started request whose context has to wait gets its shared blocks at once."""
     prefix = _prompt(2 * TOKENS_PER_BLOCK, seed=1)
     driver = Driver(engine)
     owner = driver.start((*prefix, 5))
@@ -108,7 +108,7 @@ def test_shared_blocks_may_come_iterations_before_the_first_chunk(engine: ModelE
 
 
 @every_case
-def test_released_slots_and_blocks_are_used_again(engine: ModelEngine) -> None:
+def test_released_slots_and_blocks_are_reused(engine: ModelEngine) -> None:
     driver = Driver(engine)
     driver.free_blocks = driver.free_blocks[:8]
     driver.free_slots = [0]
@@ -121,7 +121,7 @@ def test_released_slots_and_blocks_are_used_again(engine: ModelEngine) -> None:
 
 
 @every_case
-def test_a_paused_sequence_goes_on_as_if_it_had_not_been(engine: ModelEngine) -> None:
+def test_a_paused_sequence_continues_with_the_same_tokens(engine: ModelEngine) -> None:
     prompt = _prompt(12, seed=5)
     driver = Driver(engine)
     row = driver.start(prompt, SAMPLING)
@@ -133,7 +133,7 @@ def test_a_paused_sequence_goes_on_as_if_it_had_not_been(engine: ModelEngine) ->
 
 
 @every_case
-def test_numbers_of_an_overflow_in_a_block_reach_no_other_sequence(engine: ModelEngine) -> None:
+def test_an_overflow_in_a_block_affects_no_other_sequence(engine: ModelEngine) -> None:
     """A masked key has weight 0, and 0 times NaN is NaN."""
     prompt = _prompt(11, seed=6)
     clean = alone(engine, prompt, 12)
@@ -144,7 +144,7 @@ def test_numbers_of_an_overflow_in_a_block_reach_no_other_sequence(engine: Model
 
 
 @every_case
-def test_a_failed_batch_takes_no_other_sequence_with_it(
+def test_a_failed_batch_does_not_affect_other_sequences(
     engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(engine)
@@ -187,7 +187,7 @@ def test_a_batch_over_the_limit_is_refused(zoo: Zoo) -> None:
 
 
 def test_very_different_lengths_are_grouped(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long row beside many short ones must not make them all read padding as long as it is."""
+    """A long row must not make many short rows of the batch read padding of its length."""
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, max_num_sequences=8, kernels="torch")
     lengths = (200, 190, 6, 4, 3, 3, 2)

@@ -1,4 +1,4 @@
-"""Beams on the paged cache: they share blocks until they write, and no company changes what they find."""
+"""Beams on the paged cache: they share blocks until they write, and other rows do not change their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiers import with_all
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
 every_case = pytest.mark.parametrize(("case", "kernels"), by_default_and(["mistral-window"], CASES))
-NUM_TOKENS = 14  # more than a block, and for 21 prompt tokens past the sliding window
+NUM_TOKENS = 14  # more than a block, and with 21 prompt tokens more than the sliding window
 SAMPLED = SamplingConfig(temperature=1.3, top_k=20, top_p=0.9, random_seed=7)
 
 
@@ -29,7 +29,7 @@ def load(zoo: Zoo, case: str, **changes: object) -> ModelEngine:
 
 
 def run(driver: Driver, search: Search, num_tokens: int = NUM_TOKENS, chunk: int = 1000) -> Search:
-    """One search to its end, alone."""
+    """Run one search alone to its end."""
     row = search.row
     while row.num_computed < len(row.tokens):
         driver.step({row: min(chunk, len(row.tokens) - row.num_computed)}, searches=[search])
@@ -61,7 +61,7 @@ def test_beams_are_those_of_transformers(zoo: Zoo, case: str, kernels: str | Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_are_shared_until_beams_part(zoo: Zoo, case: str) -> None:
+def test_blocks_are_shared_until_beams_diverge(zoo: Zoo, case: str) -> None:
     driver = Driver(load(zoo, case))
     search = run(driver, driver.search(zoo[case].prompt(2 * TOKENS_PER_BLOCK + 3), beams(4)), num_tokens=4)
     tables = [beam.blocks for beam in search.beams]
@@ -108,7 +108,7 @@ def test_searches_of_any_width_and_sampling_rows_share_batches(
 def test_a_copied_block_may_be_overwritten_in_the_same_batch(
     zoo: Zoo, case: str, kernels: str | None
 ) -> None:
-    """By another's copy, by an emptied block and by new keys: all is read before anything is written."""
+    """By another copy, a cleared block or new keys: everything is read before anything is written."""
     engine, model = load(zoo, case, kernels=kernels), zoo[case]
     prompts = [model.prompt(length, length) for length in (11, 20)]
     alone = []
@@ -129,7 +129,7 @@ def test_a_copied_block_may_be_overwritten_in_the_same_batch(
 
 
 def test_a_search_may_wait_while_others_run(zoo: Zoo) -> None:
-    """Its slots are started by moves, iterations after its context."""
+    """Moves start its slots, iterations after its context."""
     engine, model = load(zoo, "llama-gqa"), zoo["llama-gqa"]
     driver = Driver(engine)
     expected = run(driver, driver.search(model.prompt(20), beams(3)))
@@ -142,7 +142,7 @@ def test_a_search_may_wait_while_others_run(zoo: Zoo) -> None:
     assert_same(search, expected)
 
 
-def test_log_probs_of_candidates_are_the_models(zoo: Zoo) -> None:
+def test_log_probs_of_candidates_equal_the_models(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     driver = Driver(load(zoo, "llama-gqa"))
     output = OutputOptions(return_log_probs=True)
@@ -156,7 +156,7 @@ def test_log_probs_of_candidates_are_the_models(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(zoo: Zoo, dtype: str) -> None:
-    """Near-ties may turn; the scores are those of the tokens found, within the format's error."""
+    """Near-ties may differ; the scores are those of the found tokens, within the format's error."""
     model = zoo["llama-gqa"]
     driver = Driver(load(zoo, "llama-gqa", dtype=dtype))
     search = run(driver, driver.search(model.prompt(20), beams(4)))
@@ -167,7 +167,7 @@ def test_half_precision(zoo: Zoo, dtype: str) -> None:
         assert beam.score == pytest.approx(expected, abs={"bfloat16": 1.5, "float16": 0.2}[dtype])
 
 
-def test_a_failed_batch_takes_no_other_search_with_it(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_batch_does_not_affect_other_searches(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, model = load(zoo, "llama-gqa"), zoo["llama-gqa"]
     driver = Driver(engine)
     expected = run(driver, driver.search(model.prompt(20), beams(3)))

@@ -1,4 +1,4 @@
-"""Requests with an adapter and a guide, an adapter and a prompt table, or all three, as PEFT's model has them."""
+"""Requests with an adapter and a guide, an adapter and a prompt table, or all three, against PEFT's model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ every_kernel = pytest.mark.parametrize("kernels", with_all([DEFAULT, TORCH], [No
 
 
 class ReadyGuides:
-    """A GuideCompiler for guides that can be followed."""
+    """A GuideCompiler whose guides are compiled at once."""
 
     def __init__(self) -> None:
         self._asked: list[int] = []
@@ -53,11 +53,11 @@ class ReadyGuides:
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and what it is made of.
+    """A request and its parts.
 
     Attributes:
-        rows: Its prompt table's; None without one.
-        pattern: What its text has to match; "" without a guide.
+        rows: The rows of its prompt table; None without one.
+        pattern: A regular expression for its text; "" without a guide.
     """
 
     request: Request
@@ -65,7 +65,7 @@ class Case:
     pattern: str
 
     def expected(self, model: ZooModel) -> list[int]:
-        """By `generate` of PEFT's model, the end id included."""
+        """Return the tokens of PEFT's model's `generate`, including the end id."""
         request = self.request
         oracle = adapters_of(model)[request.lora.task_id].oracle if request.lora else model
         prompt = torch.tensor([request.input_token_ids])
@@ -88,7 +88,7 @@ class Case:
 
 
 def allowed_by(pattern: str, start: int) -> Callable[[int, torch.Tensor], list[int]]:
-    """For `generate`: tokens after which the text may still become one that matches; the end if it does."""
+    """Return a function for `generate` that allows tokens after which a match is possible, and the end at one."""
     tokens, compiled = tiny_vocabulary().tokens, regex.compile(pattern.encode())
 
     def allowed(_: int, ids: torch.Tensor) -> list[int]:
@@ -105,12 +105,12 @@ def allowed_by(pattern: str, start: int) -> Callable[[int, torch.Tensor], list[i
 
 @cache
 def expected_of(model: ZooModel) -> dict[int, list[int]]:
-    """By request id, without end ids."""
+    """Return the expected tokens by request id, without end ids."""
     return {case.request.request_id: without_end(case.expected(model)) for case in cases_of(model)}
 
 
 def cases_of(model: ZooModel) -> list[Case]:
-    """Every adapter and none, with and without a table, with each guide and none."""
+    """Return requests with every adapter and none, with and without a table, with each guide and none."""
     cases: list[Case] = []
     for task in (0, 1, 3, None):
         for has_table in (False, True):
@@ -134,7 +134,7 @@ def cases_of(model: ZooModel) -> list[Case]:
 
 
 def serve(engine: Engine, model: ZooModel, requests: Sequence[Request], per_step: int) -> Served:
-    """By a GptManager, so many requests arriving in an iteration."""
+    """Serve with a GptManager; `per_step` requests arrive in each iteration."""
     scheduler, served, waiting = Scheduler(config_of("no-evict"), engine.limits), Served(), list(requests)
 
     def get(room: int) -> list[Request]:
@@ -160,7 +160,7 @@ def without_end(tokens: list[int]) -> list[int]:
 
 @every_kernel
 @pytest.mark.parametrize("name", with_all(["llama-gqa", "gpt2"], ["gpt2"]))
-def test_the_tokens_are_pefts_alone_and_beside_all_others(zoo: Zoo, name: str, kernels: str | None) -> None:
+def test_tokens_equal_pefts_alone_and_beside_all_others(zoo: Zoo, name: str, kernels: str | None) -> None:
     model = zoo[name]
     cases, expected = cases_of(model), expected_of(model)
     assert len(set(map(tuple, expected.values()))) > len(cases) // 2, "they differ"

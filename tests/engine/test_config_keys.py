@@ -1,8 +1,8 @@
 """Every key of config.json, one at a time: the logits are transformers' own, or the key is refused by name.
 
-A key is what the family's configuration class in transformers has, and some that only checkpoints have. It is
-taken away, set to null and to other values, in the configuration of a small model with windows where the family
-has them; the weights are drawn for whatever transformers then makes of it.
+Keys are those of the family's configuration class in transformers, and some that only checkpoints have. Each is
+removed, set to null and to other values, in the configuration of a small model with windows if the family has
+them; the weights are drawn for the model that transformers then creates.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ _SCALINGS = [
     {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
     {"full_attention": {"rope_type": "default", "rope_theta": 500.0}},
 ]
-# Values that a key's type alone would not suggest.
+# Values that cannot be derived from the key's type.
 VALUES: dict[str, list[Any]] = {
     "rope_parameters": _SCALINGS,
     "rope_scaling": _SCALINGS,
@@ -216,7 +216,7 @@ VALUES: dict[str, list[Any]] = {
     "architectures": [["GPT2LMHeadModel"], ["LlamaForCausalLM"], ["Unheard"]],
     "initializer_range": [0.5],
     "summary_activation": ["tanh"],
-    # What follows is in no class of these families: other families' keys, and those that only checkpoints have.
+    # The following keys are in no class of these families: other families' keys, and keys of checkpoints only.
     "rope_theta": [500.0],
     "partial_rotary_factor": [0.5, 1.0],
     "original_max_position_embeddings": [16],
@@ -250,7 +250,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 def _keys(family: str) -> list[str]:
-    """The family's own, some of others and of none, and for Llama those of all families."""
+    """Return the family's own keys, some of others and of none, and for Llama those of all families."""
     asked = [each.model_type for each in FAMILIES] if family == "llama" else [family]
     classes = [transformers.CONFIG_MAPPING[each] for each in asked]
     own = {field.name for each in classes for field in dataclasses.fields(each)}
@@ -259,7 +259,7 @@ def _keys(family: str) -> list[str]:
 
 
 def _others(value: Any) -> list[Any]:
-    """Values of the same type."""
+    """Return values of the same type."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -272,7 +272,7 @@ def _others(value: Any) -> list[Any]:
 
 
 def _changes(family: str, key: str) -> Iterator[dict[str, Any]]:
-    """Configurations that differ in one key."""
+    """Yield configurations that differ in one key."""
     config = {"model_type": family, **CONFIGS[family]}
     if key in config:
         yield {name: value for name, value in config.items() if name != key}
@@ -294,7 +294,7 @@ class _Oracle:
         biases = [pair for pair in self._model.named_buffers() if pair[0].endswith("correction_bias")]
         with torch.no_grad():
             for name, parameter in (*self._model.named_parameters(), *biases):
-                if name.endswith("bias"):  # many are made as 0: nobody would miss them
+                if name.endswith("bias"):  # many are initialized as 0, so that errors would not be noticed
                     parameter.normal_(0, 0.2)
 
     @property
@@ -303,7 +303,7 @@ class _Oracle:
 
     def save(self) -> None:
         saved = self._folder / "saved"
-        self._model.save_pretrained(saved)  # with the names that checkpoints have
+        self._model.save_pretrained(saved)  # with the names of checkpoints
         (saved / "model.safetensors").replace(self._folder / "model.safetensors")
 
     @torch.inference_mode()
@@ -328,10 +328,11 @@ class _Run:
 
 
 def _verdict(folder: Path, config: dict[str, Any], key: str, runs: list[_Run]) -> str | None:
-    """ "" if the rule is kept, else what is wrong; None where transformers loads no such configuration either.
+    """Return "" if the rule holds, else the problem; None if transformers does not load the configuration either.
 
-    The engine knows a configuration by its description alone, and is not run twice for the same one and the same
-    weights. Most keys change neither; transformers is asked each time whether its logits are others for all that.
+    The engine knows a configuration only by its description, and is not run twice for the same description
+    and weights. Most keys change neither; transformers computes its logits every time, in case they change
+    nevertheless.
     """
     (folder / "config.json").write_text(json.dumps(config))
     try:
@@ -341,7 +342,7 @@ def _verdict(folder: Path, config: dict[str, Any], key: str, runs: list[_Run]) -
     try:
         oracle = _Oracle(folder)
         oracle.logits(list(PROMPT))
-    except Exception:  # whatever transformers says of such a configuration: many have null for a number
+    except Exception:  # any error of transformers: many configurations have null for a number
         return None
     row = next((run.row for run in runs if run.is_of(description, oracle.weights)), None)
     if row is None:
@@ -355,7 +356,7 @@ def _verdict(folder: Path, config: dict[str, Any], key: str, runs: list[_Run]) -
 
 @pytest.mark.parametrize("family", with_all(CONFIGS, ["gpt_oss"]))
 def test_a_key_is_understood_or_refused_by_name(tmp_path: Path, family: str) -> None:
-    torch.set_num_threads(1)  # models this small only wait for each other on more
+    torch.set_num_threads(1)  # more threads only slow models this small down
     verdicts, runs = {}, list[_Run]()
     for key in _keys(family):
         for config in _changes(family, key):

@@ -52,7 +52,7 @@ def assert_context(row: Row, model: ZooModel) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 13, 30])
-def test_every_chunk_brings_its_rows(model: ZooModel, engine: ModelEngine, chunk: int) -> None:
+def test_every_chunk_returns_its_rows(model: ZooModel, engine: ModelEngine, chunk: int) -> None:
     driver = Driver(engine)
     row = driver.start(model.prompt(30), output=BOTH)
     driver.generate(row, 3, chunk)
@@ -61,7 +61,7 @@ def test_every_chunk_brings_its_rows(model: ZooModel, engine: ModelEngine, chunk
     assert row.generated == model.greedy(model.prompt(30), 3)
 
 
-def test_only_what_was_asked_for(model: ZooModel, engine: ModelEngine) -> None:
+def test_only_requested_outputs_are_returned(model: ZooModel, engine: ModelEngine) -> None:
     driver = Driver(engine)
     logits = driver.start(model.prompt(12), output=OutputOptions(return_context_logits=True))
     log_probs = driver.start(model.prompt(13), output=OutputOptions(return_prompt_log_probs=True))
@@ -72,8 +72,8 @@ def test_only_what_was_asked_for(model: ZooModel, engine: ModelEngine) -> None:
     assert (log_probs.context[0].logits, len(log_probs_of(log_probs))) == (b"", 12)
 
 
-def test_rows_behind_the_prompt_are_left_out(model: ZooModel, engine: ModelEngine) -> None:
-    """Drafts, and after a pause what had been generated."""
+def test_rows_after_the_prompt_are_left_out(model: ZooModel, engine: ModelEngine) -> None:
+    """Drafts, and after a pause the tokens that were generated before."""
     prompt = model.prompt(20)
     generated = alone(engine, prompt, 8).generated
     driver = Driver(engine)
@@ -91,7 +91,7 @@ def test_rows_behind_the_prompt_are_left_out(model: ZooModel, engine: ModelEngin
 def test_logits_are_computed_only_for_rows_that_are_sampled_or_asked_for(
     model: ZooModel, engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits are made of the rows that are sampled or asked for, a slice at a time, and of no others."""
+    """Logits are computed for rows that are sampled or requested, a slice at a time, and for no others."""
     driver = Driver(engine)
     asking = driver.start(model.prompt(20), output=OutputOptions(return_prompt_log_probs=True))
     plain, generating = (driver.start(model.prompt(length)) for length in (21, 22))
@@ -106,7 +106,7 @@ def test_logits_are_computed_only_for_rows_that_are_sampled_or_asked_for(
     def spy_on_all(*arguments: Any) -> torch.Tensor:
         noted = len(sizes)
         logits = forward_to_logits(*arguments)
-        if len(sizes) == noted:  # compiled code makes them by itself
+        if len(sizes) == noted:  # compiled code computes them itself
             sizes.append(len(logits))
         return logits
 

@@ -1,4 +1,4 @@
-"""Debug tensors: what the packed rows of each iteration were, in files or kept in memory."""
+"""Debug tensors: the packed rows of each iteration, in files or in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_tensors_of_an_iteration_are_those_of_its_packed_rows(zoo: Zoo) -> N
     """A chunk, a longer and a shorter sequence in generation, in the order of the rows: the longest first."""
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, debug_tensor_names=ALL, debug_tensors_max_iterations=5)
-    penalty = SamplingConfig(repetition_penalty=1.5)  # changes logits in place, later
+    penalty = SamplingConfig(repetition_penalty=1.5)  # changes logits in place afterwards
     driver = Driver(engine)
     short, long, new = (driver.start(model.prompt(n, n), penalty) for n in (5, 9, 12))
     driver.step({short: 5, long: 9})
@@ -51,7 +51,7 @@ def test_the_tensors_of_an_iteration_are_those_of_its_packed_rows(zoo: Zoo) -> N
     torch.testing.assert_close(torch.tensor(found["logits"]), torch.stack(expected), rtol=0, atol=1e-3)
 
 
-def test_the_last_iterations_are_kept_and_told_once(zoo: Zoo) -> None:
+def test_the_last_iterations_are_kept_and_returned_once(zoo: Zoo) -> None:
     engine = load_engine(
         zoo["gpt2"].folder, debug_tensor_names=("sequence_length",), debug_tensors_max_iterations=2
     )
@@ -92,7 +92,7 @@ def test_files_have_the_tensors_of_every_iteration(zoo: Zoo, tmp_path: Path, con
     assert engine.runner.debug_tensors.latest() == []
 
 
-def test_every_rank_writes_down_its_own(zoo: Zoo, tmp_path: Path) -> None:
+def test_every_rank_writes_its_own_debug_tensors(zoo: Zoo, tmp_path: Path) -> None:
     model = zoo["gpt2"]
     with ranks(model.folder, (2, 2), debug_tensor_names=ALL, debug_tensors_dir=str(tmp_path)) as engine:
         served = serve(engine, config_of("no-evict"), [Request(1, model.prompt(6), 2)])
@@ -123,7 +123,7 @@ def test_a_disk_that_cannot_be_written_ends_the_files_and_no_request(
 
 
 @pytest.mark.parametrize("planted", ["root", "rank", "file"])
-def test_a_link_that_somebody_has_planted_is_not_followed(
+def test_a_planted_link_is_not_followed(
     zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture, planted: str
 ) -> None:
     root, elsewhere = tmp_path / "debug", tmp_path / "elsewhere"
@@ -178,7 +178,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(zoo: Zoo) -> None:
 
 
 def test_iterations_with_debug_tensors_are_not_recorded(zoo: Zoo, tmp_path: Path) -> None:
-    """A replayed iteration has no packed rows to show."""
+    """A replayed iteration has no packed rows to record."""
     model, tape = zoo["llama-gqa"], Tape()
     plain = load_paged(model.folder, 60).runner
     kept = DebugTensors(frozenset(ALL), 9, tmp_path)
@@ -188,7 +188,7 @@ def test_iterations_with_debug_tensors_are_not_recorded(zoo: Zoo, tmp_path: Path
     assert len(kept.latest()) == 4
 
 
-def test_a_program_that_holds_the_engine_reads_them(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_program_with_the_engine_reads_debug_tensors(zoo: Zoo, tmp_path: Path) -> None:
     model = zoo["gpt2"]
     config = EngineConfig(
         str(model.folder),

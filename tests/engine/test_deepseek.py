@@ -1,4 +1,4 @@
-"""Latent attention's cache, and routers of DeepSeek's models against those of transformers.
+"""Latent attention's cache, and routers of DeepSeek's models, compared with transformers'.
 
 Tokens and logits of these families are compared in test_families.py and test_every_family.py.
 """

@@ -1,4 +1,4 @@
-"""A draft model beside its target, both on torch: by its logits, tokens have the target's distribution."""
+"""A draft model beside its target, both with torch: with its logits, tokens have the target's distribution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import transformers
 from inflight.batch_manager import GptManager
 from inflight.config import SchedulingConfig
 from inflight.core.request.drafted import DraftedRequest
-from inflight.core.request.request import EngineDescription
+from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
 from inflight.endpoint.drafting import DraftingClient
@@ -57,7 +57,7 @@ def running(folder: Path) -> Iterator[LocalEngineClient]:
 
 
 def expected(model: transformers.LlamaForCausalLM) -> dict[tuple[int, ...], float]:
-    """How likely the first two tokens are, or fewer where END comes, by transformers' logits."""
+    """Return the probability of the first two tokens, or fewer if END comes, from transformers' logits."""
 
     @torch.no_grad()
     def following(*tokens: int) -> np.ndarray:
@@ -95,5 +95,5 @@ def test_tokens_that_were_drafted_by_another_model_have_the_targets_distribution
     found = Counter(tuple(inbox.tokens[:2]) for inbox in inboxes)
     statistic = sum((found[key] - NUM_REQUESTS * p) ** 2 / (NUM_REQUESTS * p) for key, p in shares.items())
     freedom = len(shares) - 1
-    # The seeds are fixed: this is no matter of luck. A draft model's own distribution is far outside.
+    # Seeds are fixed, so the result is deterministic. A draft model's own distribution is far outside.
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5, f"{statistic} of {freedom}"

@@ -1,4 +1,4 @@
-"""Drafts verified in one pass leave the tokens, and the logits they are chosen from, as they are without."""
+"""Drafts that are verified in one pass change neither the tokens nor the logits from which they are chosen."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prompt(zoo: Zoo) -> tuple[int, ...]:
 
 
 def drafts_of(right: list[int], num_right: int, num_wrong: int) -> tuple[int, ...]:
-    """The first tokens as they will be, then others."""
+    """Return drafts of which the first are right and the others wrong."""
     wrong = right[num_right : num_right + num_wrong]
     return (*right[:num_right], *((token + 1) % 200 for token in wrong))
 
@@ -76,7 +76,7 @@ def test_drafts_after_the_context(
 @every_case
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_drafts_in_generation(engine: ModelEngine, prompt: tuple[int, ...], sampling: SamplingConfig) -> None:
-    """Right, wrong and partly right ones across block and window borders, iterations without any between them."""
+    """Right, wrong and partly right drafts across borders of blocks and windows, and iterations without drafts."""
     expected = alone(engine, prompt, NUM_TOKENS, sampling=sampling)
     driver = Driver(engine)
     row = driver.start(prompt, sampling)
@@ -119,8 +119,8 @@ def test_rows_with_and_without_drafts_share_batches(engine: ModelEngine, zoo: Zo
 
 
 @every_case
-def test_batches_may_be_made_before_the_last_ones_answer(engine: ModelEngine, zoo: Zoo) -> None:
-    """Two in flight: a row without drafts is fed what it got on the device."""
+def test_batches_may_be_made_before_the_previous_result(engine: ModelEngine, zoo: Zoo) -> None:
+    """Two batches in flight: a row without drafts gets its last token on the device."""
     prompts = [zoo["llama"].prompt(length, length) for length in (9, 14)]
     driver = Driver(engine)
     rows = [driver.start(prompt, SAMPLINGS["sampled"]) for prompt in prompts]
@@ -140,7 +140,7 @@ def test_batches_may_be_made_before_the_last_ones_answer(engine: ModelEngine, zo
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(zoo: Zoo, prompt: tuple[int, ...], dtype: str) -> None:
-    """The logits of verified drafts are those of the row alone, within the format's error."""
+    """The logits of verified drafts equal those of the row alone, within the format's error."""
     engine = load_engine(zoo["llama-gqa"].folder, dtype=dtype)
     expected = alone(engine, prompt, 12)
     driver = Driver(engine)

@@ -1,7 +1,7 @@
-"""Every family in every way of serving it, against transformers, and the table of docs/models.md.
+"""Every family in every way of serving, compared with transformers, and the table of docs/models.md.
 
-What a way of serving does by itself is tested elsewhere, on a few families; here families are what may be wrong.
-`UPDATE_TABLES=1` writes the table anew.
+Ways of serving are tested in detail elsewhere, on a few families; these tests are about the families.
+`UPDATE_TABLES=1` rewrites the table.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CASE_OF = {
 NEW = [
     case for family, case in CASE_OF.items() if family not in ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 ]
-"""The others are in the other tests of ways of serving."""
+"""The other ways are used in other tests."""
 BOUND = {"bfloat16": 0.08, "int8": 0.15}
 """As in test_precision.py: root mean square error of the logits over their standard deviation."""
 FAST = [(case, None) for case in ("mixtral", "deepseek-v3", "gemma3", "gpt-oss")] + [("mixtral", "torch")]
@@ -76,7 +76,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 def test_packed_chunked_reused_and_paused_requests_give_transformers_tokens(
     zoo: Zoo, case: str, kernels: str | None, way: str
 ) -> None:
-    """Packed, chunked, with blocks that are reused, and paused."""
+    """Packed, chunked, with reused blocks, and paused."""
     model = zoo[case]
     requests = some_of_everything(model)
     engine = load(model.folder, num_blocks=26, max_num_sequences=8, kernels=kernels)
@@ -116,14 +116,14 @@ def test_error_of_other_types_is_bounded(zoo: Zoo, case: str, dtype: str, kernel
 
     bound = BOUND[dtype]
     if hasattr(model.oracle.config, "num_experts_per_tok"):
-        # A token near the border between two experts goes to the other one: transformers' tokens do so too.
+        # A token near the border between two experts may go to the other one: transformers' tokens do so too.
         theirs = _in_type(model.oracle, dtype)(torch.tensor([row.tokens])).logits[0][wanted]
         bound = 2 * max(bound, error_of(theirs.float()))
     assert error_of(torch.stack(row.logits)) < bound
 
 
 def _in_type(oracle: Any, dtype: str) -> Any:
-    """transformers' model in bfloat16; for int8 with its layers' matrices, but for routers', rounded as ours."""
+    """Return transformers' model in bfloat16; for int8 with matrices, except routers', rounded as ours."""
     copied = copy.deepcopy(oracle)
     for name, matrix in copied.model.layers.named_parameters() if dtype == "int8" else ():
         if matrix.dim() > 1 and not name.endswith("gate.weight"):
@@ -133,7 +133,7 @@ def _in_type(oracle: Any, dtype: str) -> Any:
 
 
 def _of_four_bits(model: ZooModel, folder: Path) -> str:
-    """Tell whether a GPTQ checkpoint of the model is compiled, unpacked or refused."""
+    """Return whether a GPTQ checkpoint of the model is compiled, unpacked or refused."""
     try:
         write(model, folder, FORMATS["gptq-one-group"], dtype="bfloat16")
         decoder = load_engine(folder).runner.decoder
@@ -146,7 +146,7 @@ def _of_four_bits(model: ZooModel, folder: Path) -> str:
 
 
 def _table(zoo: Zoo, scratch: Path) -> str:
-    """A line for each family, by what its model was loaded as."""
+    """Return the table of families, with the engine that serves each of them in each setting."""
     lines = [
         "| model_type | architecture | float32 | bfloat16 | int8 | 4 bits | tp 2 | pp 2 | TensorRT |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -167,7 +167,7 @@ def _table(zoo: Zoo, scratch: Path) -> str:
 
 
 @needs_native
-def test_the_page_has_what_is_true(zoo: Zoo, tmp_path: Path) -> None:
+def test_the_documented_table_is_current(zoo: Zoo, tmp_path: Path) -> None:
     assert CASE_OF.keys() == {family.model_type for family in FAMILIES}
     begin, end = "<!-- table -->\n", "\n<!-- end of table -->"
     page = PAGE.read_text()

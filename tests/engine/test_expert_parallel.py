@@ -1,4 +1,4 @@
-"""Ranks that have whole experts, or slices of some, give transformers' tokens."""
+"""Ranks that hold whole experts, or slices of some, generate transformers' tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from tests.tiers import with_all
 @pytest.mark.parametrize(
     "case", with_all(["mixtral-even", "qwen2-moe", "qwen3-moe-even", "olmoe"], ["mixtral-even"])
 )
-def test_tokens_are_those_of_one(zoo: Zoo, case: str, topology: tuple[int, int], moe_ep_size: int) -> None:
+def test_tokens_equal_those_of_one_rank(
+    zoo: Zoo, case: str, topology: tuple[int, int], moe_ep_size: int
+) -> None:
     """Packed prompts, generation of single rows (so that a rank has nothing to compute), a beam search."""
     model = zoo[case]
     requests = [

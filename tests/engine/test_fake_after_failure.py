@@ -1,4 +1,4 @@
-"""The fake engine, too, goes on after it raised: every sequence gets what it gets alone."""
+"""The fake engine continues after an exception, too: every sequence has the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLED = SamplingConfig(temperature=0.9, top_p=0.8, random_seed=3)
 LOOKING_BACK = SamplingConfig(repetition_penalty=1.3)
 DETAILS = OutputOptions(return_log_probs=True, return_context_logits=True)
 
-# function, whether it has done its work by then, how many calls go well before
+# function, whether it raises after its work, number of calls before that
 STAGES = [
     ("_forward", False, 0),
     ("_apply", False, 0),
@@ -42,7 +42,7 @@ STAGES = [
 
 
 def make_requests() -> list[Request]:
-    """Some of everything that the engine remembers something for; some prompts begin alike."""
+    """Return requests of every kind for which the engine keeps state; some prompts share a prefix."""
     kinds: list[dict[str, Any]] = [
         {"output": DETAILS},
         {"sampling": SAMPLED, "streaming": True},
@@ -78,7 +78,7 @@ def test_tokens_are_those_of_a_request_alone(
         assert found == expected
 
 
-def test_a_batch_that_carries_on_after_a_failed_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_continues_a_failed_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(LIMITS)
     saboteur = Saboteur(monkeypatch, engine, "_forward", after=False)
     start, chunk = SlotStart(0, Request(1, (1, 2), 5)), ContextChunk(0, 0, (1, 2), True)
@@ -90,4 +90,4 @@ def test_a_batch_that_carries_on_after_a_failed_one_fails(monkeypatch: pytest.Mo
         engine.forward(carries_on)
     with pytest.raises(KeyError):
         engine.forward(carries_on)
-    engine.forward(batch)  # starts again without having been released
+    engine.forward(batch)  # restarts slots that were not released

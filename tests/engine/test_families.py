@@ -1,4 +1,4 @@
-"""Every family against transformers: logits and 64 greedy tokens, in float32."""
+"""Every family compared with transformers: logits and 64 greedy tokens, in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is large, or used again and again."""
+"""Allocation of large memory, and of memory that is reused."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from inflight.engine.host_memory import Arena, Recycled, zeros
 
 
-def test_zeros_are_zero_and_ones_own():
+def test_zeros_are_zero_and_not_shared():
     first, second = zeros((3, 5), torch.bfloat16), zeros((3, 5), torch.bfloat16)
     first += 1
     assert first.shape == (3, 5) and not second.any()
     assert zeros((0, 5), torch.float32).shape == (0, 5)
 
 
-def test_tensors_of_an_arena_lie_apart_at_cache_lines():
+def test_tensors_of_an_arena_are_aligned_to_cache_lines():
     arena = Arena()
     tensors = [arena.empty(count, torch.int8) for count in (1, 64, 65, 100 << 20, 7)]
     for number, tensor in enumerate(tensors):
@@ -23,7 +23,7 @@ def test_tensors_of_an_arena_lie_apart_at_cache_lines():
     assert [bool((tensor == number).all()) for number, tensor in enumerate(tensors)] == [True] * 5
 
 
-def test_memory_is_used_again_once_not_even_a_view_is_left():
+def test_memory_is_reused_when_no_view_is_left():
     recycled = Recycled()
     first = recycled.empty((4, 5), torch.float32)
     place, view = first.data_ptr(), first[1:2]

@@ -1,4 +1,4 @@
-"""int8 weights: what they are rounded to, and that torch's operators have the same ones."""
+"""int8 weights: their rounding, and that torch's operators use the same rounded ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_torch_has_every_matrix_rounded_and_nothing_else(zoo: Zoo, case: str) ->
 @needs_native
 @pytest.mark.parametrize("case", ["llama-gqa", "llama-gqa-tied", "qwen3", "gpt2"])
 def test_both_kernels_are_nearer_to_each_other_than_to_the_model(zoo: Zoo, case: str) -> None:
-    """The weights' error is common to them; the activations' is the compiled code's own, and about as large."""
+    """Both have the weights' error; the error of activations is the compiled code's own, and about as large."""
     model = zoo[case]
     prompt = model.prompt(40)
     rows = [
@@ -76,7 +76,7 @@ def test_both_kernels_are_nearer_to_each_other_than_to_the_model(zoo: Zoo, case:
 def test_ranks_serve_quantized_weights(
     zoo: Zoo, topology: tuple[int, int], dtype: str, kernels: str | None
 ) -> None:
-    """Stages give what one rank gives; ranks that share a layer round their parts by scales of their own."""
+    """Stages have one rank's results; ranks that share a layer round their parts with scales of their own."""
     from tests.engine.test_ranks import _some_of_everything
 
     model = zoo["llama-gqa"]

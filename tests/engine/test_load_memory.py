@@ -1,6 +1,6 @@
-"""A load never takes more memory than what is kept and one tensor, whatever is made of the weights.
+"""A load never takes more memory than the converted weights and one tensor.
 
-The most that was resident, mapped files included, in a process of its own.
+The maximum of resident memory, mapped files included, in its own process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.tiers import with_all
 
 _ROOT = Path(__file__).parents[2]
 _SLACK = 12 << 20
-"""Bytes for norms, tables of positions, pieces that are quantized at a time, huge pages that are not full."""
+"""Bytes for norms, tables of positions, the parts that are quantized at a time, and partly used huge pages."""
 _HIDDEN, _INNER, _VOCABULARY, _LAYERS = 768, 6144, 4000, 4
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,14 +45,14 @@ _MIXTRAL = {
     "intermediate_size": 512,
     "num_local_experts": 24,
 }
-"""The matrices of a layer's experts together take 54 MiB in bfloat16; each of them 1.5 MiB at most."""
+"""All matrices of a layer's experts together take 54 MiB in bfloat16; each of them at most 1.5 MiB."""
 _GPT_OSS = Shape(2, _HIDDEN, 8, 8, 512, _VOCABULARY, 2048, 10_000.0, experts=24)
 _EMBEDDING = _VOCABULARY * _HIDDEN
 _LARGEST = {False: 2 * _INNER * _HIDDEN, True: _EMBEDDING}
-"""Numbers in the largest tensor, without experts and with them; gate and up are one in memory."""
+"""Number of values in the largest tensor, without and with experts; gate and up are one tensor in memory."""
 
 CASES = [
-    # stored as (experts: in bfloat16), loaded as, by, tensor-parallel ranks, bytes of a weight
+    # stored dtype (experts: in bfloat16), loaded dtype, kernels, tensor-parallel ranks, bytes per weight
     ("float32", "float32", "torch", 1, 4),
     ("float32", "bfloat16", "torch", 1, 2),
     ("bfloat16", "int8", "torch", 1, 1),
@@ -68,7 +68,7 @@ CASES = [
     ("experts", "int8", "native", 1, 1),
 ]
 _FOUR_BITS = [
-    # stored as, loaded as it is, by, tensor-parallel ranks
+    # stored format, loaded dtype, kernels, tensor-parallel ranks
     ("gptq", None, "native", 1),
     ("gptq", None, "torch", 1),
     ("mxfp4", None, "native", 1),
@@ -89,9 +89,9 @@ def _write(folder: Path, dtype: torch.dtype, **changed: Any) -> Path:
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[Any, ...], dict[str, int]]:
-    """Bytes that were resident at most (`peak`) and in the end (`kept`), and the numbers of the model, by case.
+    """Maximum (`peak`) and final (`kept`) resident bytes, and the number of parameters, by case.
 
-    Of the cases that were selected, all in one process.
+    For the selected cases, all in one process.
     """
     selected: set[Any] = {
         item.callspec.params["case"]
@@ -153,10 +153,10 @@ def test_a_load_takes_the_weights_and_one_tensor_more(
     ),
     ids=str,
 )
-def test_four_bits_are_never_all_there_in_bfloat16(
+def test_4_bit_weights_are_never_all_in_memory_in_bfloat16(
     measured: dict[tuple[Any, ...], dict[str, int]], case: tuple[str, None, str | None, int]
 ) -> None:
-    """Scales take up to a fifth of what 4 bits do. Embeddings keep 16 bits; one may be an int8 projection too."""
+    """Scales take up to a fifth of the 4-bit levels. Embeddings keep 16 bits; one may be an int8 projection."""
     found = measured[case]
     in_bfloat16 = 2 * (found["weights"] - 2 * _EMBEDDING)
     assert found["kept"] < 0.35 * in_bfloat16 + 3 * _EMBEDDING + _SLACK

@@ -1,4 +1,4 @@
-"""LoRA adapters give what PEFT gives: beside the weights and added to them, alone and mixed in a batch."""
+"""LoRA adapters give PEFT's results: beside the weights and added to them, alone and mixed in a batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def adapter_of(model: ZooModel, config: str, seed: int = 0) -> Adapter:
 
 @cache
 def two_adapters(model: ZooModel) -> tuple[peft.PeftModel, list[LoraWeights]]:
-    """PEFT with adapter0 and adapter1, of different ranks, and their rows."""
+    """Return a PEFT model with adapter0 and adapter1, of different ranks, and their rows."""
     torch.manual_seed(5)
     found = peft.get_peft_model(deepcopy(model.oracle), lora_config(model, r=8, lora_alpha=8), "adapter0")
     found.add_adapter("adapter1", lora_config(model, r=20, lora_alpha=10))
@@ -62,7 +62,7 @@ NAMES = ["__base__", "adapter0", "adapter1"]
 
 
 def assert_is(row: Row, oracle: ZooModel) -> None:
-    """Greedy tokens, and the logits that they were chosen from, are the oracle's."""
+    """Compare greedy tokens, and the logits from which they were chosen, with the oracle's."""
     length = row.prompt_length
     assert row.generated == oracle.greedy(tuple(row.tokens[:length]), len(row.generated))
     assert_close(torch.stack(row.logits), oracle.logits(row.tokens)[length - 1 : -1])
@@ -166,7 +166,7 @@ def test_beams_of_base_and_two_adapters_as_peft_mixes_them(zoo: Zoo, case: str, 
 def test_peft_mixes_no_adapters_with_magnitudes(zoo: Zoo) -> None:
     """PEFT is no oracle for such batches, so they are compared with each row alone."""
     model = zoo["llama-gqa"]
-    oracle = make_adapter(model, use_dora=True).oracle.oracle  # of its own: what raises leaves hooks behind
+    oracle = make_adapter(model, use_dora=True).oracle.oracle  # not shared: the exception leaves hooks behind
     with pytest.raises(ValueError, match="DoRA"):
         oracle(input_ids=torch.tensor([model.prompt(5)]), adapter_names=["default"])
 
@@ -174,7 +174,7 @@ def test_peft_mixes_no_adapters_with_magnitudes(zoo: Zoo) -> None:
 @every_kernel
 @pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
 def test_every_kind_of_adapter_in_one_batch(zoo: Zoo, case: str, kernels: str | None) -> None:
-    """Contexts in chunks, beside generation; each row is as PEFT has it alone."""
+    """Contexts in chunks beside generation; each row equals PEFT's result for it alone."""
     model = zoo[case]
     names = ["rank-1", "dora", None, "rank-64", "patterns", "rslora"]
     driver = Driver(load_engine(model.folder, kernels=kernels, max_num_sequences=12))

@@ -1,4 +1,4 @@
-"""The size of the KV cache, and the room for adapters, from figures; the figures from a made-up /proc and /sys."""
+"""The size of the KV cache and of adapter memory, from given figures; the figures from a fake /proc and /sys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_TOKENS = "max_tokens_in_paged_kv_cache"
 
 
 def _plan(free_bytes: int = 100_000, on_gpu: bool = True, **changes: Any) -> KvCachePlan:
-    """For blocks of 1,000 bytes and sequences of 100 tokens; of half of the memory unless `changes` differ."""
+    """Plan for blocks of 1,000 bytes, sequences of 100 tokens and half of the memory, unless `changes` differ."""
     halves = {"kv_cache_free_gpu_mem_fraction": 0.5, "kv_cache_free_cpu_mem_fraction": 0.5}
     config = EngineConfig(**{"max_num_sequences": 4, "tokens_per_block": 32, **halves, **changes})
     return plan_kv_cache(config, 100, 1000, free_bytes, on_gpu)
@@ -40,19 +40,21 @@ def _plan(free_bytes: int = 100_000, on_gpu: bool = True, **changes: Any) -> KvC
 @pytest.mark.parametrize(
     ("changes", "num_blocks", "decided_by"),
     [
-        # One block of what fits is the null block.
+        # One of the blocks is the null block.
         ({}, 49, GPU_FRACTION),
         ({GPU_FRACTION: 1.0}, 99, GPU_FRACTION),
         ({MAX_TOKENS: 400}, 12, MAX_TOKENS),
         ({MAX_TOKENS: 32 * 51}, 49, GPU_FRACTION),
-        # 100 tokens take 4 blocks; 4 sequences, twice.
+        # 100 tokens take 4 blocks; 4 sequences; times 2.
         ({"on_gpu": False}, 32, "2 times what max_num_sequences can hold"),
         ({"on_gpu": False, MAX_TOKENS: 128}, 4, MAX_TOKENS),
         ({"on_gpu": False, CPU_FRACTION: 0.2}, 19, CPU_FRACTION),
         ({"free_bytes": 10_000}, 4, GPU_FRACTION),
     ],
 )
-def test_the_least_of_all_limits(changes: dict[str, Any], num_blocks: int, decided_by: str) -> None:
+def test_the_smallest_limit_decides_the_number_of_blocks(
+    changes: dict[str, Any], num_blocks: int, decided_by: str
+) -> None:
     plan = _plan(**changes)
     assert (plan.num_blocks, plan.decided_by) == (num_blocks, decided_by)
 
@@ -95,9 +97,7 @@ def test_limits_of_an_engine(zoo: Zoo) -> None:
         ("llama-rope-dynamic", 256, "of type dynamic"),
     ],
 )
-def test_a_length_that_the_positions_do_not_reach_fails_the_load(
-    zoo: Zoo, case: str, longest: int, reason: str
-) -> None:
+def test_a_length_beyond_the_positions_fails_the_load(zoo: Zoo, case: str, longest: int, reason: str) -> None:
     limits = load_engine(zoo[case].folder, max_sequence_length=longest).limits
     assert limits.max_sequence_length == longest
     with pytest.raises(ConfigError) as error:
@@ -122,7 +122,7 @@ def test_a_length_that_the_positions_do_not_reach_fails_the_load(
         ({"kv_cache_free_cpu_mem_fraction": 1.5}, "kv_cache_free_cpu_mem_fraction is 1.5"),
     ],
 )
-def test_parameters_that_cannot_be_used(zoo: Zoo, changes: dict[str, Any], message: str) -> None:
+def test_unusable_parameters_are_refused(zoo: Zoo, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_engine(zoo["llama"].folder, **changes)
     assert message in str(error.value)
@@ -136,7 +136,7 @@ LORA_FRACTION = "lora_cache_gpu_memory_fraction"
     [
         ({}, 5),  # a twentieth
         ({LORA_FRACTION: 0.2}, 20),
-        # Four sequences with adapters of rank 64, of which each takes eight pages.
+        # Four sequences with adapters of rank 64, each of which takes eight pages.
         ({LORA_FRACTION: 1.0}, 32),
         ({LORA_FRACTION: 1.0, "lora_cache_max_adapter_size": 9}, 8),
         ({LORA_FRACTION: 1.0, "lora_cache_optimal_adapter_size": 64}, 4),
@@ -150,7 +150,7 @@ def test_pages_for_adapters(changes: dict[str, Any], num_pages: int) -> None:
     assert plan_adapter_pages(EngineConfig(**values), 1000, free_bytes) == num_pages
 
 
-def test_no_room_for_the_largest_adapter_is_an_error_where_somebody_has_asked_for_it() -> None:
+def test_too_little_room_for_the_largest_adapter_is_an_error_if_a_fraction_is_given() -> None:
     config = EngineConfig(lora_cache_gpu_memory_fraction=0.1, lora_cache_max_adapter_size=20)
     assert check_adapter_pages(config, 3, 2**20) == 3
     with pytest.raises(ConfigError) as error:
@@ -171,7 +171,7 @@ def test_no_room_for_the_largest_adapter_is_an_error_where_somebody_has_asked_fo
         (1 << 30, {"lora_cache_optimal_adapter_size": 16}, 24, "room for 6 adapters of rank 64, the largest"),
     ],
 )
-def test_an_engine_says_how_many_adapters_it_has_room_for(
+def test_an_engine_logs_how_many_adapters_fit(
     zoo: Zoo,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -191,12 +191,12 @@ def test_an_engine_says_how_many_adapters_it_has_room_for(
     assert said in caplog.text and ("LoRA" in caplog.text) == bool(said)
 
 
-def test_an_engine_without_room_that_was_asked_for_does_not_load(zoo: Zoo) -> None:
+def test_an_engine_without_the_requested_room_for_adapters_does_not_load(zoo: Zoo) -> None:
     with pytest.raises(ConfigError, match="to hold 1 max sized LoRA"):
         load_engine(zoo["llama"].folder, lora_cache_gpu_memory_fraction=1e-12)
 
 
-def test_ranks_agree_on_the_least_of_what_each_has_room_for(zoo: Zoo) -> None:
+def test_ranks_agree_on_the_smallest_capacity(zoo: Zoo) -> None:
     asked = []
 
     def agree(number: int) -> int:

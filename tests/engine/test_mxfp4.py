@@ -1,4 +1,4 @@
-"""Experts of gpt-oss in MXFP4, which stay in 4 bits: as transformers computes with the numbers they stand for."""
+"""Experts of gpt-oss in MXFP4, which stay in 4 bits: the same results as transformers with dequantized weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = [(7 * place) % 500 + 3 for place in range(24)]
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 _FINITE = 253  # scales with which all 4-bit floats are finite in float32
 BOUND = 0.1
-"""Of the logits' deviation: of activations in bfloat16, which compiled layers round to int8."""
+"""Relative to the logits' deviation: errors of bfloat16 activations, which compiled layers round to int8."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Any:
-    own = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the others compute no float64
+    own = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others do not support float64
     unpacked = Mxfp4Config(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=unpacked, **own
@@ -89,9 +89,7 @@ def assert_near(engine: Any, oracle: Any) -> None:
     assert errors.median() < BOUND, "a token near the border of two experts may go to the other one"
 
 
-def test_a_dtype_that_is_asked_for_is_what_they_are_unpacked_to(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_are_unpacked_to_a_given_dtype(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = load_engine(folder, dtype="bfloat16", kernels="torch")
     assert type(experts_of(engine).up) is Linear
@@ -113,7 +111,7 @@ def test_tokens_in_float32_are_those_of_transformers(folder: Path, oracle: Any) 
 
 
 @pytest.mark.parametrize("kernels", [None, "torch"])
-def test_ranks_cut_blocks(tmp_path: Path, kernels: str | None) -> None:
+def test_ranks_split_blocks(tmp_path: Path, kernels: str | None) -> None:
     """Two ranks have 48 of the 96 inputs each: blocks of 32 become groups of 16."""
     sizes = replace(SHAPES["tiny"], ffn=96)
     made = make_model(tmp_path, "gpt_oss", sizes, standard_deviation=0.1, quantize="mxfp4")
@@ -125,7 +123,7 @@ def test_ranks_cut_blocks(tmp_path: Path, kernels: str | None) -> None:
     assert (to_torch(logits)[0] - exact).square().mean().sqrt() < BOUND * exact.std()
 
 
-def test_bytes_of_what_is_kept(folder: Path) -> None:
+def test_the_size_of_kept_weights(folder: Path) -> None:
     model = read_model_description(folder)
     assert quantized_kinds(model) == {MatrixKind.FLOAT4: 2 * 8 * 3}
     numbers = 2 * 8 * 3 * 64 * 128
@@ -136,7 +134,7 @@ def test_bytes_of_what_is_kept(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_float_with_every_scale(dtype: torch.dtype) -> None:
-    """value = float * 2 ** (scale - 127), to the bit where that is no smaller than the dtype's normal numbers."""
+    """value = float * 2 ** (scale - 127), exactly if that is a normal number of the dtype."""
     scales = torch.arange(_FINITE, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
     values = torch.arange(16, dtype=torch.uint8).repeat(_FINITE, 2)
     made = KeepingLevels(dtype, CPU).linear(GroupedMatrix(values, scales, None, 32, None, 4, is_float4=True))

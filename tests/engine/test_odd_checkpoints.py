@@ -1,4 +1,4 @@
-"""Checkpoints whose files do not quite agree with each other: what is computed is what transformers computes."""
+"""Checkpoints whose files contradict each other: the results equal those of transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _edit_config(folder: Path, **values: Any) -> None:
-    """Change keys of config.json; None takes one away."""
+    """Change keys of config.json; None removes one."""
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **values}
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
@@ -104,8 +104,8 @@ def test_a_single_file_wins_over_an_index(tmp_path: Path, shards: str) -> None:
     _assert_as_transformers(folder)
 
 
-def test_of_a_tensor_in_two_shards_the_later_files_counts(tmp_path: Path) -> None:
-    """The index does not matter, neither its entries nor their order."""
+def test_a_tensor_in_two_shards_is_read_from_the_later_file(tmp_path: Path) -> None:
+    """The index has no influence, neither its entries nor their order."""
     folder = make_model(tmp_path / "model", "llama", seed=1, max_shard_size="60KB").folder
     index = folder / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
@@ -128,7 +128,7 @@ def test_of_a_tensor_in_two_shards_the_later_files_counts(tmp_path: Path) -> Non
         ("qwen3", "max_position_embeddings", 32768),
     ],
 )
-def test_without_a_number_of_positions_the_family_has_one(
+def test_families_have_a_default_number_of_positions(
     zoo: Zoo, tmp_path: Path, case: str, key: str, positions: int
 ) -> None:
     folder = tmp_path / "model"
@@ -140,7 +140,9 @@ def test_without_a_number_of_positions_the_family_has_one(
 
 
 @pytest.mark.parametrize(("ids", "expected"), [(-1, ()), ([2, -1], (2,)), (5, (5,))])
-def test_an_end_id_that_no_token_has_ends_nothing(zoo: Zoo, tmp_path: Path, ids: Any, expected: Any) -> None:
+def test_an_end_id_outside_the_vocabulary_has_no_effect(
+    zoo: Zoo, tmp_path: Path, ids: Any, expected: Any
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(zoo["llama"].folder, folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
@@ -186,14 +188,14 @@ def test_scaled_positions_reach_beyond_max_position_embeddings(
 
 @torch.inference_mode()
 def test_experts_packed_as_mxfp4(zoo: Zoo, tmp_path: Path) -> None:
-    """As transformers computes them where it unpacks them all."""
+    """Compared with transformers, which unpacks them all."""
     folder = tmp_path / "packed"
     shutil.copytree(zoo["gpt-oss"].folder, folder)
     pack(folder)
     oracle = AutoModelForCausalLM.from_pretrained(
         folder,
         attn_implementation="eager",
-        experts_implementation="eager",  # the others compute no float64
+        experts_implementation="eager",  # others do not support float64
         dtype=torch.float32,
         quantization_config=Mxfp4Config(dequantize=True),
     )

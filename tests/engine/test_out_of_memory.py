@@ -1,4 +1,4 @@
-"""Out of memory: a load names the bytes it wanted, and an iteration ends requests that do not fit even alone."""
+"""Out of memory: a failed load names the bytes, and an iteration ends only requests that do not fit even alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("error", SAID, ids=lambda error: type(error).__name__)
-def test_a_load_says_what_the_weights_want(
+def test_a_failed_load_states_the_size_of_the_weights(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     folder = zoo["llama"].folder
@@ -57,7 +57,9 @@ def test_a_load_says_what_the_weights_want(
 
 
 @pytest.mark.parametrize("error", SAID, ids=lambda error: type(error).__name__)
-def test_so_does_one_by_transformers(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_failed_load_by_transformers_states_the_size_of_the_weights(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     folder = zoo["llama"].folder
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", raising(error))
     monkeypatch.setattr(memory, "free_memory", lambda device: 7 << 20)
@@ -67,7 +69,9 @@ def test_so_does_one_by_transformers(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, 
     assert f"about {wanted / 2**20:.1f} MiB are wanted" in str(caught.value)
 
 
-def test_a_load_says_what_the_cache_and_adapters_want(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_states_the_size_of_cache_and_adapters(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = zoo["llama"].folder
     with monkeypatch.context() as patched:
         patched.setattr(KvCache, "__init__", raising(SAID[0]))
@@ -97,14 +101,14 @@ def test_memory_of_a_failed_load_is_free() -> None:
     assert allocated[0]() is None and caught.value is not None
 
 
-def test_another_error_of_a_load_stays_what_it_is(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_a_load_are_unchanged(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_decoder, "load_weights", raising(RuntimeError("something else")))
     with pytest.raises(RuntimeError, match="something else"):
         load_engine(zoo["llama"].folder, kernels="torch")
 
 
 def limit(engine: ModelEngine, is_too_much: Callable[[ScheduledBatch], bool]) -> list[str]:
-    """Let the forward pass of some batches find no memory; what is said of them is added to the result."""
+    """Let the forward pass of some batches run out of memory; the result collects what is reported of them."""
     run, forward, said = engine.runner.run, engine.forward, []
 
     def limited(batch: ScheduledBatch, hidden: torch.Tensor | None) -> Any:
@@ -125,7 +129,7 @@ def limit(engine: ModelEngine, is_too_much: Callable[[ScheduledBatch], bool]) ->
     return said
 
 
-def test_a_request_that_is_too_much_by_itself_ends_and_no_other(zoo: Zoo) -> None:
+def test_only_a_request_that_does_not_fit_alone_ends(zoo: Zoo) -> None:
     model = zoo[CASE]
     expected, requests = undisturbed(model, "torch"), make_requests(model)
     faulty = requests[3]
@@ -150,7 +154,7 @@ def test_a_request_that_is_too_much_by_itself_ends_and_no_other(zoo: Zoo) -> Non
     assert "OutOfMemoryError: CUDA out of memory" in said[-1] and "max_num_tokens" in said[-1]
 
 
-def test_batches_that_are_too_large_are_halved_and_nobody_ends(zoo: Zoo) -> None:
+def test_too_large_batches_are_halved_and_no_request_ends(zoo: Zoo) -> None:
     model = zoo[CASE]
     expected = undisturbed(model, "torch")
     engine = load(model.folder, 100, 7, kernels="torch")

@@ -18,6 +18,7 @@ from inflight.sampling import LogitsPostProcessors
 from tests.engine.ranks import TOPOLOGIES, assert_same, ranks
 from tests.engine.serving import WAYS, Served, config_of, load, serve
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 SIZE = 2
 
@@ -38,7 +39,7 @@ PROCESSORS = LogitsPostProcessors({"no-repeats": no_repeats}, no_repeats_batched
 
 
 def some_of_everything(model: ZooModel) -> list[Request]:
-    """With the control."""
+    """Return requests of every kind, with the control."""
     control = SamplingConfig(no_repeat_ngram_size=SIZE)
     sampled = replace(control, temperature=0.8, top_k=20, random_seed=3, repetition_penalty=1.2)
     prompt, other = model.prompt(33), model.prompt(21, seed=1)
@@ -56,7 +57,7 @@ def some_of_everything(model: ZooModel) -> list[Request]:
 
 
 def by_post_processor(requests: list[Request], name: str) -> list[Request]:
-    """The same with a post-processor instead of the control."""
+    """Return the same requests with a post-processor instead of the control."""
     return [
         replace(
             request,
@@ -71,7 +72,7 @@ STATIC = {"policy": CapacityPolicy.STATIC_BATCH}
 
 
 @pytest.mark.parametrize("name", ["no-repeats", "batched"])
-@pytest.mark.parametrize("way", [*WAYS, "static"])
+@pytest.mark.parametrize("way", with_all([*WAYS, "static"], ["utilization-chunked-no-reuse", "static"]))
 def test_a_post_processor_gives_the_same_tokens_as_the_equal_control(zoo: Zoo, way: str, name: str) -> None:
     model = zoo["llama-gqa"]
     requests = some_of_everything(model)
@@ -88,10 +89,10 @@ def test_a_post_processor_gives_the_same_tokens_as_the_equal_control(zoo: Zoo, w
 
 @pytest.mark.parametrize("name", ["fails", "batched"])
 def test_a_failing_post_processor_ends_its_own_request_alone(zoo: Zoo, name: str) -> None:
-    """In its context, later, in a search, of one of two siblings, and behind drafts that are accepted."""
+    """In its context, later, in a beam search, in one of two sequences, and after accepted drafts."""
     model = zoo["llama-gqa"]
     requests = by_post_processor(some_of_everything(model), "no-repeats")
-    ends = {2: 33, 3: 24, 4: 70, 6: 12}  # by request id, the length of the tokens at which it fails
+    ends = {2: 33, 3: 24, 4: 70, 6: 12}  # by request id, the number of tokens at which it fails
 
     def fails(req_id, logits, ids, stream_ptr, client_id):
         if len(ids[0]) >= ends[req_id]:
@@ -107,7 +108,7 @@ def test_a_failing_post_processor_ends_its_own_request_alone(zoo: Zoo, name: str
         replace(each, logits_post_processor_name=name) if each.request_id in ends else each
         for each in requests
     ]
-    if name == "batched":  # one of them, or all of a call would end
+    if name == "batched":  # only one of them, otherwise all requests of a call would end
         failing = [each for each in failing if each.request_id not in (2, 3, 6)]
         requests = [each for each in requests if each.request_id not in (2, 3, 6)]
     engine = load(model.folder, 28, 8, processors)
@@ -140,7 +141,7 @@ def test_a_batched_failure_ends_all_of_its_call_and_no_others(zoo: Zoo) -> None:
 
 
 def test_a_post_processor_is_called_once_for_each_token(zoo: Zoo) -> None:
-    """One call for each token, though the context comes in chunks."""
+    """Even if the context is computed in chunks."""
     model = zoo["llama"]
     calls: list[list[int]] = []
     note = LogitsPostProcessors({"note": lambda req_id, logits, ids, *_: calls.append(ids[0])})
@@ -158,12 +159,14 @@ def thread_of_rank() -> int:
     return int(threading.current_thread().name.split("-")[1].split("_")[0])
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
+)
 @pytest.mark.parametrize("replicate", [True, False])
-def test_ranks_give_what_one_gives_and_call_where_they_should(
+def test_ranks_give_the_results_of_one_and_the_right_ranks_call(
     zoo: Zoo, topology: tuple[int, int], replicate: bool
 ) -> None:
-    """Each rank that has the logits gets the same calls, or the one that chooses tokens alone."""
+    """Every rank that has the logits makes the same calls, or only the rank that samples does."""
     model = zoo["llama-gqa"]
     requests = by_post_processor(some_of_everything(model), "note")
     calls: dict[int, Counter] = {}
@@ -190,7 +193,7 @@ def test_ranks_give_what_one_gives_and_call_where_they_should(
 
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
 def test_a_row_that_fails_ends_alone_on_all_ranks(zoo: Zoo, topology: tuple[int, int]) -> None:
-    """One rank of two raises: the one that chooses tokens decides."""
+    """One rank of two raises: the result of the sampling rank counts."""
     model = zoo["llama-gqa"]
 
     def at_the_sampler(req_id, logits, ids, stream_ptr, client_id):

@@ -1,4 +1,4 @@
-"""Rows of prompt tables in prompts, in every way of serving, against transformers with inputs_embeds."""
+"""Rows of prompt tables in prompts, in every way of serving, compared with transformers with inputs_embeds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ of_llama = pytest.mark.parametrize(("case", "kernels"), by_default_and(["llama-g
 
 
 def a_prompt(model: ZooModel, seed: int, num_rows: int, length: int = 33) -> tuple[int, ...]:
-    """Tokens of the vocabulary, and rows in any order, some of them more than once."""
+    """Return tokens of the vocabulary and rows of the table in any order, some of them repeated."""
     numbers = random.Random(seed)
     virtual = [VOCAB_SIZE + numbers.randrange(num_rows) for _ in range(num_rows + 3)]
     ids = [*model.prompt(length - len(virtual), seed), *virtual]
@@ -41,7 +41,7 @@ def a_prompt(model: ZooModel, seed: int, num_rows: int, length: int = 33) -> tup
 def mixed_requests(
     model: ZooModel, new: int = 16, **options: object
 ) -> tuple[list[Request], list[torch.Tensor]]:
-    """With and without tables, which differ; and the table of each."""
+    """Return requests with different tables and without, and the table of each."""
     requests: list[Request] = []
     tables = []
     for number in range(8):
@@ -84,7 +84,7 @@ def test_logits_and_tokens_are_those_of_inputs_embeds(zoo: Zoo, case: str, kerne
 @of_llama
 @pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse", "chunked"]))
 def test_every_way_of_serving_gives_the_same(zoo: Zoo, case: str, kernels: str | None, way: str) -> None:
-    """Chunked, paused and computed again, with blocks of others and without."""
+    """Chunked, paused and recomputed, with and without shared blocks."""
     model = zoo[case]
     requests, tables = mixed_requests(model, 24)
     requests, tables = requests + [replace(r, request_id=10 + r.request_id) for r in requests], 2 * tables
@@ -138,8 +138,8 @@ def test_equal_tables_share_blocks_and_different_ones_never(zoo: Zoo, case: str,
     assert [reused(served, request) for request in requests] == [0, 5, 0, 0, 0, 5], "the last one begun"
 
 
-def test_blocks_of_another_table_would_be_noticed(zoo: Zoo) -> None:
-    """A planted fault: the identity does not tell the tables apart."""
+def test_a_planted_reuse_of_another_tables_blocks_is_detected(zoo: Zoo) -> None:
+    """A planted fault: the identity does not include the table."""
     model = zoo["llama-gqa"]
     prompt, tables = a_prompt(model, 1, 4, 40), [make_table(4), make_table(4, seed=1)]
     requests = [with_table(number, prompt, rows) for number, rows in enumerate(tables)]
@@ -164,7 +164,9 @@ def test_beams_are_those_of_transformers(zoo: Zoo, case: str, kernels: str | Non
 
 
 @of_llama
-def test_siblings_share_a_table_and_leave_nothing(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_sequences_of_a_request_share_a_table_and_release_it(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
     model = zoo[case]
     sampling = SamplingConfig(temperature=0.9, top_k=9, random_seed=2, num_return_sequences=3)
     several = with_table(1, a_prompt(model, 1, 4), make_table(4), sampling=sampling)
@@ -191,7 +193,7 @@ def test_siblings_share_a_table_and_leave_nothing(zoo: Zoo, case: str, kernels: 
 
 @of_llama
 def test_drafts_change_no_token_and_are_of_the_vocabulary(zoo: Zoo, case: str, kernels: str | None) -> None:
-    """The looked-up n-gram stands before rows of the table, which are no drafts."""
+    """The looked-up n-gram is followed by rows of the table, which cannot be drafts."""
     model = zoo[case]
     requests, tables = [], []
     for number in range(4):
@@ -199,7 +201,7 @@ def test_drafts_change_no_token_and_are_of_the_vocabulary(zoo: Zoo, case: str, k
         plain = model.prompt(8, number)
         prompt = (*plain, VOCAB_SIZE + 2, VOCAB_SIZE, *plain, VOCAB_SIZE + 4, *plain)
         greedy = TableOracle(model).greedy(prompt, rows, 8)
-        # What comes is in the prompt already, and behind it a row.
+        # The next tokens are already in the prompt, followed by a row of the table.
         prompt = (
             *plain,
             *greedy[:4],
@@ -223,7 +225,7 @@ def test_drafts_change_no_token_and_are_of_the_vocabulary(zoo: Zoo, case: str, k
 
 
 @of_llama
-def test_no_control_reads_or_brings_an_id_of_a_row(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_controls_neither_read_nor_choose_ids_of_table_rows(zoo: Zoo, case: str, kernels: str | None) -> None:
     model = zoo[case]
     controls = [
         SamplingConfig(repetition_penalty=1.3, frequency_penalty=0.2, no_repeat_ngram_size=2),
@@ -260,7 +262,7 @@ def test_a_table_may_be_of_another_type_than_the_model(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_other_types_of_models_take_tables(zoo: Zoo, dtype: str) -> None:
-    """Its own embeddings, given as a table, are what they are as tokens."""
+    """The model's own embeddings, given as a table, have the same effect as the tokens."""
     model = zoo["llama-gqa"]
     engine = load(model.folder, 200, dtype=dtype)
     prompt = model.prompt(20)
@@ -272,7 +274,7 @@ def test_other_types_of_models_take_tables(zoo: Zoo, dtype: str) -> None:
     assert served.tokens(virtual) == served.tokens(mixed) == served.tokens(plain)
 
 
-def test_a_batch_without_virtual_tokens_has_nothing_to_do(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_without_rows_of_tables_has_no_extra_work(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo["llama-gqa"]
     engine: ModelEngine = load(model.folder, 200)
     monkeypatch.setattr(PromptTables, "_find", None)

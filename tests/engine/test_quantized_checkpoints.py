@@ -1,4 +1,4 @@
-"""Quantized checkpoints, read as they are: logits and tokens of transformers with the weights they stand for."""
+"""Quantized checkpoints, loaded as they are: results equal transformers' with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.tiers import with_all
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_logits_are_those_of_what_the_weights_stand_for(zoo: Zoo, tmp_path: Path, name: str) -> None:
+def test_logits_equal_those_of_dequantized_weights(zoo: Zoo, tmp_path: Path, name: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name])
     for kernels in ("torch", None):
         row = alone(load_engine(tmp_path, dtype="float32", kernels=kernels), model.prompt(20), 6)
@@ -39,7 +39,7 @@ def test_logits_are_those_of_what_the_weights_stand_for(zoo: Zoo, tmp_path: Path
     "name", with_all(["fp8-block", "ct-int4-zeros", "awq", "gptq-act-order"], ["gptq-act-order"])
 )
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
-def test_ranks_cut_what_the_weights_stand_for(
+def test_ranks_split_quantized_weights(
     zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]
 ) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name])
@@ -58,7 +58,7 @@ def test_ranks_cut_what_the_weights_stand_for(
 def test_quantized_checkpoints_of_other_families_give_the_models_tokens(
     zoo: Zoo, tmp_path: Path, case: str, name: str
 ) -> None:
-    """Experts, latent attention, fused projections, biases; a router is not quantized."""
+    """Experts, latent attention, fused projections, biases; routers are not quantized."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",))
     row = alone(load_engine(tmp_path, dtype="float32"), model.prompt(12), 6)
     assert row.generated == model.greedy(model.prompt(12), 6)
@@ -69,7 +69,7 @@ def test_quantized_checkpoints_of_other_families_give_the_models_tokens(
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq-zeros"])
 @pytest.mark.parametrize("size", [36, 64])
 def test_the_last_group_may_be_shorter(zoo: Zoo, tmp_path: Path, name: str, size: int) -> None:
-    """Without GPTQ's index of groups; by their number alone two groups of 96 inputs would be of 48 each."""
+    """Without GPTQ's index of groups; from their number alone, 96 inputs in two groups would be 48 each."""
     made = awq(size) if name == "awq" else gptq(4, size, name == "gptq", False, None)
     model = write(zoo["llama-gqa"], tmp_path, made)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -99,14 +99,14 @@ def test_blocks_at_the_edges_of_a_matrix_are_smaller(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
 
 
-def test_modules_that_are_not_quantized_are_read_as_they_are(zoo: Zoo, tmp_path: Path) -> None:
+def test_unquantized_modules_are_loaded_unchanged(zoo: Zoo, tmp_path: Path) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS["awq"], skipped=("layers.0.mlp.down_proj", "o_proj"))
     row = alone(load_engine(tmp_path, dtype="float32"), model.prompt(12), 6)
     assert row.generated == model.greedy(model.prompt(12), 6)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bfloat16"])
-def test_they_may_be_quantized_again(zoo: Zoo, tmp_path: Path, dtype: str) -> None:
+def test_quantized_checkpoints_may_be_quantized_again(zoo: Zoo, tmp_path: Path, dtype: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"])
     row = alone(load_engine(tmp_path, dtype=dtype), model.prompt(30), 20)
     exact = model.logits(row.tokens)[29:-1]
@@ -114,7 +114,7 @@ def test_they_may_be_quantized_again(zoo: Zoo, tmp_path: Path, dtype: str) -> No
     assert error < {"int8": 0.25, "fp8": 0.6, "bfloat16": 0.15}[dtype]
 
 
-def test_a_checkpoint_that_only_says_that_it_is_quantized(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_quantization_config_without_quantized_tensors_is_refused(zoo: Zoo, tmp_path: Path) -> None:
     write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], skipped=("_proj",))
     with pytest.raises(ConfigError, match=r"weights are quantized \(gptq\), and no tensors of that format"):
         check_weights(read_model_description(tmp_path))
@@ -206,7 +206,7 @@ def test_unsupported_quantizations_are_refused_by_their_key(
         ("fp8-tensor", "weight", lambda weight: weight.float(), "dtype float32, expected F8_E4M3 or I8"),
     ],
 )
-def test_parts_that_do_not_fit_are_named(
+def test_misfitting_parts_are_refused_by_name(
     zoo: Zoo, tmp_path: Path, name: str, part: str, change: Any, said: str
 ) -> None:
     write(zoo["llama-gqa"], tmp_path, FORMATS[name])

@@ -1,4 +1,4 @@
-"""Ranks that share every layer, pipeline stages, and both: what they give is what one gives, in float32."""
+"""Ranks that share every layer, pipeline stages, and both: the results equal those of one rank, in float32."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ every_topology = pytest.mark.parametrize(
 )
 
 LOGITS_ERROR = 2e-4
-"""Of logits of up to 10. Without AVX-512 torch's products add up in another order, and 1.5e-4 was seen."""
+"""For logits of up to 10. Without AVX-512 torch sums in another order; 1.5e-4 was observed."""
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,15 @@ LOGITS_ERROR = 2e-4
 )
 @pytest.mark.parametrize(
     ("case", "kernels"),
-    by_default_and(
-        ["llama-gqa-tied", "llama-mlp-bias", "gpt2"],
-        [
-            "llama", "llama-gqa", "llama-gqa-tied", "llama-mlp-bias", "mistral-window", "qwen2", "qwen2-window",
-            "qwen3", "gpt2",
-        ],
+    with_all(
+        by_default_and(
+            ["llama-gqa-tied", "llama-mlp-bias", "gpt2"],
+            [
+                "llama", "llama-gqa", "llama-gqa-tied", "llama-mlp-bias", "mistral-window", "qwen2",
+                "qwen2-window", "qwen3", "gpt2",
+            ],
+        ),
+        ["llama-gqa-tied", "llama-mlp-bias", "qwen3", "gpt2"],
     ),
 )  # fmt: skip
 def test_tokens_and_logits_of_every_family_are_those_of_transformers(
@@ -124,7 +127,7 @@ def _by_one_rank(model: ZooModel, way: str, num_blocks: int, kernels: str | None
 
 @cache
 def _by_one_rank_through_faults(model: ZooModel) -> dict[tuple[int, int], SequenceResult]:
-    """None of its parts fails: what is left is the order of the batches."""
+    """Serve with the same order of batches as through faults, but without any fault."""
     return serve_through_faults(load(model.folder, 64, 8), config_of("chunked"), _some_of_everything(model))
 
 
@@ -136,7 +139,7 @@ def _by_one_rank_through_faults(model: ZooModel) -> dict[tuple[int, int], Sequen
 def test_everything_at_once_in_every_way(
     zoo: Zoo, way: str, kernels: str | None, topology: tuple[int, int]
 ) -> None:
-    """Samples, penalties, beams, drafts, siblings, log probs; with chunks, reuse and pauses."""
+    """Sampling, penalties, beams, drafts, several sequences, log probs; with chunks, reuse and pauses."""
     model = zoo["llama-gqa"]
     requests = _some_of_everything(model)
     one = _by_one_rank(model, way, 20, kernels)
@@ -186,10 +189,15 @@ def _answers(kind: str, model: ZooModel) -> Served:
     return serve(load(model.folder, 300, 20), config_of("no-evict"), _requests(kind, model))
 
 
-@every_topology
+@pytest.mark.parametrize(
+    "topology",
+    with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)]),
+)
 @pytest.mark.parametrize("kind", ["processors", "bans", "sampling", "beams", "details", "drafts", "lookup"])
-def test_every_control_is_what_one_rank_makes_of_it(zoo: Zoo, kind: str, topology: tuple[int, int]) -> None:
-    """With a small cache, in chunks."""
+def test_every_control_has_the_same_effect_as_on_one_rank(
+    zoo: Zoo, kind: str, topology: tuple[int, int]
+) -> None:
+    """In chunks, with a small cache."""
     model = zoo["llama-gqa"]
     slots = 20 if kind == "beams" else 6
     with ranks(model.folder, topology, 60 if kind in ("beams", "lookup") else 40, slots) as engine:
@@ -199,7 +207,7 @@ def test_every_control_is_what_one_rank_makes_of_it(zoo: Zoo, kind: str, topolog
 
 
 def test_prompt_outputs_are_kept_by_the_reporting_rank_alone(zoo: Zoo) -> None:
-    """The other one takes part in making it, and keeps nothing of it on the host."""
+    """The other rank takes part in the computation, and keeps nothing on the host."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, (2, 1)) as engine:
         driver = Driver(engine)
@@ -216,8 +224,8 @@ def test_prompt_outputs_are_kept_by_the_reporting_rank_alone(zoo: Zoo) -> None:
 
 
 @every_topology
-def test_a_stopped_request_leaves_the_others_as_they_are(zoo: Zoo, topology: tuple[int, int]) -> None:
-    """One is stopped in its context, one in generation, a beam search too; batches with them are in flight."""
+def test_a_stopped_request_does_not_affect_others(zoo: Zoo, topology: tuple[int, int]) -> None:
+    """One stops in its context, one in generation, and a beam search; batches with them are in flight."""
     model = zoo["llama-gqa"]
     requests = _some_of_everything(model)
     one = _by_one_rank(model, "chunked", 64)
@@ -251,7 +259,7 @@ STAGES = {
 def test_failed_batches_change_no_token(
     zoo: Zoo, topology: tuple[int, int], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stage before and the stage behind hear of it; batches behind it are in flight."""
+    """Both neighbouring stages learn of the failure; later batches are in flight."""
     model = zoo["mistral-window"]
     requests = _some_of_everything(model)
     config = config_of("chunked")
@@ -274,8 +282,8 @@ def test_failed_batches_change_no_token(
 
 
 @every_topology
-def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, topology: tuple[int, int]) -> None:
-    """One of ten has nan for logits from some token on; no rank's forward pass fails for it."""
+def test_only_the_request_with_nan_logits_ends(zoo: Zoo, topology: tuple[int, int]) -> None:
+    """One of ten has NaN logits from some token on; no rank's forward pass fails because of it."""
     model = zoo["llama-gqa"]
     requests = _some_of_everything(model)
     expected = _by_one_rank_through_faults(model)
@@ -292,10 +300,8 @@ def test_a_request_without_numbers_is_the_only_one_that_ends(zoo: Zoo, topology:
 
 
 @pytest.mark.parametrize("topology", [(1, 2), (2, 2)], ids=["pp2", "tp2-pp2"])
-def test_a_chunk_behind_a_batch_without_numbers_is_computed_by_all_ranks(
-    zoo: Zoo, topology: tuple[int, int]
-) -> None:
-    """It carries on where that has failed, which its ranks hear when it is in flight."""
+def test_a_chunk_after_a_batch_with_nan_is_computed_by_all_ranks(zoo: Zoo, topology: tuple[int, int]) -> None:
+    """The chunk continues a failed one, but its ranks learn that when it is in flight."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, topology) as engine:
         driver = Driver(engine)
@@ -317,7 +323,7 @@ def test_a_chunk_behind_a_batch_without_numbers_is_computed_by_all_ranks(
 def test_a_batch_that_breaks_the_contract_is_refused_by_all_ranks_alike(
     zoo: Zoo, topology: tuple[int, int]
 ) -> None:
-    """Every rank of every stage refuses it before it waits for another; the next batch is well."""
+    """Every rank of every stage refuses it before it waits for another; the next batch succeeds."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, topology) as engine:
         driver = Driver(engine)
@@ -333,10 +339,10 @@ def test_a_batch_that_breaks_the_contract_is_refused_by_all_ranks_alike(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_alone_says_so_and_takes_part_in_nothing_more(
+def test_a_rank_that_fails_alone_reports_it_and_computes_no_more(
     zoo: Zoo, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails when it has given the other all that it waits for, so that one goes on, and it waits itself."""
+    """It fails after sending everything that the other rank waits for, so that the other rank continues."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, (2, 1)) as engine:
         saboteur = Saboteur(monkeypatch, _runner(engine.stages[rank]), "run", after=True)
@@ -357,7 +363,7 @@ def test_a_rank_that_fails_alone_says_so_and_takes_part_in_nothing_more(
 def test_a_rank_that_fails_in_a_collective_is_noticed_through_its_call(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other waits for it, until somebody ends that."""
+    """The other rank waits for it until the test ends the wait."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, (2, 1), kernels="torch") as engine:
         saboteur = Saboteur(monkeypatch, _runner(engine.stages[1]).decoder, "_mlp", after=False)

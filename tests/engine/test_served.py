@@ -1,4 +1,4 @@
-"""The whole batcher over a real model: every policy, chunked or not, reuse or not, against transformers alone."""
+"""The whole batcher over a real model: every policy, with and without chunks and reuse, against transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLED = SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, random_seed=3)
 
 
 def make_requests(model: ZooModel, sampling: SamplingConfig) -> list[Request]:
-    """Prompts of which half share their beginning."""
+    """Return prompts of which half share a prefix."""
     rng = random.Random(1)
     shared = list(model.prompt(30))
     requests = []
@@ -43,7 +43,7 @@ def test_greedy_tokens_are_those_of_transformers(zoo: Zoo, case: str, policy, ch
         assert served.tokens(request) == model.greedy(request.input_token_ids, request.max_new_tokens)
 
 
-def test_sampled_tokens_do_not_depend_on_policy_chunking_reuse_or_company(zoo: Zoo) -> None:
+def test_sampled_tokens_do_not_depend_on_policy_chunking_reuse_or_other_requests(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     requests = make_requests(model, SAMPLED)
     answers = []
@@ -62,8 +62,8 @@ def test_sampled_tokens_do_not_depend_on_policy_chunking_reuse_or_company(zoo: Z
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_sequences_of_one_request_are_generated_apart(zoo: Zoo, way: str) -> None:
-    """Each is what the key of its random numbers makes it, whatever it shares."""
+def test_sequences_of_one_request_are_generated_independently(zoo: Zoo, way: str) -> None:
+    """Each has the tokens of its own random numbers, whatever blocks it shares."""
     model = zoo["llama-gqa"]
     sampling = SamplingConfig(temperature=1.3, top_p=0.9, num_return_sequences=3, random_seed=5)
     requests = [

@@ -1,4 +1,4 @@
-"""LoRA adapters through GptManager, scheduler and engine: every answer is that of the same request alone."""
+"""LoRA adapters through GptManager, scheduler and engine: every request has the same result as alone."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from tests.engine.lora import Adapter, make_adapter, stored
 from tests.engine.ranks import TOPOLOGIES, assert_same_result, ranks
 from tests.engine.serving import WAYS, Served, config_of, load
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 CONFIGS = [
     {"r": 8, "lora_alpha": 6},
@@ -57,7 +58,7 @@ def adapters_of(model: ZooModel) -> list[Adapter]:
 
 
 class HostAdapters:
-    """An AdapterCache that knows all adapters by their task ids, and drops idle ones but two."""
+    """An AdapterCache that knows all adapters by task id, and evicts all but two idle ones."""
 
     def __init__(self, model: ZooModel, others: Mapping[int, LoraWeights]) -> None:
         self._known = {task: adapter.weights for task, adapter in enumerate(adapters_of(model))} | {**others}
@@ -92,8 +93,10 @@ class HostAdapters:
 
 @dataclass
 class ServedAll(Served):
-    """Attributes:
-    last: The statistics at the end.
+    """All results of a run.
+
+    Attributes:
+        last: The statistics at the end.
     """
 
     last: IterationCounts | None = None
@@ -107,7 +110,7 @@ def serve(
     per_step: int = 3,
     bad: Mapping[int, LoraWeights] | None = None,
 ) -> ServedAll:
-    """By a GptManager, so many requests arriving in an iteration; those of `bad` adapters fail, by task id."""
+    """Serve with a GptManager, `per_step` requests per iteration; those of `bad` adapters fail, by task id."""
     bad = bad or {}
     fails = {each.request_id for each in requests if each.lora is not None and each.lora.task_id in bad}
     scheduler, served, waiting = Scheduler(config, engine.limits), ServedAll(), list(requests)
@@ -139,7 +142,7 @@ def serve(
 
 @cache
 def requests_of(model: ZooModel) -> tuple[Request, ...]:
-    """Every adapter and none, each with the same prompts; greedy, sampled, searches, drafts."""
+    """Return the same prompts with every adapter and none; greedy, sampled, searches, drafts."""
     shared, requests = model.prompt(25), []
     for number in range(30):
         task = number % 6
@@ -169,7 +172,7 @@ def is_greedy(request: Request) -> bool:
 
 @cache
 def alone(model: ZooModel, kernels: str | None) -> dict[int, ServedAll]:
-    """Each request with an engine that serves nobody else, one after the other."""
+    """Return each request's result on an engine that serves no other request meanwhile."""
     engine = load(model.folder, 200, 8, kernels=kernels)
     config = config_of("no-reuse")
     return {each.request_id: serve(engine, config, [each], model) for each in requests_of(model)}
@@ -177,7 +180,7 @@ def alone(model: ZooModel, kernels: str | None) -> dict[int, ServedAll]:
 
 @contextmanager
 def few_pages(count: int = NUM_PAGES) -> Iterator[None]:
-    """Engines that are loaded meanwhile have so few."""
+    """Limit the adapter pages of engines that are loaded meanwhile."""
     with mock.patch.object(room, "plan_adapter_pages", lambda *arguments: count):
         yield
 
@@ -192,7 +195,7 @@ def assert_as_alone(served: ServedAll, model: ZooModel, kernels: str | None) -> 
 @every_kernel
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 def test_alone_a_request_has_the_tokens_of_peft(zoo: Zoo, case: str, kernels: str | None) -> None:
-    """So that what the tests below compare with is right."""
+    """The tests below compare with these results."""
     model = zoo[case]
     for request in requests_of(model):
         oracle = adapters_of(model)[request.lora.task_id].oracle if request.lora else model
@@ -206,12 +209,12 @@ def test_alone_a_request_has_the_tokens_of_peft(zoo: Zoo, case: str, kernels: st
 
 
 @every_kernel
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_all(WAYS, ["no-evict", "utilization-chunked-no-reuse"]))
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 def test_all_together_in_every_way_with_few_pages_and_blocks(
     zoo: Zoo, case: str, way: str, kernels: str | None
 ) -> None:
-    """Chunks, reuse, pauses; adapters are evicted from the device while their requests wait, and come back."""
+    """Chunks, reuse, pauses; adapters are evicted from the device while their requests wait, and reloaded."""
     model = zoo[case]
     with few_pages():
         engine = load(model.folder, 24, 8, kernels=kernels, lora_cache_max_adapter_size=8 * NUM_PAGES)
@@ -238,7 +241,9 @@ def test_with_room_for_all_each_is_loaded_once(zoo: Zoo, kernels: str | None) ->
 
 
 @every_kernel
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
+)
 def test_on_several_ranks(zoo: Zoo, topology: tuple[int, int], kernels: str | None) -> None:
     model = zoo["llama-gqa"]
     with (
@@ -253,12 +258,12 @@ def test_on_several_ranks(zoo: Zoo, topology: tuple[int, int], kernels: str | No
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("period", [2, 3, 5])
+@pytest.mark.parametrize("period", with_all([2, 3, 5], [2]))
 def test_adapters_that_were_being_loaded_when_an_iteration_failed_are_loaded_again(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, period: int, after: bool
 ) -> None:
-    """One of every few, and is or is not in its pages when the device raises. No request is to blame: not every
-    iteration fails.
+    """Every few loads the device raises, before or after it has filled the pages. No request is at fault: not
+    every iteration fails.
     """
     model = zoo["llama-gqa"]
     with few_pages():
@@ -281,11 +286,11 @@ def test_adapters_that_were_being_loaded_when_an_iteration_failed_are_loaded_aga
 
 
 @every_kernel
-def test_an_adapter_whose_numbers_are_none_fails_its_requests_alone(zoo: Zoo, kernels: str | None) -> None:
+def test_an_adapter_with_nan_fails_only_its_own_requests(zoo: Zoo, kernels: str | None) -> None:
     model = zoo["llama-gqa"]
     weights = adapters_of(model)[0].weights
     numbers = np.frombuffer(weights.weights.buffer.data, np.float32).copy()
-    numbers[-300:-290] = np.nan  # of the last row
+    numbers[-300:-290] = np.nan  # in the last row
     matrix = replace(weights.weights, buffer=RawBuffer(numbers.tobytes()))
     bad = Request(100, model.prompt(9), 5, lora=LoraRequest(task_id=77))
     requests = [*requests_of(model)[:7], bad, *requests_of(model)[7:]]
@@ -297,7 +302,7 @@ def test_an_adapter_whose_numbers_are_none_fails_its_requests_alone(zoo: Zoo, ke
 
 @pytest.mark.parametrize("fault", ["adapter of a row", "adapter of a beam", "shared blocks", "stale pages"])
 def test_a_planted_fault_is_noticed(zoo: Zoo, fault: str) -> None:
-    """So that the tests above can fail."""
+    """Checks that the tests above can fail."""
     model = zoo["llama-gqa"]
     with few_pages():
         engine = load(model.folder, 24, 8, kernels="torch", lora_cache_max_adapter_size=8 * NUM_PAGES)

@@ -1,4 +1,4 @@
-"""Beam search through the whole batcher: token for token what transformers' `generate` finds."""
+"""Beam search through the whole batcher: the same tokens as transformers' `generate` finds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.sampling import reference
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.tiers import with_all
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
 NUM_TOKENS = 14
@@ -28,7 +29,7 @@ SLOTS = 20
 
 @cache
 def end_id_of(model: ZooModel, prompt: tuple[int, ...]) -> int:
-    """A token that some beams end with: what most beams of a wide search hold in their middle, but not before."""
+    """Return a token that ends some beams: most beams of a wide search have it in the middle, none earlier."""
     found = model.beams(prompt, NUM_TOKENS, num_beams=8, num_return_sequences=8)
     early = {token for tokens, _ in found for token in tokens[:4]}
     middle = [token for tokens, _ in found for token in set(tokens[4:10])]
@@ -36,7 +37,7 @@ def end_id_of(model: ZooModel, prompt: tuple[int, ...]) -> int:
 
 
 def make_request(model: ZooModel, number: int, **changes: Any) -> Request:
-    """One of the grid, with a prompt of its own; half of the prompts begin alike."""
+    """Return a request of the grid with its own prompt; half of the prompts share a prefix."""
     width, length_penalty, early_stopping = GRID[number % len(GRID)]
     prompt = (*(model.prompt(17) if number % 2 else ()), *model.prompt(3 + number % 11, 50 + number))
     sampling = {
@@ -51,7 +52,7 @@ def make_request(model: ZooModel, number: int, **changes: Any) -> Request:
 
 
 def expected_of(model: ZooModel, request: Request, **options: Any) -> list[list[int]]:
-    """Return the beams of transformers, without end ids and the padding after them."""
+    """Return transformers' beams, without end ids and padding."""
     sampling = request.sampling
     found = model.beams(
         request.input_token_ids,
@@ -70,7 +71,7 @@ def expected_of(model: ZooModel, request: Request, **options: Any) -> list[list[
 
 @pytest.fixture(scope="module")
 def grid(zoo: Zoo) -> dict[str, list[tuple[Request, list[list[int]]]]]:
-    """Requests and their answers: all of GRID for the first family, a part of it for the others."""
+    """Requests and their results: all of GRID for the first family, a part of it for the others."""
     made = {}
     for case in CASES:
         model = zoo[case]
@@ -96,7 +97,7 @@ def test_beams_are_those_of_transformers(zoo: Zoo, grid, case: str) -> None:
 
 @cache
 def company_of(model: ZooModel) -> dict[Request, list[int]]:
-    """Sampling requests, and what each of them gets alone."""
+    """Return sampling requests, and the tokens that each gets alone."""
     sampling = SamplingConfig(temperature=1.3, top_p=0.9, random_seed=4)
     requests = [
         Request(1000 + number, model.prompt(5 + 3 * number, number), 30, sampling=sampling)
@@ -106,10 +107,13 @@ def company_of(model: ZooModel) -> dict[Request, list[int]]:
     return {request: serve(engine, config_of("no-evict"), [request]).tokens(request) for request in requests}
 
 
-@pytest.mark.parametrize("way", ["utilization", "chunked", "utilization-chunked-no-reuse"])
+@pytest.mark.parametrize(
+    "way",
+    with_all(["utilization", "chunked", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"]),
+)
 @pytest.mark.parametrize("case", CASES)
 def test_every_way_with_sampling_requests_between(zoo: Zoo, grid, case: str, way: str) -> None:
-    """A cache so small that sampling requests are paused for each other, and searches wait."""
+    """The cache is so small that sampling requests are paused for each other, and searches wait."""
     answers = grid[case][::2]
     company = company_of(zoo[case])
     requests = [
@@ -132,7 +136,7 @@ MASKS = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_with_beams(zoo: Zoo, case: str, mask: str) -> None:
-    """transformers masks log probabilities, and renormalizes them only when told to; here, logits are masked."""
+    """transformers masks log probs, and renormalizes them only on request; here, logits are masked."""
     model = zoo[case]
     changes, options = MASKS[mask]
     requests = [make_request(model, number, **changes) for number in (1, 11, 17, 30)]
@@ -146,7 +150,7 @@ def test_masks_with_beams(zoo: Zoo, case: str, mask: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_words_with_beams(zoo: Zoo, case: str) -> None:
-    """Words of one token and of several, taken from what the beams would hold without."""
+    """Words of one token and of several tokens, taken from beams without bad words."""
     model = zoo[case]
     answers = []
     for number in (1, 11, 17, 30):
@@ -161,7 +165,7 @@ def test_bad_words_with_beams(zoo: Zoo, case: str) -> None:
 
 
 def searched(model: ZooModel, request: Request) -> list[list[int]]:
-    """The search step by step: transformers' logits, ranked by `sampling.reference`."""
+    """Return the result of a step-by-step search with transformers' logits, ranked by `sampling.reference`."""
     search = BeamSearch(request)
     beams = [list(request.input_token_ids)]
     while not search.done:
@@ -176,7 +180,7 @@ def searched(model: ZooModel, request: Request) -> list[list[int]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_penalties_temperature_and_bias_with_beams(zoo: Zoo, case: str) -> None:
-    """transformers combines these with beams differently; the expected beams are those of the reference."""
+    """transformers combines these with beams differently; the expected beams are the reference's."""
     model = zoo[case]
     bias = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 2
     requests = [
@@ -194,7 +198,7 @@ def test_penalties_temperature_and_bias_with_beams(zoo: Zoo, case: str) -> None:
 
 
 def test_log_probs_and_logits_of_beams(zoo: Zoo) -> None:
-    """The model's own, whatever the search was told to avoid."""
+    """They are the model's own, whatever the search's bans and penalties are."""
     model = zoo["llama-gqa"]
     output = OutputOptions(
         return_log_probs=True,
@@ -223,13 +227,13 @@ def test_log_probs_and_logits_of_beams(zoo: Zoo) -> None:
             chosen = log_probs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
             assert list(result.log_probs[beam]) == pytest.approx(chosen.tolist(), abs=1e-5)
             ended = result.finish_reasons[beam] is FinishReason.END_ID
-            if request.sampling.temperature == 1.0 and not ended:  # else the search adds up other ones
+            if request.sampling.temperature == 1.0 and not ended:  # otherwise the search sums other values
                 assert result.cum_log_probs[beam] == pytest.approx(chosen.sum().item(), abs=1e-4)
             top = [list(values.token_ids) for values in result.top_log_probs[beam]]
             assert top == log_probs.topk(3).indices.tolist()
 
 
-def test_streamed_beams_say_everything_so_far(zoo: Zoo) -> None:
+def test_streamed_beams_have_everything_so_far(zoo: Zoo) -> None:
     model = zoo["gpt2"]
     request = make_request(model, 1, streaming=True)
     served = serve(load(model.folder, 300, SLOTS), config_of("no-evict"), [request])

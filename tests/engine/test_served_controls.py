@@ -1,4 +1,4 @@
-"""Penalties, bans and bias through the whole batcher: what transformers' logits processors make of them."""
+"""Penalties, bans and bias through the whole batcher, compared with transformers' logits processors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAYS = ["no-evict", "utilization-chunked-no-reuse"]
 
 
 def prompt_of(model: ZooModel, number: int, seed: int = 0) -> tuple[int, ...]:
-    """Half of them begin alike, and every one repeats some of its tokens."""
+    """Return a prompt; half of the prompts share a prefix, and each repeats some of its tokens."""
     own = model.prompt(4 + 3 * number, number + 100 * seed)
     return (*(model.prompt(17) if number % 2 else ()), *own, *own[:4])
 
@@ -38,7 +38,7 @@ def make_request(
     return Request(number, prompt, NUM_TOKENS, sampling=SamplingConfig(**(sampling or {})), **changes)
 
 
-# name: what is asked of us, what of transformers
+# name: our settings, transformers' settings
 PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "repetition": ({"sampling": {"repetition_penalty": 1.4}}, {"repetition_penalty": 1.4}),
     "encouraged repetition": ({"sampling": {"repetition_penalty": 0.8}}, {"repetition_penalty": 0.8}),
@@ -59,7 +59,7 @@ PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def first_changed(model: ZooModel, number: int, options: dict[str, Any]) -> tuple[tuple[int, ...], list[int]]:
-    """A prompt after which the last of `options` makes a difference, and the tokens they lead to."""
+    """Return a prompt after which the last of `options` makes a difference, and the resulting tokens."""
     without = dict(list(options.items())[:-1])
     for seed in range(10):
         prompt = prompt_of(model, number, seed)
@@ -71,7 +71,7 @@ def first_changed(model: ZooModel, number: int, options: dict[str, Any]) -> tupl
 
 @cache
 def processed(model: ZooModel) -> tuple[list[Request], list[list[int]]]:
-    """A request for each of PROCESSORS, and its answer."""
+    """Return a request for each of PROCESSORS, and its result."""
     requests, expected = [], []
     for number, (changes, options) in enumerate(PROCESSORS.values()):
         prompt, tokens = first_changed(model, number, options)
@@ -92,7 +92,7 @@ def test_greedy_tokens_with_every_processor_in_one_batch(zoo: Zoo, case: str, wa
 
 @cache
 def banned(model: ZooModel) -> tuple[list[Request], list[list[int]]]:
-    """Requests whose end ids and bad words are what would be generated without, and their answers."""
+    """Return requests that ban tokens which they would generate otherwise, and their results."""
     requests, expected = [], []
     for number in range(4):
         prompt = prompt_of(model, number)
@@ -123,7 +123,7 @@ def test_min_length_and_bad_words(zoo: Zoo, case: str, way: str) -> None:
 
 
 def penalized(model: ZooModel, request: Request) -> list[int]:
-    """Presence and frequency penalties, which transformers does not have."""
+    """Apply presence and frequency penalties, which transformers lacks."""
     tokens = list(request.input_token_ids)
     for _ in range(request.max_new_tokens):
         counts = torch.bincount(torch.tensor(tokens), minlength=VOCAB_SIZE)
@@ -180,7 +180,7 @@ def referenced(model: ZooModel, request: Request) -> list[int]:
 
 @cache
 def controlled(model: ZooModel) -> dict[Request, list[int]]:
-    """A request for each of CONTROLLED, and its answer."""
+    """Return a request for each of CONTROLLED, and its result."""
     requests = [
         make_request(number, prompt_of(model, number), {**sampling, "random_seed": number}, end_ids=(9,))
         for number, sampling in enumerate(CONTROLLED)
@@ -191,7 +191,7 @@ def controlled(model: ZooModel) -> dict[Request, list[int]]:
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
 @pytest.mark.parametrize("case", CASES)
 def test_allowed_tokens_and_logit_biases(zoo: Zoo, case: str, kernels: str | None) -> None:
-    """`sampling.reference`, one token at a time; the same with drafts from the sequence itself."""
+    """By `sampling.reference`, one token at a time; the same with drafts from the sequence itself."""
     model = zoo[case]
     expected = controlled(model)
     requests = list(expected)
@@ -223,7 +223,7 @@ EVERYTHING = {
 
 
 def sampling_requests(model: ZooModel) -> list[Request]:
-    """Everything on at once, and a few that only sample."""
+    """Return requests with all controls on, and a few that only sample."""
     requests = []
     for number in range(8):
         prompt, sampling = prompt_of(model, number), {**EVERYTHING, "random_seed": number}
@@ -236,7 +236,7 @@ def sampling_requests(model: ZooModel) -> list[Request]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_sampled_tokens_are_those_of_the_reference(zoo: Zoo, case: str) -> None:
-    """Every parameter at once: `sampling.reference`, one token at a time from transformers' logits."""
+    """All controls at once: `sampling.reference`, one token at a time from transformers' logits."""
     model = zoo[case]
     requests = sampling_requests(model)[1:4]
     served = serve(load(model.folder, 34, 5), config_of("utilization-chunked-no-reuse"), requests)
@@ -245,8 +245,8 @@ def test_sampled_tokens_are_those_of_the_reference(zoo: Zoo, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_around_a_request_changes_its_tokens(zoo: Zoo, case: str) -> None:
-    """Alone, in company, paused, chunked, with shared blocks and without."""
+def test_tokens_do_not_depend_on_other_requests(zoo: Zoo, case: str) -> None:
+    """Alone, in a batch, paused, chunked, with and without shared blocks."""
     model = zoo[case]
     requests = sampling_requests(model)
     engine = load(model.folder, 200)

@@ -1,4 +1,4 @@
-"""Log probabilities and logits that come back with tokens: the model's own, as transformers computes them."""
+"""Log probs and logits of generated tokens: the model's own, as transformers computes them."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def assert_details(model: ZooModel, request: Request, served: Served, sequence_i
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
-def test_everything_that_can_come_back(zoo: Zoo, case: str, way: str) -> None:
-    """Streamed or not, paused, cut into chunks, with drafts; penalties and bans leave no trace."""
+def test_all_details_of_a_response(zoo: Zoo, case: str, way: str) -> None:
+    """Streamed or not, paused, in chunks, with drafts; penalties and bans have no influence."""
     model = zoo[case]
     requests = make_requests(model)
     served = serve(load(model.folder, 22, 5), config_of(way), requests)

@@ -1,4 +1,4 @@
-"""Drafts through the whole batcher: faster where they are right, and never another token."""
+"""Drafts through the whole batcher: fewer iterations if they are right, and always the same tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLINGS = (
 
 
 def make_requests(model: ZooModel) -> list[Request]:
-    """A request for each of SAMPLINGS, twice, with bad words for some."""
+    """Return a request for each of SAMPLINGS, twice, with bad words for some."""
     return [
         Request(
             number,
@@ -42,7 +42,7 @@ def make_requests(model: ZooModel) -> list[Request]:
 
 
 def plain_run(model: ZooModel, requests: Sequence[Request]) -> list[list[int]]:
-    """Their tokens without drafts; kept, as tests ask for the same in many ways."""
+    """Return their tokens without drafts; cached, because several tests ask for the same ones."""
     return _plain_run(model, tuple(requests))
 
 
@@ -53,7 +53,7 @@ def _plain_run(model: ZooModel, requests: tuple[Request, ...]) -> list[list[int]
 
 
 def accepted(served: Served, request: Request) -> tuple[int, int]:
-    """Draft tokens accepted, and verified."""
+    """Return the numbers of accepted and of verified draft tokens."""
     metrics = served.result(request).perf_metrics
     return metrics.num_accepted_draft_tokens, metrics.num_draft_tokens
 
@@ -61,7 +61,7 @@ def accepted(served: Served, request: Request) -> tuple[int, int]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
 def test_drafts_from_outside(zoo: Zoo, case: str, way: str) -> None:
-    """Wholly right, partly right and wrong ones in one batch."""
+    """Entirely right, partly right and wrong drafts in one batch."""
     model = zoo[case]
     plain = make_requests(model)
     expected = plain_run(model, plain)
@@ -79,11 +79,11 @@ def test_drafts_from_outside(zoo: Zoo, case: str, way: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("threshold", [None, 0.5])
 def test_drafts_with_logits(zoo: Zoo, case: str, threshold: float | None) -> None:
-    """Tokens are those that `sampling.reference` takes, from transformers' logits."""
+    """The expected tokens are computed by `sampling.reference` from transformers' logits."""
     model = zoo[case]
     requests = []
     for plain in make_requests(model):
-        # A draft model that is near the model: its logits with some noise, and the likeliest tokens of that.
+        # A draft model similar to the model: its logits plus noise, and the most likely tokens of these.
         known, rows = list(plain.input_token_ids), []
         for noise in torch.randn(5, VOCAB_SIZE, generator=torch.Generator().manual_seed(plain.request_id)):
             rows.append(model.logits(known)[-1] + noise)
@@ -107,7 +107,7 @@ def test_drafts_with_logits(zoo: Zoo, case: str, threshold: float | None) -> Non
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
 def test_prompt_lookup(zoo: Zoo, case: str, way: str) -> None:
-    """With prompts in which much of what is to come stands already, behind tokens that come again."""
+    """With prompts that already contain much of the output, after n-grams that are repeated."""
     model = zoo[case]
     plain = make_requests(model)
     longer, looking = [], []
@@ -124,10 +124,10 @@ def test_prompt_lookup(zoo: Zoo, case: str, way: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_prompt_lookup_saves_iterations(zoo: Zoo, case: str) -> None:
-    """A model that goes in circles is foreseen."""
+    """The output of a model that repeats itself is predicted."""
     model = zoo[case]
     circle = model.prompt(6)
-    sampling = SamplingConfig(repetition_penalty=0.05)  # what was seen is likely to come again
+    sampling = SamplingConfig(repetition_penalty=0.05)  # makes earlier tokens likely
     requests = [
         Request(0, circle * 4, 60, sampling=sampling, output=METRICS, prompt_lookup_num_tokens=count)
         for count in (0, 6)

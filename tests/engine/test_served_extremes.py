@@ -1,4 +1,4 @@
-"""Requests that leave no token to choose, or ask for numbers at their ends: nobody else notices."""
+"""Requests whose bans leave no token, or with extreme parameter values: other requests are unaffected."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 def impossible(model: ZooModel, number: int, ban: str, sampling: str, **fields: Any) -> Request:
-    """It has the first five tokens in its prompt, so that no_repeat_ngram_size bans what bad words leave."""
+    """Return a request whose bad words and no_repeat_ngram_size together ban all tokens."""
     asked = {**SAMPLINGS[sampling], **BANS[ban].get("sampling", {})}
     others = {name: value for name, value in BANS[ban].items() if name != "sampling"}
     prompt = (*range(5), *model.prompt(9, number))
@@ -91,8 +91,10 @@ def test_requests_whose_bans_leave_no_token_fail_alone(zoo: Zoo, sampling: str, 
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
 @pytest.mark.parametrize("with_logits", [False, True])
 @pytest.mark.parametrize("sampling", ["greedy", "top_p"])
-def test_drafts_do_not_hide_it(zoo: Zoo, sampling: str, with_logits: bool, kernels: str | None) -> None:
-    """A few tokens are allowed, each once: a draft that uses some of them up leaves the rest to be said."""
+def test_drafts_do_not_hide_that_no_token_is_left(
+    zoo: Zoo, sampling: str, with_logits: bool, kernels: str | None
+) -> None:
+    """Each of a few tokens is allowed once: a draft that contains some of them bans the rest at once."""
     model = zoo["llama-gqa"]
     logits = floats([[0.0] * VOCAB_SIZE] * 3) if with_logits else None
     request = replace(
@@ -116,7 +118,7 @@ def test_drafts_do_not_hide_it(zoo: Zoo, sampling: str, with_logits: bool, kerne
 
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
 def test_extreme_requests_fail_no_iteration(zoo: Zoo, kernels: str | None) -> None:
-    """Every parameter at its ends; it is answered, or ends with its own error, and nobody else notices."""
+    """Every parameter at its limits; the request is answered or ends with its own error, without side effects."""
     model, others, numbers = zoo["llama-gqa"], innocent(zoo["llama-gqa"]), random.Random(5)
     requests = []
     for number in range(90):
@@ -143,8 +145,8 @@ def test_extreme_requests_fail_no_iteration(zoo: Zoo, kernels: str | None) -> No
     assert 15 < len(together.errors) < 60
 
 
-def test_a_device_that_runs_ahead_has_fed_itself_by_then(zoo: Zoo) -> None:
-    """The second batch is in flight when the first one's answer is that there is none."""
+def test_overlapped_iterations_notice_that_no_token_is_left(zoo: Zoo) -> None:
+    """The second batch is in flight when the first one's result is that no token is possible."""
     model = zoo["llama-gqa"]
     engine = load_paged(model.folder)
     engine.limits = replace(engine.limits, overlaps_iterations=True)

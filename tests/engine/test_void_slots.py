@@ -1,4 +1,4 @@
-"""Batches that may run after one whose failure was noticed when later ones had begun, and those that may not."""
+"""Batches that may and may not run after one whose failure was noticed when later ones had started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_slots_of_a_failed_batch_are_refused(slot: int) -> None:
 
 
 def test_a_slot_that_a_later_batch_has_started_is_accepted() -> None:
-    """Slot 2's sequence had no row and ended; another has the slot."""
+    """Slot 2's sequence had no row and ended; another sequence has the slot."""
     slots = VoidSlots()
     later = ScheduledBatch(1, starts=(start(2),), context=(ContextChunk(2, 0, (1, 2), True),))
     slots.refuse(later)

@@ -15,6 +15,7 @@ from tests.engine.driver import Driver, load_engine
 from tests.engine.fake_device import DEVICE, FakeDevice
 from tests.engine.paging import load_paged
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 ONE_COPY = ["copy to the host"]
 SAMPLINGS = {
@@ -33,9 +34,11 @@ def mixed(names: list[str]) -> list[SamplingConfig]:
 
 
 @pytest.mark.parametrize("attention", ["in place", "gathered"])
-@pytest.mark.parametrize("names", BATCHES, ids="+".join)
+@pytest.mark.parametrize(
+    "names", with_all([pytest.param(names, id="+".join(names)) for names in BATCHES], BATCHES[-1:])
+)
 def test_a_generation_batch_waits_once(zoo: Zoo, attention: str, names: list[str]) -> None:
-    """With sequences that cross into other blocks, and with the tokens of the CPU."""
+    """With sequences that need new blocks; tokens equal the CPU's."""
     model = zoo["llama-gqa"]
     prompts = [model.prompt(5 + 4 * number, number) for number in range(len(names))]
     with FakeDevice() as device:
@@ -79,8 +82,8 @@ CONTROLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_controls_wait_no_longer(zoo: Zoo, name: str) -> None:
-    """And choose the tokens of the CPU."""
+def test_controls_add_no_waits(zoo: Zoo, name: str) -> None:
+    """Tokens equal the CPU's."""
     model, options = zoo["llama-gqa"], CONTROLS[name]
     prompts = [model.prompt(5 + 4 * number, number) for number in range(3)]
     with FakeDevice() as device:
@@ -106,7 +109,7 @@ def test_controls_wait_no_longer(zoo: Zoo, name: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["in place", "gathered"])
-def test_chunks_that_start_and_go_on_wait_once(zoo: Zoo, attention: str) -> None:
+def test_first_and_later_chunks_wait_once(zoo: Zoo, attention: str) -> None:
     model = zoo["llama-gqa"]
     with FakeDevice() as device:
         gathering = GATHERING if attention == "gathered" else None
@@ -135,8 +138,8 @@ def test_a_replayed_batch_waits_once(zoo: Zoo) -> None:
         assert device.waits == ONE_COPY
 
 
-def test_a_top_p_that_takes_many_tokens_is_drawn_for_again(zoo: Zoo) -> None:
-    """The assumption that rows need few tokens is found wrong when the tokens come back."""
+def test_a_top_p_with_many_tokens_is_drawn_again(zoo: Zoo) -> None:
+    """The assumption that rows need few tokens is found wrong when the tokens arrive."""
     model = zoo["llama-gqa"]
     sampling = SamplingConfig(temperature=100.0, top_p=0.99, random_seed=8)
     with FakeDevice():
@@ -157,7 +160,7 @@ def test_a_top_p_that_takes_many_tokens_is_drawn_for_again(zoo: Zoo) -> None:
     assert generated == [row.generated for row in rows]
 
 
-def test_several_tensors_come_back_in_one_copy() -> None:
+def test_several_tensors_are_returned_in_one_copy() -> None:
     values = np.array([3, -1, 2**40]), np.array([0.5, np.nan], np.float32), np.array([True, False, True])
     with FakeDevice() as device:
         tensors = [upload(array, DEVICE) for array in values]
@@ -169,7 +172,7 @@ def test_several_tensors_come_back_in_one_copy() -> None:
         assert ours.dtype == theirs.dtype
 
 
-def test_the_device_notices_what_waits() -> None:
+def test_the_fake_device_records_waits() -> None:
     with FakeDevice() as device:
         tensor = upload(np.arange(4), DEVICE)
         tensor[tensor > 1]

@@ -1,4 +1,4 @@
-"""max_attention_window_size and sink_token_length against transformers: its own windows, and masks written out."""
+"""max_attention_window_size and sink_token_length, compared with transformers' windows and with explicit masks."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ CASES = ["llama-gqa", "qwen3", "gpt2"]
 
 
 def sees(position: int, key: int, window: int | None, num_sinks: int) -> bool:
-    """Tell whether a token attends to a key: the sinks, and as many of the last tokens as fill the window."""
+    """Return whether a token attends to a key: the sinks, and the last tokens that fill the window."""
     if key > position:
         return False
     return window is None or key < num_sinks or key > position - (window - num_sinks)
 
 
 def reconfigured(model: ZooModel, **changes: Any) -> ZooModel:
-    """The model as transformers loads it with another configuration."""
+    """Return the model as transformers loads it with another configuration."""
     oracle = type(model.oracle).from_pretrained(model.folder, attn_implementation="eager", **changes)
-    oracle.generation_config.use_cache = False  # a cache for windows of 1 keeps all in transformers 5
+    oracle.generation_config.use_cache = False  # in transformers 5, a cache for windows of 1 keeps everything
     return ZooModel(model.folder, oracle.eval())
 
 
 @functools.cache
 def masked(model: ZooModel, asked: tuple[int, ...], num_sinks: int = 0) -> ZooModel:
-    """The model with its attention masks replaced, in a copy of transformers' model that caches nothing."""
+    """Return the model with replaced attention masks, as a copy of transformers' model without a cache."""
     found = reconfigured(model)
     oracle, config = found.oracle, found.oracle.config
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -84,7 +84,7 @@ def _mask_hook(window: int | None, num_sinks: int) -> Any:
 
 
 def assert_same(folder: Path, oracle: ZooModel, **settings: Any) -> None:
-    """Greedy tokens and their logits."""
+    """Compare greedy tokens and their logits."""
     prompt = oracle.prompt(37)
     row = alone(load_engine(folder, **settings), prompt, NUM_TOKENS)
     assert row.generated == oracle.greedy(prompt, NUM_TOKENS)
@@ -110,7 +110,7 @@ def test_windows_in_some_layers_are_transformers_layer_types(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize(("size", "same_as"), [(9, 9), (19, 19), (40, 19), (100_000, 19)])
-def test_the_smaller_of_the_checkpoints_window_and_the_one_asked_for(
+def test_the_smaller_of_the_checkpoints_and_the_parameters_window_applies(
     zoo: Zoo, size: int, same_as: int
 ) -> None:
     model = zoo["mistral-window"]
@@ -119,13 +119,18 @@ def test_the_smaller_of_the_checkpoints_window_and_the_one_asked_for(
 
 @pytest.mark.parametrize(
     ("case", "asked", "num_sinks"),
-    [(case, *setting) for case in CASES for setting in SETTINGS]
-    + [("qwen2-window", (9,), 0), ("qwen2-window", (40, 9, 50), 0), ("qwen2-window", (40, 30), 5)],
+    with_all(
+        [(case, *setting) for case in CASES for setting in SETTINGS]
+        + [("qwen2-window", (9,), 0), ("qwen2-window", (40, 9, 50), 0), ("qwen2-window", (40, 30), 5)],
+        ["llama-gqa", ("gpt2", (9, 21, 1), 0), ("qwen2-window", (40, 30), 5)],
+    ),
 )
-def test_windows_and_sinks_are_masks(zoo: Zoo, case: str, asked: tuple[int, ...], num_sinks: int) -> None:
+def test_windows_and_sinks_have_the_effect_of_masks(
+    zoo: Zoo, case: str, asked: tuple[int, ...], num_sinks: int
+) -> None:
     model = zoo[case]
     oracle = masked(model, asked, num_sinks)
-    for kernels in (None, "torch"):  # both against one run of the oracle, which takes longer than they do
+    for kernels in (None, "torch"):  # both compared with one run of the oracle, the slowest part
         settings = {"max_attention_window_size": asked, "sink_token_length": num_sinks, "kernels": kernels}
         assert_same(model.folder, oracle, **settings)
     prompt = model.prompt(90)
@@ -144,13 +149,13 @@ def test_chunks_of_a_context(zoo: Zoo, case: str, chunk: int, kernels: str | Non
 def test_a_chunk_attended_in_pieces_gives_the_logits_of_a_whole_one(
     zoo: Zoo, case: str, chunk: int, piece_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In which torch's operators take a chunk."""
+    """torch's operators take a chunk in pieces."""
     monkeypatch.setattr(attention, "_PIECE_ROWS", piece_rows)
     assert_chunks_are_whole(zoo[case], chunk, "torch")
 
 
 def assert_chunks_are_whole(model: ZooModel, chunk: int, kernels: str | None) -> None:
-    """A prompt in chunks, through windows and sinks, against the oracle's."""
+    """Compare a prompt in chunks, with windows and sinks, with the oracle's logits."""
     oracle = masked(model, (12, 4, 30), 3)
     settings = {"max_attention_window_size": (12, 4, 30), "sink_token_length": 3, "kernels": kernels}
     driver = Driver(load_engine(model.folder, **settings))
@@ -161,7 +166,7 @@ def assert_chunks_are_whole(model: ZooModel, chunk: int, kernels: str | None) ->
 
 
 def test_rows_of_different_lengths(zoo: Zoo, kernels: str | None) -> None:
-    """Some have less than the sinks, some less than a window, some much more, in one group of a plan."""
+    """Rows shorter than the sinks, shorter than a window, or much longer, in one group of a plan."""
     model = zoo["llama-gqa"]
     oracle = masked(model, (27, 40), 19)
     settings = {"max_attention_window_size": (27, 40), "sink_token_length": 19, "max_num_sequences": 8}
@@ -197,13 +202,13 @@ def test_blocks_outside_a_window_are_not_read(
     driver.generate(row, 20)
     of_generation = 3 * 19  # layers, tokens after the first
     assert max(read[-of_generation:]) <= most_blocks
-    # A piece has as many rows as a window has tokens, so that it reads up to two blocks more.
+    # A piece has as many rows as a window has tokens, so it reads up to two more blocks.
     assert len(read) > of_generation
     assert max(read[:-of_generation]) <= most_blocks + 2
 
 
 def make_requests(model: ZooModel) -> list[Request]:
-    """Half of them begin alike; some look their drafts up, some bring them, some are beam searches."""
+    """Return requests of which half share a prefix; some have looked-up or external drafts, some beam searches."""
     shared = model.prompt(30)
     requests = []
     for number in range(12):
@@ -230,7 +235,7 @@ def make_requests(model: ZooModel) -> list[Request]:
 def test_requests_with_windows_give_the_masked_models_tokens(
     zoo: Zoo, way: str, kernels: str | None, asked: tuple[int, ...], num_sinks: int
 ) -> None:
-    """Chunks, shared prefixes, pauses, drafts and beams together, against the masked model alone."""
+    """Chunks, shared prefixes, pauses, drafts and beams together, compared with the masked model alone."""
     model = zoo["llama-gqa"]
     oracle = masked(model, asked, num_sinks)
     requests = make_requests(model)
@@ -249,7 +254,7 @@ def test_requests_with_windows_give_the_masked_models_tokens(
 
 
 def test_accepted_drafts_in_windows_change_no_token(zoo: Zoo, kernels: str | None) -> None:
-    """Right, partly right and wrong ones: rows of a draft have windows of their own."""
+    """Right, partly right and wrong drafts; each row of a draft has its own window."""
     model = zoo["llama-gqa"]
     oracle = masked(model, (9, 21), 2)
     settings = {"max_attention_window_size": (9, 21), "sink_token_length": 2, "kernels": kernels}
@@ -282,7 +287,7 @@ def test_windows_of_layers() -> None:
     assert layer_windows((None, 20), (30,), 4, 100) == (AttentionWindow(26, 4), AttentionWindow(16, 4))
 
 
-def test_entries_for_more_layers_than_there_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_window_entries_than_layers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert layer_windows((None,), (8, 9), 0, 100) == (AttentionWindow(8),)
     assert "max_attention_window_size has 2 entries, but the model has 1 layers" in caplog.text
 
@@ -314,12 +319,12 @@ def test_windows_that_all_layers_share_are_planned_once(zoo: Zoo) -> None:
         ),
     ],
 )
-def test_windows_that_cannot_be_used(zoo: Zoo, settings: dict[str, Any], message: str) -> None:
+def test_unusable_windows_are_refused(zoo: Zoo, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_engine(zoo["llama"].folder, **settings)
     assert message in str(error.value)
 
 
-def test_sinks_that_fill_the_checkpoints_own_window(zoo: Zoo) -> None:
+def test_sinks_that_fill_the_checkpoints_window_are_refused(zoo: Zoo) -> None:
     with pytest.raises(ConfigError, match="the checkpoint has layers with a window of 19"):
         load_engine(zoo["mistral-window"].folder, sink_token_length=19)

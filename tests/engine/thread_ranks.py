@@ -1,8 +1,8 @@
-"""All ranks of a model as threads of one process: real engines in step, without MPI between them.
+"""All ranks of a model as threads of one process: real engines in lockstep, without MPI.
 
-For tests. `ThreadRanks` looks like one engine. Every rank has a thread of its own, which takes batches as a rank's
-loop does, one call after the other, so that pipeline stages work on different batches at the same time. All ranks
-have to say the same of every batch.
+For tests. `ThreadRanks` has the interface of one engine. Every rank has its own thread, which processes
+batches as a rank's loop does, one call after the other, so that pipeline stages compute different batches at
+the same time. All ranks must return the same output for every batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsP
 
 
 class _Meeting:
-    """Exchange where the ranks of a stage put their tensors and take those of all ranks."""
+    """Exchange of tensors between the ranks of a stage."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
@@ -36,11 +36,11 @@ class _Meeting:
         self._tensors[rank] = tensor
         self._barrier.wait()
         combined = combine(self._tensors)
-        self._barrier.wait()  # before that, nobody may lay down the next
+        self._barrier.wait()  # no rank may write the next tensor before all have read this one
         return combined
 
     def leave(self) -> None:
-        """A rank has failed: the others must not wait for it."""
+        """Break the barrier, so that other ranks do not wait for a failed one."""
         self._barrier.abort()
 
 
@@ -48,8 +48,8 @@ class ThreadCollectives:
     """Implements `inflight.engine.collectives.Collectives` for one rank of a stage.
 
     Attributes:
-        size: Ranks of the stage.
-        num_calls: How often the others were asked.
+        size: Number of ranks in the stage.
+        num_calls: Number of exchanges with the others.
     """
 
     def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
@@ -60,17 +60,17 @@ class ThreadCollectives:
         self._rank = rank
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum, added up in the order of the ranks."""
+        """Return the sum, in the order of the ranks."""
         self.num_calls += 1
         return self._meeting.exchange(self._rank, tensor, lambda all_: torch.stack(list(all_)).sum(0))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """By rank, along the last dimension."""
+        """Concatenate by rank along the last dimension."""
         self.num_calls += 1
         return self._meeting.exchange(self._rank, tensor, lambda all_: torch.cat(list(all_), dim=-1))
 
     def leave(self) -> None:
-        """Never ask again: the others' calls raise."""
+        """Make further calls raise, the others' too."""
         self._meeting.leave()
 
 
@@ -94,7 +94,7 @@ class ThreadStageLink:
         self._behind.put(hidden)
 
     def receive(self, num_rows: int) -> Tensor | None:
-        """From the stage before."""
+        """Return the tensor from the previous stage."""
         hidden = self._before.get()
         if hidden is not None:
             assert hidden.shape == (num_rows, self._hidden_size) and hidden.dtype == self._dtype, hidden.shape
@@ -102,22 +102,22 @@ class ThreadStageLink:
 
 
 class ThreadStage:
-    """In the place of `MpiStage`, as far as RankEngine asks for it; one for all ranks of a stage."""
+    """Replaces `MpiStage` for RankEngine; one object for all ranks of a stage."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
 
     def barrier(self) -> None:
-        """Wait until all are here; raises BrokenBarrierError after `leave`."""
+        """Wait until all ranks are here; raise BrokenBarrierError after `leave`."""
         self._barrier.wait()
 
     def leave(self) -> None:
-        """Leave the meeting: no rank waits for another any more."""
+        """Break the barrier: no rank waits for another any more."""
         self._barrier.abort()
 
 
 class ThreadOutcomes:
-    """In the place of `MpiOutcomes` for one rank; `told` has a queue for each hearer."""
+    """Replaces `MpiOutcomes` for one rank; `told` has a queue for each receiving rank."""
 
     def __init__(self, rank: int, told: dict[int, SimpleQueue[bytes]]) -> None:
         self._rank = rank
@@ -129,15 +129,15 @@ class ThreadOutcomes:
             queue.put(outcome)
 
     def settle(self) -> None:
-        """A queue keeps what it is given."""
+        """Do nothing: a queue keeps what was sent."""
 
     def hear(self) -> bytes:
-        """The next one."""
+        """Return the next outcome."""
         return self._told[self._rank].get()
 
 
 def _comparable(output: ModelOutput) -> tuple[ModelOutput, dict[int, str]]:
-    """An output with errors as text: two errors that say the same are not equal."""
+    """Return an output with errors as text, since equal errors do not compare equal."""
     return replace(output, failures={}), {slot: repr(error) for slot, error in output.failures.items()}
 
 
@@ -145,8 +145,8 @@ class ThreadRanks:
     """Implements `inflight.core.ports.Engine` with `tp_size` times `pp_size` ranks of one checkpoint.
 
     Attributes:
-        stages: By rank.
-        limits: Of every one.
+        stages: Runner or engine of each rank.
+        limits: Limits of every rank's engine.
         collectives: By rank.
         mates: By stage.
         failures: (rank, iteration) of every forward pass that raised.
@@ -179,7 +179,7 @@ class ThreadRanks:
         self.mates = [ThreadStage(tp_size) for _ in range(pp_size)]
         self.failures: list[tuple[int, int]] = []
         told = {mapping.rank: SimpleQueue() for mapping in mappings if not mapping.is_sampler}
-        # One before each rank; those behind the last stage are not used.
+        # One before each rank; those after the last stage are not used.
         links = [SimpleQueue() for _ in range(len(mappings) + tp_size)]
         self._ranks = [
             RankEngine(
@@ -200,14 +200,14 @@ class ThreadRanks:
         self._threads = [ThreadPoolExecutor(1, f"rank-{mapping.rank}") for mapping in mappings]
 
     def forward(self, batch: ScheduledBatch) -> list[Future[Any]]:
-        """Begin on every rank."""
+        """Start the forward pass on every rank."""
         return [
             thread.submit(rank.forward, batch)
             for rank, thread in zip(self._ranks, self._threads, strict=True)
         ]
 
     def decode(self, batch: ScheduledBatch, begun: list[Future[Any]]) -> ModelOutput:
-        """Return the output of a batch, which all ranks must agree on; AssertionError if they differ."""
+        """Return the output of a batch; raise AssertionError unless all ranks return the same."""
         said = [
             thread.submit(lambda rank=rank, flight=flight: rank.decode(batch, flight.result()))
             for rank, flight, thread in zip(self._ranks, begun, self._threads, strict=True)

@@ -1,8 +1,8 @@
-"""torch's attention over block tables, on any device and slowly: what it refuses, and what it computes.
+"""torch's attention over block tables, on any device, unoptimized: its checks and its results.
 
 The checks are those of FlashAttention 2 in torch 2.13 (`mha_varlen_fwd` in
-aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp), but for the dtype of queries and the size of
-blocks, which are settings here.
+aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp), except that the dtype of queries and the
+block size can be configured.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn.attention.varlen import AuxRequest
 
 @dataclass
 class ReferenceVarlen:
-    """In tensor operations alone, so that it can be recorded.
+    """Uses tensor operations only, so that it can be recorded.
 
     Attributes:
-        dtypes: Of queries that are taken.
-        block_multiple: What the size of blocks has to be a multiple of.
-        num_rows: Of every call.
+        dtypes: Accepted dtypes of queries.
+        block_multiple: The block size must be a multiple of this.
+        num_rows: Number of rows of every call.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,7 +82,7 @@ class ReferenceVarlen:
         scores = (queries * keys).sum(-1) * head_dim**-0.5
         scores = scores.masked_fill(~visible[:, :, None, None], -torch.inf)
         weights = scores.softmax(dim=1)
-        # Numbers behind a sequence's last token are never multiplied, so they may be anything.
+        # Numbers after a sequence's last token are never multiplied, so they may be anything.
         values = values.masked_fill(~visible[:, :, None, None, None], 0.0)
         read = (weights[..., None] * values).sum(1).reshape(rows, heads, head_dim).to(query.dtype)
         if return_aux is None or not return_aux.lse:

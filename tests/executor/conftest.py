@@ -1,4 +1,4 @@
-"""A random checkpoint in float32, executors on it, and what transformers generates from it."""
+"""A random checkpoint in float32, executors on it, and transformers' tokens for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = [5, 6, 7, 8, 9]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Wide weights: else a random model repeats its last token.
+    # With small weights, a random model repeats its last token.
     shape = Shape(2, 32, 4, 2, 64, VOCABULARY, 32768, 10_000.0)
     folder = tmp_path_factory.mktemp("checkpoint")
     return make_model(folder, shape=shape, dtype="float32", standard_deviation=0.4)
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(checkpoint: Path):
-    """Greedy tokens of a prompt, by transformers, without an end."""
+    """Return a function for transformers' greedy tokens of a prompt, without end ids."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     model.generation_config.eos_token_id = None
 
@@ -53,7 +53,7 @@ def make_executor(checkpoint: Path, **fields) -> trtllm.Executor:
 
 @pytest.fixture(scope="module")
 def executor(checkpoint: Path) -> Iterator[trtllm.Executor]:
-    """One that a file's tests share; each test takes all responses of what it enqueues."""
+    """An executor shared by the tests of a file; each test takes all responses of its requests."""
     with make_executor(
         checkpoint, request_stats_max_iterations=1000, gather_generation_logits=True
     ) as shared:
@@ -61,7 +61,7 @@ def executor(checkpoint: Path) -> Iterator[trtllm.Executor]:
 
 
 def responses_of(executor: trtllm.Executor, request_id: int) -> list[trtllm.Response]:
-    """All responses of a request, to the final one."""
+    """Return all responses of a request, up to the final one."""
     found: list[trtllm.Response] = []
     while not found or not (found[-1].has_error() or found[-1].result.is_final):
         found += executor.await_responses(request_id)

@@ -1,4 +1,4 @@
-"""Rank 1 is killed while rank 0 has a request: `python -m tests.executor.losing_ranks_program CHECKPOINT`."""
+"""Rank 1 is killed during a request of rank 0: `python -m tests.executor.losing_ranks_program CHECKPOINT`."""
 
 from __future__ import annotations
 

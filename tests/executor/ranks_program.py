@@ -1,7 +1,8 @@
-"""Program of every rank of a test: `python -m tests.executor.ranks_program CHECKPOINT PP` under mpirun.
+"""Program of all ranks of a test: `python -m tests.executor.ranks_program CHECKPOINT PP` under mpirun.
 
-Every rank constructs an executor, as a program of TensorRT-LLM's bindings does, and prints one JSON line. Rank 0
-serves requests; the others end when it does. With one pipeline stage, mpirun alone says how many ranks there are.
+Every rank constructs an executor, like a program for TensorRT-LLM's bindings, and prints one JSON line. Rank
+0 serves requests; the others end when it ends. With one pipeline stage, mpirun alone sets the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ def main() -> None:
         except trtllm.ExecutorError as error:
             said["error"] = str(error)
     if pp_size == 1:
-        executor.shutdown()  # else the interpreter's end does it
+        executor.shutdown()  # otherwise the interpreter's end shuts it down
         try:
             trtllm.Executor(checkpoint, trtllm.ModelType.DECODER_ONLY, config)
         except trtllm.ExecutorError as error:
             said["again"] = str(error)
-    sys.stdout.write(json.dumps(said) + "\n")  # in one piece, among the others'
+    sys.stdout.write(json.dumps(said) + "\n")  # one write, as other ranks write to the same stream
     sys.stdout.flush()
 
 

@@ -18,7 +18,7 @@ def parameters(cls: type) -> list[str]:
     return list(inspect.signature(cls).parameters)
 
 
-# By class: its fields in positional order, with their defaults; ... for one that has to be given.
+# Fields in positional order with their defaults, by class; ... for a required field.
 DEFAULTS: dict[type, dict[str, Any]] = {
     trtllm.DynamicBatchConfig: {
         "enable_batch_size_tuning": ...,
@@ -272,7 +272,7 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(("cls", "name", "value"), OUT_OF_RANGE)
-def test_a_number_out_of_its_range_is_refused_where_it_is_given(cls: type, name: str, value: object) -> None:
+def test_a_number_out_of_range_is_refused_at_assignment(cls: type, name: str, value: object) -> None:
     with pytest.raises(RuntimeError, match=f"{cls.__name__}.{name} must be"):
         cls(**{name: value})
     made = cls()
@@ -290,7 +290,7 @@ def test_another_classs_object_is_a_type_error() -> None:
 # ---------------------------------------------------------------- the KV cache
 
 
-def test_a_models_defaults_fill_what_is_empty() -> None:
+def test_a_models_defaults_fill_empty_fields() -> None:
     defaults = trtllm.RuntimeDefaults(max_attention_window=[10, 1], sink_token_length=3)
     filled = trtllm.KvCacheConfig()
     filled.fill_empty_fields_from_runtime_defaults(defaults)
@@ -298,7 +298,7 @@ def test_a_models_defaults_fill_what_is_empty() -> None:
     assert trtllm.KvCacheConfig(runtime_defaults=defaults) == filled
 
 
-def test_a_models_defaults_override_nothing() -> None:
+def test_a_models_defaults_override_no_field() -> None:
     defaults = trtllm.RuntimeDefaults(max_attention_window=[10, 1], sink_token_length=3)
     config = trtllm.KvCacheConfig(max_attention_window=[5], sink_token_length=2, runtime_defaults=defaults)
     assert (config.max_attention_window, config.sink_token_length) == ([5], 2)
@@ -315,7 +315,7 @@ def test_a_models_defaults_override_nothing() -> None:
         ("eagle_config", trtllm.EagleConfig([[0, 0], [0, 1]]), "isEagle"),
     ],
 )
-def test_assigning_a_way_to_draft_sets_the_mode(name: str, value: object, mode: str) -> None:
+def test_assigning_a_drafting_config_sets_the_mode(name: str, value: object, mode: str) -> None:
     config = trtllm.DecodingConfig()
     setattr(config, name, value)
     assert getattr(config.decoding_mode, mode)() and getattr(config, name) == value
@@ -323,7 +323,7 @@ def test_assigning_a_way_to_draft_sets_the_mode(name: str, value: object, mode: 
     assert [getattr(config, other) for other in others] == [None, None]
 
 
-def test_a_way_to_draft_has_to_agree_with_the_constructors_mode() -> None:
+def test_a_drafting_config_must_match_the_constructors_mode() -> None:
     lookahead = trtllm.LookaheadDecodingConfig(3, 5, 7)
     with pytest.raises(RuntimeError, match="LookaheadDecodingConfig is set, but DecodingMode is not set"):
         trtllm.DecodingConfig(None, lookahead)
@@ -332,7 +332,7 @@ def test_a_way_to_draft_has_to_agree_with_the_constructors_mode() -> None:
     assert trtllm.DecodingConfig(trtllm.DecodingMode.Lookahead(), lookahead).decoding_mode.isLookahead()
 
 
-def test_a_mode_that_drafts_is_not_assigned_alone() -> None:
+def test_a_drafting_mode_cannot_be_assigned_without_its_config() -> None:
     config = trtllm.DecodingConfig()
     config.decoding_mode = trtllm.DecodingMode.TopKTopP()
     assert config.decoding_mode.isTopKandTopP()
@@ -375,7 +375,7 @@ def test_older_attributes_of_post_processors() -> None:
     assert config.logits_post_processor_map == {"a": change}
 
 
-def test_cuda_graphs_are_attributes_and_no_arguments() -> None:
+def test_cuda_graph_settings_are_attributes_only() -> None:
     config = trtllm.ExtendedRuntimePerfKnobConfig(True, True)
     assert (config.cuda_graph_mode, config.cuda_graph_cache_size) == (False, 0)
     config.cuda_graph_mode, config.cuda_graph_cache_size = True, 8
@@ -383,7 +383,7 @@ def test_cuda_graphs_are_attributes_and_no_arguments() -> None:
     assert (copied.cuda_graph_mode, copied.cuda_graph_cache_size) == (True, 8)
 
 
-def test_any_path_of_a_worker_program_is_taken() -> None:
+def test_any_path_of_a_worker_program_is_accepted() -> None:
     assert trtllm.OrchestratorConfig(True, "/nowhere/executorWorker").worker_executable_path.startswith(
         "/nowhere"
     )

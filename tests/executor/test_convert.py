@@ -18,8 +18,9 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request import sampling_config
 from inflight.core.request.adapter import LoraRequest, LoraWeights, Matrix, RawBuffer
+from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.guide import Guide, GuideKind
-from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputOptions
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
 from inflight.errors import InvalidArgument
@@ -49,11 +50,11 @@ PLAIN = CoreRequest(0, (1, 2, 3), 5, sampling=CoreSamplingConfig(early_stopping=
 
 
 def test_a_plain_request() -> None:
-    """Without an end id, early stopping is the one default that the server's tensors do not have."""
+    """Without an end id, early stopping is the only default that differs from the server's tensors."""
     assert convert() == PLAIN
 
 
-def test_the_id_is_handed_on() -> None:
+def test_the_request_id_is_kept() -> None:
     assert to_core_request(trtllm.Request([1], 1), LIMITS, 2**64 - 1).request_id == 2**64 - 1
 
 
@@ -62,22 +63,22 @@ ROWS = torch.tensor([[1, 0, 2, 0], [3, 1, 1, 1]], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_an_adapter_comes_with_its_bytes(dtype: torch.dtype) -> None:
+def test_an_adapters_weights_keep_their_bytes(dtype: torch.dtype) -> None:
     weights = ADAPTER.to(dtype)
     raw = bytes(weights.flatten().view(torch.uint8).tolist())
     name = str(dtype).removeprefix("torch.")
     expected = LoraWeights(Matrix((2, 6), name, RawBuffer(raw)), ((1, 0, 2, 0), (3, 1, 1, 1)))
     assert convert(lora_config=trtllm.LoraConfig(7, weights, ROWS)).lora == LoraRequest(7, weights=expected)
-    turned = weights.T.contiguous().T  # not in one piece
+    turned = weights.T.contiguous().T  # not contiguous
     assert convert(lora_config=trtllm.LoraConfig(7, turned, ROWS)).lora == LoraRequest(7, weights=expected)
 
 
-def test_an_adapter_may_come_in_numpy() -> None:
+def test_an_adapter_may_be_numpy_arrays() -> None:
     made = trtllm.LoraConfig(7, ADAPTER.half().numpy(), ROWS[:, :3].numpy())
     assert to_lora_request(made) == to_lora_request(trtllm.LoraConfig(7, ADAPTER.half(), ROWS[:, :3]))
 
 
-def test_an_adapter_by_id_or_name_alone() -> None:
+def test_an_adapter_may_be_only_an_id_or_a_name() -> None:
     assert convert().lora is None
     assert convert(lora_config=trtllm.LoraConfig(0)).lora == LoraRequest(0)
     assert to_lora_request("sql") == LoraRequest(name="sql")
@@ -91,7 +92,7 @@ def test_an_adapter_by_id_or_name_alone() -> None:
         (ADAPTER, ROWS[:, :2], r"lora_keys to have a size in \[3, 4\]"),
     ],
 )
-def test_an_adapter_that_cannot_be_one(weights: torch.Tensor, config: torch.Tensor, message: str) -> None:
+def test_invalid_adapters_are_refused(weights: torch.Tensor, config: torch.Tensor, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         convert(lora_config=trtllm.LoraConfig(1, weights, config))
 
@@ -195,7 +196,7 @@ def test_every_output_flag_is_converted(name: str) -> None:
     assert request.output == OutputOptions(**{OUTPUTS[name]: True})
 
 
-def test_every_field_that_works_is_converted_or_is_the_executors_own() -> None:
+def test_every_working_field_is_converted_or_handled_by_the_executor() -> None:
     own = {
         trtllm.Request: {
             "input_token_ids", "max_tokens", "sampling_config", "output_config", "end_id", "num_return_sequences",
@@ -214,15 +215,15 @@ def test_every_field_that_works_is_converted_or_is_the_executors_own() -> None:
         assert working == names | own.get(owner, set())
 
 
-# ---------------------------------------------------------------- what is not one to one
+# ---------------------------------------------------------------- fields with converted meanings
 
 
 @pytest.mark.parametrize("end_id", [None, -1])
-def test_an_end_id_that_is_none_or_negative_ends_nothing(end_id: int | None) -> None:
+def test_an_end_id_of_none_or_negative_is_ignored(end_id: int | None) -> None:
     assert convert(end_id=end_id).end_ids == ()
 
 
-def test_with_an_end_id_one_token_comes_at_least_unless_said_otherwise() -> None:
+def test_with_an_end_id_the_minimum_length_is_1_by_default() -> None:
     request = convert(end_id=4)
     assert (request.end_ids, request.sampling.min_length) == ((4,), 1)
     allowed = convert(end_id=4, sampling_config=trtllm.SamplingConfig(min_tokens=0))
@@ -230,7 +231,7 @@ def test_with_an_end_id_one_token_comes_at_least_unless_said_otherwise() -> None
 
 
 @pytest.mark.parametrize("pad_id", [-1, -2, None])
-def test_a_pad_id_that_is_none_or_negative_is_left_out(pad_id: int | None) -> None:
+def test_a_pad_id_of_none_or_negative_is_left_out(pad_id: int | None) -> None:
     assert convert(pad_id=pad_id).pad_id is None
 
 
@@ -246,7 +247,7 @@ def test_a_number_of_sequences_may_be_assigned_to_the_request() -> None:
     ("time", "milliseconds"),
     [(None, 0), (timedelta(0), 1), (timedelta(microseconds=10), 1), (timedelta(days=1), 86_400_000)],
 )
-def test_no_time_is_not_no_deadline(time: timedelta | None, milliseconds: int) -> None:
+def test_a_time_of_zero_is_a_deadline(time: timedelta | None, milliseconds: int) -> None:
     assert convert(allotted_time_ms=time).allotted_time_ms == milliseconds
 
 
@@ -262,11 +263,11 @@ def test_a_bias_may_be_of_any_float_type_and_layout(dtype: torch.dtype) -> None:
     assert convert(embedding_bias=bias.requires_grad_()).embedding_bias == floats(*BIAS)
 
 
-def test_a_bias_may_be_numpys() -> None:
+def test_a_bias_may_be_a_numpy_array() -> None:
     assert convert(embedding_bias=np.array(BIAS)).embedding_bias == floats(*BIAS)
 
 
-def test_a_bias_of_another_size_is_refused_in_upstreams_words() -> None:
+def test_a_bias_of_another_size_is_refused_with_upstreams_message() -> None:
     with pytest.raises(InvalidArgument, match=r"embedding bias shape is not as expected.*\[10\].*got \[9\]"):
         convert(embedding_bias=torch.ones(9))
 
@@ -312,13 +313,13 @@ Types = trtllm.GuidedDecodingParams.GuideType
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in Types])
-def test_guides_go_by_name(kind: str) -> None:
+def test_guides_are_converted_by_name(kind: str) -> None:
     text = None if kind == "JSON" else "a"
     converted = convert(guided_decoding_params=trtllm.GuidedDecodingParams(Types[kind], text))
     assert converted.guide == Guide(GuideKind[kind], text or "")
 
 
-def test_an_output_of_the_model() -> None:
+def test_an_additional_output_is_converted() -> None:
     limits = replace(LIMITS, additional_outputs=(OfferedOutput("last_hidden_state", True, 4),))
     wanted = [trtllm.AdditionalModelOutput("last_hidden_state", True)]
     request = trtllm.Request([1], 1, output_config=trtllm.OutputConfig(additional_model_outputs=wanted))
@@ -328,7 +329,7 @@ def test_an_output_of_the_model() -> None:
         to_core_request(request, LIMITS)
 
 
-def test_logits_post_processors_go_by_name() -> None:
+def test_logits_post_processors_are_converted_by_name() -> None:
     limits = replace(LIMITS, logits_post_processors=("a", OWN_POST_PROCESSOR_NAME))
 
     def name(**fields: Any) -> str:
@@ -405,12 +406,12 @@ def test_a_field_of_the_configuration(what: str) -> None:
 
 
 @pytest.mark.parametrize("name", [policy.name for policy in trtllm.CapacitySchedulerPolicy])
-def test_policies_go_by_name(name: str) -> None:
+def test_policies_are_converted_by_name(name: str) -> None:
     config = trtllm.SchedulerConfig(trtllm.CapacitySchedulerPolicy[name])
     assert parameters(scheduler_config=config).scheduler.policy is CapacityPolicy[name]
 
 
-def test_static_batching_may_be_asked_for_in_two_ways() -> None:
+def test_static_batching_may_be_set_in_two_ways() -> None:
     by_type = parameters(batching_type=trtllm.BatchingType.STATIC)
     by_policy = parameters(
         scheduler_config=trtllm.SchedulerConfig(trtllm.CapacitySchedulerPolicy.STATIC_BATCH)
@@ -427,9 +428,7 @@ def test_static_batching_may_be_asked_for_in_two_ways() -> None:
         ({"max_beam_width": 100}, 100),
     ],
 )
-def test_without_a_batch_size_as_many_run_as_there_is_room_for(
-    fields: dict[str, Any], num_sequences: int
-) -> None:
+def test_the_default_batch_size_is_limited_by_room(fields: dict[str, Any], num_sequences: int) -> None:
     assert parameters(**fields).engine.max_num_sequences == num_sequences
 
 
@@ -443,7 +442,7 @@ def test_the_launch_mode_of_several_ranks_is_set(mode: trtllm.CommunicationMode,
     assert to_parameters(config, "").launch_mode is None
 
 
-def test_parameters_that_a_configuration_leaves_out_stay() -> None:
+def test_parameters_missing_in_a_configuration_are_kept() -> None:
     base = Parameters(watchdog_timeout_ms=5, tensor_parallel_size=2)
     base = replace(base, engine=replace(base.engine, dtype="float32", tokens_per_block=16))
     made = to_parameters(trtllm.ExecutorConfig(), "/checkpoint", base)
@@ -492,6 +491,6 @@ def test_tensors_of_the_model() -> None:
         ),
     ],
 )
-def test_a_tensor_that_there_is_not_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_a_tensor_that_does_not_exist_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(trtllm.ExecutorError, match=message):
         parameters(**fields)

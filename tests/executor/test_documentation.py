@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/executor.md that need no server, as they are."""
+"""The Python blocks of README.md and docs/executor.md that need no server run unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAMS = [
         (2, r".*\(\d+, .*\) \(\d+, .*\)\n(\[\[\d+\]\]\n){5}$"),
     ],
 )
-def test_a_program_prints_what_it_is_about(number: int, expected: str) -> None:
+def test_a_documented_program_prints_its_result(number: int, expected: str) -> None:
     assert len(PROGRAMS) == 3
     done = subprocess.run(
         [sys.executable, "-c", PROGRAMS[number]], capture_output=True, text=True, timeout=240, cwd=ROOT

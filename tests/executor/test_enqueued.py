@@ -1,4 +1,4 @@
-"""The answers that a program gets when it asks, and the requests that have ended."""
+"""The answers that a program takes, and which requests have ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.executor.results import Answers, EngineAnswer, ResponseOptions
 
 
 def answer(request_id: int, answers: Answers | None = None) -> EngineAnswer:
-    """A final one."""
+    """Return a final answer."""
     answers = answers or Answers(ResponseOptions(False, False, 1, 8, None, OutputOptions()), 1)
     return answers.add(Response(request_id, error=Unavailable("no"), is_final=True))
 
@@ -46,7 +46,7 @@ def test_an_answer_may_be_taken_before_the_request_is_opened() -> None:
     assert enqueued.is_ended(1)
 
 
-def test_the_bound_counts_what_has_not_ended() -> None:
+def test_the_queue_limit_counts_unfinished_sequences() -> None:
     enqueued = EnqueuedRequests()
     assert enqueued.announce(2, most=3)
     assert not enqueued.announce(2, most=3)
@@ -56,7 +56,7 @@ def test_the_bound_counts_what_has_not_ended() -> None:
     assert enqueued.announce(100, most=None)
 
 
-def test_nobody_waits_once_it_is_closed() -> None:
+def test_take_returns_at_once_after_close() -> None:
     enqueued = EnqueuedRequests()
     enqueued.close()
     assert enqueued.take(None) == [] and enqueued.take(None, 1) == []

@@ -1,4 +1,4 @@
-"""The programs in examples/, as they are, on a small checkpoint."""
+"""The programs in examples/ run unchanged on a small checkpoint."""
 
 from __future__ import annotations
 

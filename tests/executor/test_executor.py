@@ -1,10 +1,11 @@
-"""Enqueue, await, cancel and shut down: what clients of TensorRT-LLM's Executor rely on."""
+"""Enqueue, await, cancel and shut down, for clients of TensorRT-LLM's Executor."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.executor.conftest import PROMPT, VOCABULARY, make_config, make_execut
 
 NO_TIME = timedelta(0)
 A_MINUTE = timedelta(minutes=1)
-LONG = 30_000  # so that it is still in flight, however busy the machine is
+LONG = 30_000  # long enough to be still in flight on a busy machine
 
 
 def request(max_tokens: int = 6, **fields) -> trtllm.Request:
@@ -52,20 +53,20 @@ def test_a_stream_has_new_tokens_only(executor, reference) -> None:
     assert results[-1].avg_decoded_tokens_per_iter == 1.0
 
 
-def test_a_stream_of_everything_so_far(executor, reference) -> None:
+def test_a_stream_may_repeat_all_tokens_so_far(executor, reference) -> None:
     results = results_of(executor, request(streaming=True, return_all_generated_tokens=True))
     tokens = reference(PROMPT, 6)
     assert [result.output_token_ids[0] for result in results] == [tokens[: n + 1] for n in range(6)]
 
 
-def test_all_generated_tokens_means_nothing_to_a_whole_answer(executor, reference) -> None:
+def test_return_all_generated_tokens_does_not_affect_whole_answers(executor, reference) -> None:
     (result,) = results_of(executor, request(return_all_generated_tokens=True))
     assert result.output_token_ids == [PROMPT + reference(PROMPT, 6)]
 
 
-def test_an_end_id_and_a_stop_word_end_it(executor, reference) -> None:
+def test_an_end_id_or_a_stop_word_ends_a_request(executor, reference) -> None:
     tokens = reference(PROMPT, 6)
-    end = tokens.index(tokens[3])  # the first time it comes
+    end = tokens.index(tokens[3])  # its first occurrence
     (ended,) = results_of(executor, request(end_id=tokens[3]))
     assert ended.output_token_ids == [PROMPT + tokens[:end]]
     assert ended.finish_reasons == [trtllm.FinishReason.END_ID]
@@ -74,13 +75,13 @@ def test_an_end_id_and_a_stop_word_end_it(executor, reference) -> None:
     assert stopped.finish_reasons == [trtllm.FinishReason.STOP_WORDS]
 
 
-def test_a_deadline_ends_it(executor) -> None:
+def test_a_deadline_ends_a_request(executor) -> None:
     (result,) = results_of(executor, request(LONG, allotted_time_ms=timedelta(milliseconds=1)))
     assert result.finish_reasons == [trtllm.FinishReason.TIMED_OUT]
     assert len(result.output_token_ids[0]) < len(PROMPT) + LONG
 
 
-def test_the_client_id_comes_back(executor) -> None:
+def test_the_client_id_is_returned(executor) -> None:
     responses = responses_of(executor, executor.enqueue_request(request(client_id=77, streaming=True)))
     assert {response.client_id for response in responses} == {77}
     assert first_response(executor, executor.enqueue_request(request())).client_id is None
@@ -137,7 +138,7 @@ def test_several_sequences_have_one_id(executor, streaming: bool) -> None:
     assert {len(tokens) for tokens in outputs.values()} == {6 if streaming else len(PROMPT) + 6}
 
 
-def test_log_probs_are_those_of_all_tokens_so_far(executor) -> None:
+def test_log_probs_cover_all_tokens_so_far(executor) -> None:
     config = trtllm.OutputConfig(return_log_probs=True, return_generation_logits=True)
     sampling = trtllm.SamplingConfig(top_k=VOCABULARY, seed=1)
     (whole,) = results_of(executor, request(output_config=config, sampling_config=sampling))
@@ -171,7 +172,7 @@ def test_shapes_of_logits(executor) -> None:
     assert search.generation_logits.shape == (2, 6, VOCABULARY)
 
 
-def test_logits_behind_the_end_are_zero(executor, reference) -> None:
+def test_logits_after_the_end_are_zero(executor, reference) -> None:
     tokens = reference(PROMPT, 6)
     config = trtllm.OutputConfig(return_generation_logits=True)
     (result,) = results_of(executor, request(output_config=config, stop_words=[tokens[:2]]))
@@ -206,7 +207,7 @@ def test_responses_of_any_request(executor) -> None:
     assert sorted(found) == ids
 
 
-def test_a_time_that_is_up_gives_nothing(executor) -> None:
+def test_an_elapsed_timeout_returns_nothing(executor) -> None:
     request_id = executor.enqueue_request(request(LONG))
     assert executor.await_responses(request_id, NO_TIME) == []
     assert executor.await_responses(NO_TIME) == []
@@ -234,11 +235,22 @@ def test_a_request_that_has_ended_is_an_error(executor) -> None:
     assert again.error_msg == response.error_msg
 
 
-def test_an_id_that_nobody_has_enqueued_has_no_responses(executor) -> None:
+def test_an_unknown_id_has_no_responses(executor) -> None:
     assert executor.await_responses(1 << 40, NO_TIME) == []
 
 
-def test_how_many_responses_wait(executor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_for_an_engine_that_takes_none_is_an_error_of_its_request(
+    executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = executor._description
+    limits = replace(described.limits, max_adapter_rank=0)
+    monkeypatch.setattr(executor, "_description", replace(described, limits=limits))
+    adapted = executor.enqueue_request(request(lora_config=trtllm.LoraConfig(1)))
+    (response,) = responses_of(executor, adapted)
+    assert response.error_msg.startswith("lora_config.task_id: this engine takes no LoRA adapters")
+
+
+def test_num_responses_ready_counts_waiting_responses(executor, monkeypatch: pytest.MonkeyPatch) -> None:
     arrived, put = threading.Semaphore(0), executor._enqueued.put
     monkeypatch.setattr(executor._enqueued, "put", lambda answer: (put(answer), arrived.release()))
     one, other = executor.enqueue_requests([request(3, streaming=True), request(4, streaming=True)])
@@ -251,7 +263,7 @@ def test_how_many_responses_wait(executor, monkeypatch: pytest.MonkeyPatch) -> N
     assert executor.get_num_responses_ready() == 0
 
 
-def test_threads_wait_for_requests_of_their_own(executor, reference) -> None:
+def test_threads_wait_for_their_own_requests(executor, reference) -> None:
     prompts = [[token] * 3 for token in range(5, 17)]
     found: dict[int, list[list[int]]] = {}
 
@@ -284,7 +296,7 @@ def test_a_cancelled_request_has_a_last_response(executor, num_sequences: int) -
     assert sum(len(result.output_token_ids[0]) for result in results) < LONG * num_sequences
 
 
-def test_a_whole_answer_that_is_cancelled_has_what_there_is(executor) -> None:
+def test_a_cancelled_whole_answer_has_its_tokens_so_far(executor) -> None:
     waiting = executor.enqueue_request(request(LONG))
     executor.cancel_request(waiting)
     (response,) = executor.await_responses(waiting)
@@ -292,7 +304,7 @@ def test_a_whole_answer_that_is_cancelled_has_what_there_is(executor) -> None:
     assert response.result.finish_reasons == [trtllm.FinishReason.CANCELLED]
 
 
-def test_cancelling_nobody_is_ignored(executor) -> None:
+def test_cancelling_an_unknown_id_is_ignored(executor) -> None:
     request_id = executor.enqueue_request(request())
     responses_of(executor, request_id)
     executor.cancel_request(request_id)
@@ -300,7 +312,7 @@ def test_cancelling_nobody_is_ignored(executor) -> None:
     assert executor.await_responses(NO_TIME) == []
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refusals
 
 
 def test_a_request_that_cannot_be_served_is_answered_with_an_error(executor, reference) -> None:
@@ -360,21 +372,21 @@ def test_wrong_arguments_are_a_type_error() -> None:
         trtllm.Executor()
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="File does not exist"):
         trtllm.Executor(tmp_path / "nothing", trtllm.ModelType.DECODER_ONLY, make_config())
 
 
-def test_a_checkpoint_that_does_not_load(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_load_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Nobody"]}')
     with pytest.raises(trtllm.ExecutorError, match="Nobody"):
         trtllm.Executor(tmp_path, trtllm.ModelType.DECODER_ONLY, make_config())
 
 
-# ---------------------------------------------------------------------- the end
+# ---------------------------------------------------------------------- shutdown
 
 
-def test_after_the_end_every_call_raises(checkpoint: Path) -> None:
+def test_after_shutdown_every_call_raises(checkpoint: Path) -> None:
     executor = make_executor(checkpoint)
     assert executor.can_enqueue_requests()
     request_id = executor.enqueue_request(request(LONG))
@@ -410,7 +422,7 @@ def test_shutdown_wakes_waiting_threads(checkpoint: Path, monkeypatch: pytest.Mo
         return take(*args)
 
     monkeypatch.setattr(executor._enqueued, "take", announced)
-    # Nothing but the end lets these go on, or the answer to the last request, which is an error then.
+    # Only the shutdown ends these waits, or the answer to the last request, which then is an error.
     waits = [lambda: executor.await_responses(1 << 40), lambda: executor.await_responses(request_id)]
     threads = [threading.Thread(target=lambda wait=wait: found.append(wait())) for wait in waits]
     for thread in threads:
@@ -441,15 +453,15 @@ print("done")
 """
 
 
-def test_an_executor_that_nobody_has_ends_and_so_does_a_program_that_forgets_it(checkpoint: Path) -> None:
-    # In a process of its own: what pytest keeps of log records may keep an executor.
+def test_an_unreferenced_executor_ends_and_so_does_its_program(checkpoint: Path) -> None:
+    # In a process of its own: log records kept by pytest may refer to an executor.
     done = subprocess.run(
         [sys.executable, "-c", _FORGETFUL, checkpoint], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-# ---------------------------------------------------------------------- what there is to tell
+# ---------------------------------------------------------------------- reports
 
 
 def test_statistics_are_drained(executor) -> None:
@@ -479,7 +491,7 @@ def test_statistics_of_zero_iterations_are_off(checkpoint: Path) -> None:
         assert executor.get_kv_cache_event_manager() is None
 
 
-def test_as_many_statistics_as_are_wanted(checkpoint: Path) -> None:
+def test_statistics_are_limited_to_the_given_number(checkpoint: Path) -> None:
     with make_executor(checkpoint, iter_stats_max_iterations=2, request_stats_max_iterations=3) as executor:
         results_of(executor, request(9))
         assert len(executor.get_latest_iteration_stats()) == 2
@@ -514,7 +526,7 @@ def test_events_of_the_kv_cache(checkpoint: Path) -> None:
 
 
 def _events(manager, count: int) -> list[trtllm.kv_cache.KVCacheEvent]:
-    """Events as they come, until there are so many."""
+    """Return the first `count` events."""
     found: list[trtllm.kv_cache.KVCacheEvent] = []
     while len(found) < count:
         found += manager.get_latest_events()
@@ -545,7 +557,7 @@ def test_a_static_batch_ends_before_the_next_begins(checkpoint: Path, reference)
         assert later.result.request_perf_metrics.first_iter > ended.last_iter
 
 
-def test_a_cache_that_is_too_small_for_all_pauses_some(checkpoint: Path, reference) -> None:
+def test_a_small_cache_pauses_requests(checkpoint: Path, reference) -> None:
     policy = trtllm.SchedulerConfig(trtllm.CapacitySchedulerPolicy.MAX_UTILIZATION)
     cache = trtllm.KvCacheConfig(max_tokens=8 * 32, enable_block_reuse=False)
     prompts = [[token] * 20 for token in range(5, 11)]

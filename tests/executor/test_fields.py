@@ -1,4 +1,4 @@
-"""Every field of what a client hands in works, is ignored, or is refused, and the table and its page say which."""
+"""Every field of requests and configurations works, is ignored, or is refused, as the table says."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WITHOUT_NOTES = {
 
 
 def classes_of_a_client() -> set[type]:
-    """Every class of what is handed in."""
+    """Return all classes of requests and configurations."""
     named = {getattr(trtllm, name) for name in trtllm.__all__}
     ending = ("Config", "Params", "Input", "ModelOutput", "Request", "Defaults")
     found = {cls for cls in named if isinstance(cls, type) and cls.__name__.endswith(ending)}
@@ -49,7 +49,7 @@ def test_every_field_of_every_class_is_in_the_table() -> None:
     assert len(NOTED) == len(FIELDS)
 
 
-def test_the_page_is_what_the_table_says() -> None:
+def test_the_page_matches_the_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run scripts/write_configs"
 
 
@@ -122,12 +122,12 @@ def of(owner: type, treatment: Treatment) -> set[str]:
     return {note.name for note in FIELDS if note.owner is owner and note.treatment is treatment}
 
 
-def test_the_refused_fields_of_requests_are_these() -> None:
+def test_every_refused_field_of_requests_is_tested_here() -> None:
     assert set(REFUSED_OF_REQUESTS) == of(trtllm.Request, Treatment.REFUSED)
 
 
 @pytest.mark.parametrize("name", REFUSED_OF_REQUESTS)
-def test_a_refused_field_of_a_request_says_why(name: str) -> None:
+def test_a_refused_field_of_a_request_is_an_error_with_the_reason(name: str) -> None:
     with pytest.raises(trtllm.NotSupported) as raised:
         check(make_request(**{name: REFUSED_OF_REQUESTS[name]}))
     assert str(raised.value) == f"Request.{name} is not supported: {NOTED[trtllm.Request, name].text}"
@@ -192,11 +192,11 @@ NESTED: dict[str, trtllm.Request | trtllm.ExecutorConfig] = {
         cache_transceiver_config=trtllm.CacheTransceiverConfig(kv_transfer_timeout_ms=8)
     ),
 }
-# Setting one of these sets the mode too, which is refused first.
+# Setting one of these also sets the mode, which is refused first.
 BEHIND_THE_MODE = {"lookahead_decoding_config", "medusa_choices", "eagle_config"}
 
 
-def test_the_refused_fields_beside_requests_are_these() -> None:
+def test_every_other_refused_field_is_tested_here() -> None:
     refused = {
         f"{note.owner.__name__}.{note.name}"
         for note in FIELDS
@@ -206,13 +206,13 @@ def test_the_refused_fields_beside_requests_are_these() -> None:
 
 
 @pytest.mark.parametrize("place", NESTED)
-def test_a_refused_field_within_a_part_says_where_it_is(place: str) -> None:
+def test_a_refused_field_within_a_part_is_an_error_with_its_path(place: str) -> None:
     with pytest.raises(trtllm.NotSupported, match=rf"^{place} is not supported: "):
         check(NESTED[place])
 
 
 @pytest.mark.parametrize("config", [MEDUSA, EAGLE], ids=["Medusa", "EAGLE"])
-def test_ways_to_draft_that_are_not_built_are_refused(config: trtllm.DecodingConfig) -> None:
+def test_unimplemented_drafting_methods_are_refused(config: trtllm.DecodingConfig) -> None:
     with pytest.raises(trtllm.NotSupported, match="external_draft_tokens_config"):
         check(trtllm.ExecutorConfig(decoding_config=config))
 

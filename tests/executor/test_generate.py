@@ -1,4 +1,4 @@
-"""`Executor.generate`: prompts as text or ids, alone or several, to texts."""
+"""`Executor.generate`: one or several prompts, as text or ids, to texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_ids_to_ids_and_text(executor, reference, tokenizer) -> None:
     assert whole == tokenizer.decode(PROMPT, skip_special_tokens=True) + answer.text
 
 
-def test_several_prompts_come_back_in_order(executor, reference, tokenizer) -> None:
+def test_several_prompts_are_answered_in_order(executor, reference, tokenizer) -> None:
     texts = ["some words here", "others", "more of them and more"]
     answers = executor.generate(texts, max_tokens=5, end_id=-1)
     ids = [tokenizer.encode(text) for text in texts]
@@ -57,7 +57,7 @@ def test_generation_stops_at_the_end_ids_of_the_checkpoint(executor, reference) 
     assert answer.sequences[0].finish_reason is FINISHED.END_ID
 
 
-def test_a_stop_string_ends_the_text_and_is_no_part_of_it(executor) -> None:
+def test_a_stop_string_ends_the_text_and_is_not_part_of_it(executor) -> None:
     whole = executor.generate(PROMPT, max_tokens=30, end_id=-1)
     stop = whole.text[10:13]
     answer = executor.generate(PROMPT, max_tokens=30, end_id=-1, stop=[stop])
@@ -89,7 +89,7 @@ def test_a_stop_string_cuts_the_texts_of_beams(executor) -> None:
 
 
 class _Handed:
-    """In the place of Generating: keeps the requests that it was to hand on."""
+    """A replacement of Generating that stores its requests."""
 
     requests: ClassVar[list[CoreRequest]] = []
 
@@ -122,7 +122,7 @@ def test_adapters_for_all_prompts_or_for_each(executor, monkeypatch) -> None:
         executor.generate(prompts, lora=trtllm.LoraConfig(7, weights.double(), rows))
 
 
-def test_more_prompts_than_the_queue_takes(checkpoint: Path, reference) -> None:
+def test_more_prompts_than_the_queue_takes_are_generated(checkpoint: Path, reference) -> None:
     with make_executor(checkpoint, max_batch_size=1, max_beam_width=1, max_queue_size=1) as executor:
         prompts = [[n, n] for n in range(5, 12)]
         answers = executor.generate(prompts, max_tokens=3, end_id=-1)
@@ -144,7 +144,7 @@ def test_a_prompt_that_the_engine_does_not_take_fails_the_call(executor, monkeyp
 
 
 @pytest.mark.parametrize("prompts", [[], [[5], 5], [5, [5]], ["text", 5]])
-def test_prompts_of_no_kind_are_refused(executor, prompts) -> None:
+def test_invalid_prompts_are_refused(executor, prompts) -> None:
     with pytest.raises(trtllm.InvalidValue, match="prompts is"):
         executor.generate(prompts)
 
@@ -161,7 +161,7 @@ def test_text_needs_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("is_terminal", "progress", "is_shown"), [
     (True, None, True), (False, None, False), (True, False, False), (False, True, True),
 ])  # fmt: skip
-def test_a_bar_where_there_is_much_to_do(
+def test_a_long_call_shows_a_progress_bar(
     executor, capsys, monkeypatch, is_terminal: bool, progress: bool | None, is_shown: bool
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
@@ -169,7 +169,7 @@ def test_a_bar_where_there_is_much_to_do(
     assert ("generating" in capsys.readouterr().err) == is_shown
 
 
-def test_no_bar_where_there_is_little(executor, capsys, monkeypatch) -> None:
+def test_a_short_call_shows_no_progress_bar(executor, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     executor.generate(PROMPT, max_tokens=5)
     assert capsys.readouterr().err == ""

@@ -59,7 +59,7 @@ def processing(checkpoint: Path) -> Iterator[trtllm.Executor]:
         yield shared
 
 
-def test_a_post_processor_by_name(processing, reference) -> None:
+def test_a_post_processor_is_used_by_name(processing, reference) -> None:
     ids = processing.enqueue_requests([request(logits_post_processor_name="three"), request()])
     found = [responses_of(processing, each)[-1].result.output_token_ids[0] for each in ids]
     assert found == [[3] * NUM_TOKENS, reference(PROMPT, NUM_TOKENS)]
@@ -72,7 +72,7 @@ def test_the_batched_post_processor(processing) -> None:
     assert found == [[4] * NUM_TOKENS, [5] * NUM_TOKENS]
 
 
-def test_callables_of_requests(processing) -> None:
+def test_requests_may_bring_callables(processing) -> None:
     seen: list[tuple] = []
 
     def without_client_id(request_id, logits, token_ids, stream) -> None:
@@ -93,7 +93,7 @@ def test_callables_of_requests(processing) -> None:
     assert len(processing._own_post_processors) == 0, "they are forgotten with their requests"
 
 
-def test_a_post_processor_that_raises_ends_its_request_alone(processing, reference) -> None:
+def test_a_post_processor_that_raises_ends_only_its_request(processing, reference) -> None:
     given = [request(logits_post_processor_name="fails"), request(logits_post_processor=fails), request()]
     ids = processing.enqueue_requests(given)
     *failed, good = [responses_of(processing, each)[-1] for each in ids]
@@ -120,7 +120,9 @@ def test_a_callable_with_other_arguments_is_refused(processing) -> None:
         ),
     ],
 )
-def test_values_cannot_go_to_ranks_of_an_orchestrator(checkpoint: Path, fields: dict, message: str) -> None:
+def test_callables_and_vocabularies_are_refused_with_an_orchestrator(
+    checkpoint: Path, fields: dict, message: str
+) -> None:
     parallel = trtllm.ParallelConfig(communication_mode=trtllm.CommunicationMode.ORCHESTRATOR)
     with pytest.raises(trtllm.NotSupported, match=message):
         make_executor(checkpoint, parallel_config=parallel, **fields)
@@ -153,7 +155,7 @@ def guided(executor: trtllm.Executor, tokenizer, kind: GuideType, guide: str | N
     return tokenizer.decode(result.output_token_ids[0])
 
 
-def test_guides_by_the_tokenizer_of_the_checkpoint(tokenizer) -> None:
+def test_guides_use_the_checkpoints_tokenizer(tokenizer) -> None:
     with make_executor(DEMO) as executor:
         text = guided(executor, tokenizer, GuideType.JSON_SCHEMA, json.dumps(SCHEMA))
         jsonschema.validate(json.loads(text), SCHEMA)
@@ -163,7 +165,7 @@ def test_guides_by_the_tokenizer_of_the_checkpoint(tokenizer) -> None:
         assert bad.has_error()
 
 
-def test_guides_by_the_vocabulary_of_a_configuration(tokenizer) -> None:
+def test_guides_use_a_configured_vocabulary(tokenizer) -> None:
     vocabulary = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
     config = trtllm.GuidedDecodingConfig(
         Backend.LLGUIDANCE, vocabulary, tokenizer.backend_tokenizer.to_str(), [tokenizer.eos_token_id]
@@ -176,7 +178,7 @@ def test_guides_by_the_vocabulary_of_a_configuration(tokenizer) -> None:
 # ---------------------------------------------------------------------- tensors
 
 
-def test_outputs_of_the_model_are_those_of_transformers(checkpoint: Path, reference) -> None:
+def test_outputs_of_the_model_equal_transformers(checkpoint: Path, reference) -> None:
     outputs = [
         trtllm.AdditionalModelOutput("last_hidden_state", True),
         trtllm.AdditionalModelOutput("hidden_states_1"),
@@ -231,7 +233,7 @@ def test_debug_tensors_of_the_last_iterations(checkpoint: Path) -> None:
     assert [int(each.debug_tensors["logits"].argmax()) for each in kept] == tokens[-2:]
 
 
-def test_debug_tensors_in_files(checkpoint: Path, tmp_path: Path) -> None:
+def test_debug_tensors_are_written_to_files(checkpoint: Path, tmp_path: Path) -> None:
     base = Parameters(engine=EngineConfig(gpt_model_path="", debug_tensors_dir=str(tmp_path)))
     config = make_config(debug_config=trtllm.DebugConfig(debug_tensor_names=["sequence_length"]))
     with trtllm.Executor(checkpoint, trtllm.ModelType.DECODER_ONLY, config, parameters=base) as executor:

@@ -1,4 +1,4 @@
-"""PromptTuningConfig: what the engine gets of it, and that its tokens are those of transformers' inputs_embeds."""
+"""PromptTuningConfig: its conversion, and tokens equal to those of transformers' inputs_embeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import inflight.executor as trtllm
 from inflight.core.request.adapter import Matrix, RawBuffer
-from inflight.core.request.request import ModelLimits
+from inflight.core.request.engine_description import ModelLimits
 from inflight.errors import InvalidArgument
 from inflight.executor.convert import to_core_request
 from inflight.executor.trtllm_gpt_manager import (
@@ -46,9 +46,9 @@ def make_request(rows: torch.Tensor, extra_ids: list[int] | None = None, **field
 
 @pytest.fixture(scope="module")
 def with_rows(checkpoint):
-    """Greedy tokens of IDS, by transformers."""
+    """Return a function for transformers' greedy tokens of IDS."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    model.generation_config.eos_token_id = None  # a shortest length would ban it instead
+    model.generation_config.eos_token_id = None  # a minimum length would ban the end id instead
 
     def greedy(rows: torch.Tensor, num_tokens: int = 8) -> list[int]:
         ids = torch.tensor(IDS)
@@ -103,7 +103,7 @@ def test_a_malformed_table_is_an_error_of_its_request(executor, request_, messag
     assert response.has_error()
 
 
-def test_tokens_are_those_of_inputs_embeds_beside_requests_without(executor, reference, with_rows) -> None:
+def test_tokens_equal_inputs_embeds_beside_requests_without_tables(executor, reference, with_rows) -> None:
     tables = [make_rows(seed) for seed in range(4)] + [make_rows(4, torch.bfloat16)]
     ids = executor.enqueue_requests([make_request(rows) for rows in tables] + [trtllm.Request(PROMPT, 8)])
     answers = [responses_of(executor, request_id)[-1].result.output_token_ids[0] for request_id in ids]
@@ -111,7 +111,7 @@ def test_tokens_are_those_of_inputs_embeds_beside_requests_without(executor, ref
     assert answers[-1] == PROMPT + reference(PROMPT, 8)
 
 
-def test_a_stream_and_beams(executor, with_rows) -> None:
+def test_a_prompt_table_works_with_a_stream_and_beams(executor, with_rows) -> None:
     rows = make_rows()
     streamed = results_of(executor, make_request(rows, streaming=True))
     assert [token for result in streamed for token in result.output_token_ids[0]] == with_rows(rows)
@@ -119,7 +119,7 @@ def test_a_stream_and_beams(executor, with_rows) -> None:
     assert all(beam[: len(IDS)] == IDS for beam in searched.output_token_ids)
 
 
-def test_gpt_managers_tensors(checkpoint, with_rows) -> None:
+def test_a_gpt_manager_takes_a_prompt_table(checkpoint, with_rows) -> None:
     client = Client()
     rows = make_rows(1, torch.bfloat16)
     tensors = {

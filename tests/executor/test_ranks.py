@@ -18,11 +18,11 @@ from tests.ranks.mpirun import TIMEOUT_S, run_ranks, start_ranks
 from tests.tiers import with_all
 
 PROMPTS = [[token] * 5 for token in range(5, 11)]
-LONG = 30_000  # so that it is still in flight, however busy the machine is
+LONG = 30_000  # long enough to be still in flight on a busy machine
 
 
 @pytest.mark.parametrize("pp_size", with_all([1, 2], [1]))
-def test_ranks_that_mpirun_has_started(checkpoint: Path, reference, pp_size: int) -> None:
+def test_ranks_started_by_mpirun_serve_requests(checkpoint: Path, reference, pp_size: int) -> None:
     said = run_ranks(2, "tests.executor.ranks_program", str(checkpoint), str(pp_size))
     ranks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     (leader,) = [rank for rank in ranks if rank["can_enqueue"]]
@@ -38,7 +38,8 @@ def test_ranks_that_mpirun_has_started(checkpoint: Path, reference, pp_size: int
     assert all("this rank takes no requests" in rank["error"] for rank in others)
 
 
-def test_rank_0_outlives_another_and_says_so(checkpoint: Path) -> None:
+@pytest.mark.exhaustive
+def test_rank_0_survives_a_lost_rank_and_reports_it(checkpoint: Path) -> None:
     with start_ranks(
         2,
         "tests.executor.losing_ranks_program",
@@ -67,7 +68,7 @@ def orchestrate(checkpoint: Path, tp_size: int, **fields) -> trtllm.Executor:
     return trtllm.Executor(checkpoint, trtllm.ModelType.DECODER_ONLY, config, parameters=parameters)
 
 
-def test_ranks_that_the_executor_starts(checkpoint: Path, reference) -> None:
+def test_ranks_started_by_the_executor_serve_requests(checkpoint: Path, reference) -> None:
     cache = trtllm.KvCacheConfig(max_tokens=65536, event_buffer_max_size=10_000)
     with orchestrate(checkpoint, 2, kv_cache_config=cache, request_stats_max_iterations=100_000) as executor:
         assert executor.can_enqueue_requests()
@@ -97,7 +98,7 @@ def test_ranks_that_the_executor_starts(checkpoint: Path, reference) -> None:
     assert not folder.exists()
 
 
-def test_a_lost_rank_is_told_and_the_ranks_come_back(checkpoint: Path, reference) -> None:
+def test_a_lost_rank_is_reported_and_the_ranks_restart(checkpoint: Path, reference) -> None:
     with orchestrate(checkpoint, 1) as executor:
         request_id = executor.enqueue_request(trtllm.Request(PROMPT, LONG, streaming=True))
         executor.await_responses(request_id)
@@ -114,7 +115,7 @@ def test_a_lost_rank_is_told_and_the_ranks_come_back(checkpoint: Path, reference
         assert executor.await_responses(timedelta(0)) == []
 
 
-def test_ranks_that_do_not_load_say_why(tmp_path: Path) -> None:
+def test_ranks_that_do_not_load_report_the_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Nobody"]}')
     with pytest.raises(trtllm.ExecutorError, match="Nobody"):
         orchestrate(tmp_path, 1)
@@ -141,7 +142,7 @@ def test_unsupported_parallel_configurations_are_refused(checkpoint: Path, paral
         trtllm.Executor(checkpoint, trtllm.ModelType.DECODER_ONLY, make_config(parallel_config=parallel))
 
 
-def test_several_ranks_without_mpirun(checkpoint: Path) -> None:
+def test_several_ranks_without_mpirun_are_refused(checkpoint: Path) -> None:
     assert "PMIX_RANK" not in os.environ
     with pytest.raises(trtllm.ExecutorError, match="needs 2 ranks, but this program was started alone"):
         trtllm.Executor(

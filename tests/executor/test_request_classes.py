@@ -1,4 +1,4 @@
-"""Request, SamplingConfig, OutputConfig and the configurations that only some requests have."""
+"""Request, SamplingConfig, OutputConfig, and the parts that only some requests have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GuideType = trtllm.GuidedDecodingParams.GuideType
 
 
 def keywords(cls: type) -> dict[str, Any]:
-    """Names of the constructor's keyword-only parameters."""
+    """Return the names of the constructor's keyword-only parameters."""
     parameters = inspect.signature(cls).parameters.values()
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
@@ -52,13 +52,13 @@ SAMPLING = {
 }
 
 
-def test_beam_width_is_the_one_positional_argument_of_sampling() -> None:
+def test_beam_width_is_the_only_positional_argument_of_sampling() -> None:
     assert trtllm.SamplingConfig(3).beam_width == 3
     with pytest.raises(TypeError, match="positional"):
         trtllm.SamplingConfig(1, 5)
 
 
-def test_sampling_is_left_open_by_default() -> None:
+def test_sampling_fields_are_none_by_default() -> None:
     config = trtllm.SamplingConfig()
     assert config.beam_width == 1
     assert all(getattr(config, name) is None for name in SAMPLING)
@@ -100,7 +100,7 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
-def test_a_number_out_of_its_range_is_refused_where_it_is_given(name: str, value: float) -> None:
+def test_a_number_out_of_range_is_refused_at_assignment(name: str, value: float) -> None:
     with pytest.raises(RuntimeError, match=rf"SamplingConfig\.{name} must be .*, got {value}"):
         trtllm.SamplingConfig(**{name: value})
     config = trtllm.SamplingConfig()
@@ -108,7 +108,7 @@ def test_a_number_out_of_its_range_is_refused_where_it_is_given(name: str, value
         setattr(config, name, value)
 
 
-def test_no_more_beams_come_back_than_there_are() -> None:
+def test_no_more_beams_are_returned_than_searched() -> None:
     with pytest.raises(RuntimeError, match=r"num_return_sequences must be at most beam_width \(2\)"):
         trtllm.SamplingConfig(2, num_return_sequences=3)
     assert trtllm.SamplingConfig(1, num_return_sequences=3).num_return_sequences == 3
@@ -148,7 +148,7 @@ def test_a_value_of_another_type_is_a_type_error(name: str, value: object, annot
         trtllm.SamplingConfig(**{name: value})
 
 
-def test_numbers_of_numpy_become_pythons() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     config = trtllm.SamplingConfig(
         top_k=np.int32(5), top_p=np.float32(0.5), beam_width_array=np.array([1, 2])
     )
@@ -234,12 +234,12 @@ def test_a_draft_has_defaults_and_a_row_of_logits_for_each_token() -> None:
         trtllm.ExternalDraftTokensConfig([])
 
 
-def test_the_offset_of_mrope_may_come_as_a_tensor() -> None:
+def test_the_offset_of_mrope_may_be_a_tensor() -> None:
     config = trtllm.MropeConfig(torch.ones(1, 8), torch.tensor([-50]))
     assert config.mrope_position_deltas == -50
 
 
-def test_an_adapter_may_be_named_alone() -> None:
+def test_an_adapter_may_be_only_a_task_id() -> None:
     config = trtllm.LoraConfig(1)
     assert (config.task_id, config.weights, config.config) == (1, None, None)
 
@@ -265,7 +265,7 @@ INT32 = torch.int32
         (torch.ones(1, 2), torch.ones(1, 3, dtype=INT32, device="meta"), "lora config to be in CPU memory"),
     ],
 )
-def test_an_adapters_tensors_belong_together(weights: Any, config: Any, message: str) -> None:
+def test_an_adapters_tensors_must_match(weights: Any, config: Any, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         trtllm.LoraConfig(1, weights, config)
 
@@ -287,7 +287,7 @@ def test_the_id_of_an_adapter_has_64_bits(task_id: int) -> None:
         ((2, 1, 0), "ngramSize=1 requires windowSize=1"),
     ],
 )
-def test_sizes_of_lookahead_decoding_go_together(sizes: tuple[int, int, int], message: str) -> None:
+def test_invalid_lookahead_sizes_are_refused(sizes: tuple[int, int, int], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         trtllm.LookaheadDecodingConfig(*sizes)
 
@@ -295,7 +295,7 @@ def test_sizes_of_lookahead_decoding_go_together(sizes: tuple[int, int, int], me
 def test_lookahead_decoding_computes_its_resources() -> None:
     config = trtllm.LookaheadDecodingConfig(3, 5, 7)
     assert (config.max_window_size, config.max_ngram_size, config.max_verification_set_size) == (3, 5, 7)
-    # 3 tokens of the first column, and 4 for each of 2 more columns and 7 guesses; one token beside them.
+    # 3 tokens of the first column, 4 for each of 2 more columns and 7 guesses, and one more token.
     assert config.calculate_speculative_resource() == (40, 5, 39, 4)
     assert trtllm.LookaheadDecodingConfig.calculate_speculative_resource_tuple(1, 1, 0) == (1, 1, 0, 0)
     defaults = (
@@ -312,7 +312,7 @@ def test_eagle_has_defaults() -> None:
     assert values == [None, True, None, False, None]
 
 
-def test_every_guide_but_json_has_a_text() -> None:
+def test_every_guide_except_json_needs_a_text() -> None:
     assert trtllm.GuidedDecodingParams(GuideType.JSON).guide is None
     for guide_type in GuideType:
         assert trtllm.GuidedDecodingParams(guide_type, guide="x").guide == "x"
@@ -378,13 +378,13 @@ def test_priorities_are_from_0_to_100(priority: int) -> None:
         ([(5, 5)], "positive, non-zero length"),
     ],
 )
-def test_ranges_that_cannot_be_are_refused(ranges: list[tuple[int, int | None]], message: str) -> None:
+def test_invalid_ranges_are_refused(ranges: list[tuple[int, int | None]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trtllm.KvCacheRetentionConfig([TokenRange(start, end, 10) for start, end in ranges], 50)
 
 
 @pytest.mark.parametrize("ranges", [[(0, None)], [(50, 100), (30, 40)], [(0, 30), (30, 50), (60, 80)]])
-def test_ranges_that_do_not_overlap_are_taken(ranges: list[tuple[int, int | None]]) -> None:
+def test_ranges_that_do_not_overlap_are_accepted(ranges: list[tuple[int, int | None]]) -> None:
     config = trtllm.KvCacheRetentionConfig([TokenRange(start, end, 10) for start, end in ranges])
     assert len(config.token_range_retention_configs) == len(ranges)
 
@@ -453,7 +453,7 @@ def test_a_field_of_a_request_can_be_constructed_assigned_and_pickled(name: str)
     assert same(getattr(pickle.loads(pickle.dumps(assigned)), name), VALUES[name])
 
 
-def test_the_types_keyword_is_type() -> None:
+def test_the_keyword_of_request_type_is_type() -> None:
     context_only = trtllm.RequestType.REQUEST_TYPE_CONTEXT_ONLY
     request = trtllm.Request([1], 1, type=context_only)
     assert request.request_type is context_only
@@ -520,14 +520,14 @@ def test_guides_and_beams_exclude_each_other() -> None:
         )
 
 
-def test_the_requests_own_number_of_sequences_is_deprecated_and_works() -> None:
+def test_a_requests_num_return_sequences_is_deprecated_and_works() -> None:
     with pytest.warns(DeprecationWarning, match="set it in SamplingConfig"):
         request = trtllm.Request([1], 1, num_return_sequences=3)
     assert request.sampling_config.num_return_sequences == 3
 
 
 def test_a_request_keeps_copies() -> None:
-    """As the original's did: one configuration may be changed and used for many requests."""
+    """Like in the bindings, one configuration may be changed and used for many requests."""
     sampling, words = trtllm.SamplingConfig(), [[1]]
     request = trtllm.Request([1], 1, sampling_config=sampling, bad_words=words)
     sampling.top_k = 5
@@ -537,7 +537,7 @@ def test_a_request_keeps_copies() -> None:
     assert request.sampling_config.top_k == 7, "what it has is its own, and not another copy"
 
 
-def test_ids_may_come_as_an_array_or_a_tensor() -> None:
+def test_ids_may_be_an_array_or_a_tensor() -> None:
     for ids in (np.array([1, 2]), torch.tensor([1, 2]), (1, 2), range(1, 3)):
         assert trtllm.Request(ids, 1).input_token_ids == [1, 2]
     with pytest.raises(TypeError, match=r"Request\.input_token_ids must be list\[int\]"):

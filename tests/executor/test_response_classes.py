@@ -62,14 +62,14 @@ def test_a_result_can_be_pickled() -> None:
     assert_same(pickle.loads(pickle.dumps(make_result())), make_result())
 
 
-def test_a_result_crosses_as_bytes() -> None:
+def test_a_result_can_be_serialized() -> None:
     data = trtllm.serialize_result(make_result())
     assert isinstance(data, bytes)
     assert_same(trtllm.deserialize_result(data), make_result())
 
 
 class Harmful:
-    """Object whose unpickling runs code."""
+    """An object whose unpickling runs code."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return pytest.fail, ("this was executed",)
@@ -86,12 +86,12 @@ def harmful_zip() -> bytes:
     [b"", b"abc", b"PK", pickle.dumps(make_result()), pickle.dumps(Harmful()), harmful_zip()],
     ids=["empty", "text", "broken", "pickle", "harmful", "harmful zip"],
 )
-def test_other_bytes_are_no_result_and_nothing_of_them_is_executed(data: bytes) -> None:
+def test_other_bytes_are_refused_and_not_executed(data: bytes) -> None:
     with pytest.raises(RuntimeError, match=f"these {len(data)} bytes are no"):
         trtllm.deserialize_result(data)
 
 
-def test_a_serialized_part_is_no_result() -> None:
+def test_a_serialized_part_of_a_result_is_refused() -> None:
     buffer = io.BytesIO()
     torch.save([1], buffer)
     with pytest.raises(RuntimeError, match="no Result but of type list"):
@@ -115,7 +115,7 @@ def test_a_response_with_a_result() -> None:
         _ = response.error_msg
 
 
-def test_a_responses_keywords() -> None:
+def test_a_response_accepts_keywords() -> None:
     assert trtllm.Response(request_id=1, error_msg="x", client_id=2).has_error()
     assert trtllm.Response(request_id=1, result=trtllm.Result(), client_id=2).client_id == 2
     with pytest.raises(TypeError, match="either an error_msg or a result"):
@@ -164,7 +164,7 @@ def test_the_place_of_a_drafts_logits_is_packed_into_floats() -> None:
     assert tensor.view(torch.int32).tolist() == [[3, 0, 5, 0]]
 
 
-def test_events_of_the_kv_cache_are_told_apart_by_their_data() -> None:
+def test_kv_cache_events_differ_by_the_class_of_their_data() -> None:
     block = kv_cache.KVCacheStoredBlockData(7, [kv_cache.UniqueToken(1)], None, 0, 35)
     events = [
         kv_cache.KVCacheEvent(0, kv_cache.KVCacheCreatedData([8, 0]), 4096),
@@ -193,6 +193,6 @@ print(sorted(heavy & set(sys.modules)))
     assert done.stdout.strip() == "[]"
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Exekutor'"):
         _ = trtllm.Exekutor

@@ -1,4 +1,4 @@
-"""From the engine's responses to a client's, as an engine here rarely makes them: joined, ragged, with drafts."""
+"""Conversion of responses that an engine rarely makes: joined, ragged, with drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = 3
 
 
 def logits(*rows: float) -> FloatTensor:
-    """Rows of one value each."""
+    """Return rows with one value each."""
     return FloatTensor(
         (len(rows), VOCABULARY), array("f", [v for v in rows for _ in range(VOCABULARY)]).tobytes()
     )
@@ -27,7 +27,7 @@ def make_answers(streaming: bool = True, repeats: bool = False, **output) -> Ans
 
 
 def delta(*tokens: int, final: bool = False, index: int = 0, **fields) -> Response:
-    """Streamed tokens of one sequence."""
+    """Return a response with streamed tokens of one sequence."""
     reason = LENGTH if final else ON
     return Response(
         1, SequenceResult((tokens,), 2, (len(tokens),), (reason,), index, final, **fields), None, final
@@ -35,7 +35,7 @@ def delta(*tokens: int, final: bool = False, index: int = 0, **fields) -> Respon
 
 
 def results(answers: Answers, *responses: Response) -> list:
-    """Added in order, and converted the other way round."""
+    """Add responses in order, convert them in reverse order, and return the results."""
     added = [answers.add(response) for response in responses]
     return [answer.to_response().result for answer in reversed(added)][::-1]
 
@@ -51,7 +51,7 @@ def test_several_tokens_of_one_iteration() -> None:
     assert (first.avg_decoded_tokens_per_iter, last.avg_decoded_tokens_per_iter) == (2.0, 1.5)
 
 
-def test_everything_so_far_of_each_sequence() -> None:
+def test_streams_may_repeat_all_tokens_of_each_sequence() -> None:
     found = results(
         make_answers(repeats=True, return_log_probs=True),
         delta(5, log_probs=((-1.0,),)),
@@ -74,7 +74,7 @@ def test_a_last_response_without_tokens() -> None:
     assert last.context_logits[:, 0].tolist() == [8, 9]
 
 
-def test_streamed_beams_replace_what_was_before_but_for_the_prompt() -> None:
+def test_streamed_beams_replace_earlier_ones_except_context_outputs() -> None:
     def beams(count: int, **fields) -> Response:
         ids = tuple(tuple(range(beam, beam + count)) for beam in (5, 8))
         log_probs = tuple((-1.0,) * count for _ in ids)
@@ -98,7 +98,7 @@ def test_streamed_beams_replace_what_was_before_but_for_the_prompt() -> None:
     assert all(each.context_logits.shape == (2, VOCABULARY) for each in found)
 
 
-def test_rows_of_beams_that_end_early_are_filled_up() -> None:
+def test_rows_of_beams_that_end_early_are_padded() -> None:
     tensors = (logits(1, 2, 3), logits(4))
     whole = SequenceResult(
         ((5, 6, 7), (8,)), 2, (3, 1), (LENGTH, LENGTH), is_sequence_final=True, generation_logits=tensors
@@ -121,10 +121,10 @@ def test_counts_of_blocks_and_drafts() -> None:
     ("num_tokens", "num_reused", "num_missed", "rate"),
     [(2, 0, 1, 0.0), (8, 0, 2, 0.0), (9, 2, 1, 2 / 3), (9, 3, 0, 1)],
 )
-def test_missed_blocks_are_all_of_the_prompt_that_were_not_found(
+def test_missed_blocks_include_the_prompts_last_block(
     num_tokens: int, num_reused: int, num_missed: int, rate: float
 ) -> None:
-    """The last one among them, be it full or not, as NVIDIA's tests want it."""
+    """As in NVIDIA's tests, the last block counts whether it is full or not."""
     asked = ResponseOptions(
         False, False, 4, VOCABULARY, None, OutputOptions(return_perf_metrics=True), tokens_per_block=4
     )

@@ -1,4 +1,4 @@
-"""The package name `tensorrt_llm`: installed from its folder, imported as upstream's programs do."""
+"""The package `tensorrt_llm`: installed from its folder, imported like in upstream's programs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what `pip install ./tensorrt_llm_shim` installs."""
+    """A folder with the files that `pip install ./tensorrt_llm_shim` installs."""
     folder = tmp_path_factory.mktemp("shim")
-    source = shutil.copytree(ROOT / "tensorrt_llm_shim", folder / "source")  # pip builds in it
+    source = shutil.copytree(ROOT / "tensorrt_llm_shim", folder / "source")  # pip builds in the folder
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     only_this = ["--no-deps", "--no-index", "--no-build-isolation", "--target", str(folder / "site")]
     subprocess.run([*pip, *only_this, str(source)], check=True, timeout=120)
@@ -50,7 +50,7 @@ assert trtllm.kv_cache.KVCacheEvent is KVCacheEvent and trtllm.SamplingConfig is
     )
 
 
-def test_there_is_one_version(installed: Path) -> None:
+def test_all_modules_have_one_version(installed: Path) -> None:
     program = """
 import tensorrt_llm, tensorrt_llm.version, tensorrt_llm.bindings.executor as trtllm
 print(tensorrt_llm.__version__ == tensorrt_llm.version.__version__ == trtllm.__version__)
@@ -58,8 +58,8 @@ print(tensorrt_llm.__version__ == tensorrt_llm.version.__version__ == trtllm.__v
     assert run(installed, program).strip() == "True"
 
 
-def test_objects_that_the_examples_make_without_an_executor(installed: Path) -> None:
-    """The path of a worker program names no file here, and is taken all the same."""
+def test_objects_of_the_examples_need_no_executor(installed: Path) -> None:
+    """The path of a worker program, which does not exist here, is accepted."""
     run(
         installed,
         """
@@ -89,7 +89,7 @@ assert copy.client_id == 123 and type(copy).__module__ == "inflight.executor.req
     )
 
 
-def test_gpt_manager_and_what_it_takes_are_in_the_bindings(installed: Path) -> None:
+def test_gpt_manager_and_its_argument_types_are_in_the_bindings(installed: Path) -> None:
     run(
         installed,
         """

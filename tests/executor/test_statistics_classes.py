@@ -1,4 +1,4 @@
-"""Statistics can be written, and become JSON with TensorRT-LLM's keys."""
+"""Statistics are writable, and become JSON with TensorRT-LLM's keys."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_requests_of_an_iteration_as_json() -> None:
     assert found["iter"] == 1 and [one["id"] for one in found["requestStats"]] == [4]
 
 
-def test_tensors_of_an_iteration_go_by_name() -> None:
+def test_debug_tensors_of_an_iteration_are_named() -> None:
     stats = trtllm.DebugTensorsPerIteration()
     stats.iter = 3
     stats.debug_tensors = {"sequence_length": object()}

@@ -13,7 +13,7 @@ from inflight.core.request.adapter import LoraRequest
 from inflight.errors import Unavailable
 from tests.executor.conftest import PROMPT, make_executor
 
-LONG = 30_000  # so that it is still in flight, however busy the machine is
+LONG = 30_000  # long enough to be still in flight on a busy machine
 
 
 async def collect(executor: trtllm.Executor, request: trtllm.Request) -> list[int]:
@@ -32,7 +32,7 @@ def test_streams_run_side_by_side(executor, reference) -> None:
     assert asyncio.run(main()) == [reference(each, 9) for each in prompts]
 
 
-def test_an_adapter_by_name(executor, monkeypatch) -> None:
+def test_an_adapter_may_be_named(executor, monkeypatch) -> None:
     client, submitted = executor._engine.client, []
 
     def submit(request, on_response):
@@ -52,7 +52,7 @@ def test_an_adapter_by_name(executor, monkeypatch) -> None:
     assert submitted == [LoraRequest(name="sql")]
 
 
-def test_its_responses_are_nobody_elses(executor) -> None:
+def test_a_streams_responses_are_not_returned_by_await_responses(executor) -> None:
     async def main() -> None:
         async for response in executor.stream(trtllm.Request(PROMPT, 3, client_id=4)):
             assert response.client_id == 4
@@ -103,13 +103,13 @@ def test_a_request_that_the_engine_refuses_raises_and_frees_its_place_in_the_que
         assert asyncio.run(collect(executor, trtllm.Request(PROMPT, 2)))
 
 
-def test_the_request_stays_as_it_was(executor) -> None:
+def test_the_request_is_not_modified(executor) -> None:
     request = trtllm.Request(PROMPT, 2)
     asyncio.run(collect(executor, request))
     assert not request.streaming
 
 
-def test_after_the_end_it_raises(checkpoint) -> None:
+def test_stream_raises_after_shutdown(checkpoint) -> None:
     executor = trtllm.Executor(
         checkpoint,
         executor_config=trtllm.ExecutorConfig(kv_cache_config=trtllm.KvCacheConfig(max_tokens=2048)),

@@ -1,4 +1,4 @@
-"""GptManager by its documented signature: a test for each promise of The Batch Manager."""
+"""GptManager with its documented signature: a test for each promise of The Batch Manager."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PARAMS = TrtGptModelOptionalParams(max_num_sequences=4)
 
 
 def load_fake(parameters: Parameters, version_dir: str, rank_context: object) -> LoadedModel:
-    """An engine that makes tokens up, with the room that the parameters say."""
+    """Return a fake engine with the room given in the parameters."""
     config = parameters.engine
     assert config.gpt_model_path == MODEL
     num_tokens = config.max_tokens_in_paged_kv_cache or config.max_num_sequences * 4096
@@ -81,7 +81,7 @@ class Answer:
 
 @dataclass
 class Client:
-    """The callbacks, what they return and what they got."""
+    """The callbacks, with the values that they return and received."""
 
     pending: queue.Queue[InferenceRequest] = field(default_factory=queue.Queue)
     answers: queue.Queue[Answer] = field(default_factory=queue.Queue)
@@ -122,7 +122,7 @@ class Client:
         return self.get, self.send, self.poll, self.report
 
     def all_of(self, request_id: int) -> list[Answer]:
-        """Every response to one request, of a client that has no other in flight."""
+        """Return all responses to one request of a client with no other in flight."""
         answers = [self.answers.get(timeout=TIMEOUT_S)]
         while not answers[-1].is_final:
             answers.append(self.answers.get(timeout=TIMEOUT_S))
@@ -161,7 +161,7 @@ def manager(client: Client) -> Iterator[GptManager]:
 
 
 def test_a_gpt_manager_is_constructed_as_documented(client: Client) -> None:
-    """Path, type, beam width, policy, most requests, Get and Send, in this order."""
+    """Path, type, beam width, policy, max_num_requests, Get and Send, in this order."""
     manager = GptManager(
         Path(MODEL),
         TrtGptModelType.InflightBatching,
@@ -179,12 +179,12 @@ def test_a_gpt_manager_is_constructed_as_documented(client: Client) -> None:
     assert set(client.asked_for) <= {3, 2}
 
 
-def test_the_most_requests_may_be_left_out(client: Client, manager: GptManager) -> None:
+def test_max_num_requests_may_be_left_out(client: Client, manager: GptManager) -> None:
     client.ask(make_request(1))
     assert set(client.asked_for) == {-1}, "a negative value indicates that any number can be accepted"
 
 
-def test_the_get_callback_returns_no_more_than_it_is_told(client: Client) -> None:
+def test_the_get_callback_is_called_with_the_room_for_requests(client: Client) -> None:
     for request_id in range(6):
         client.pending.put(make_request(request_id))
     with make_manager(client, max_num_requests=2):
@@ -200,7 +200,7 @@ def test_an_id_is_a_64_bit_unsigned_number(client: Client, manager: GptManager, 
 
 
 @pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["torch", "numpy"])
-def test_input_tensors_come_by_name_in_a_map(client: Client, manager: GptManager, make: Any) -> None:
+def test_input_tensors_are_given_by_name_in_a_map(client: Client, manager: GptManager, make: Any) -> None:
     int32 = torch.int32 if make is torch.tensor else np.int32
     request = InferenceRequest(
         1, {"input_ids": make([PROMPT], dtype=int32), "request_output_len": make([[2]], dtype=int32)}
@@ -238,7 +238,9 @@ def test_outputs_have_the_specifications_shapes(client: Client, manager: GptMana
     assert beams.tensors["sequence_length"].tolist() == [num_ids, num_ids]
 
 
-def test_an_error_is_the_last_response_and_touches_no_other(client: Client, manager: GptManager) -> None:
+def test_an_error_is_the_last_response_and_affects_no_other_request(
+    client: Client, manager: GptManager
+) -> None:
     client.pending.put(make_request(1, beam_widht=torch.tensor([1])))
     client.pending.put(make_request(2))
     first, second = (client.answers.get(timeout=TIMEOUT_S) for _ in range(2))
@@ -299,8 +301,8 @@ def test_statistics_of_v1_batching(client: Client) -> None:
     }
 
 
-def test_the_callbacks_of_an_iteration_come_in_order(client: Client, manager: GptManager) -> None:
-    """Get at the start; Send, and then Poll and ReturnBatchManagerStats, at the end."""
+def test_the_callbacks_of_an_iteration_are_called_in_order(client: Client, manager: GptManager) -> None:
+    """Get at the start; Send, then Poll and ReturnBatchManagerStats, at the end."""
     client.ask(make_request(1, 1))
     manager.shutdown()
     calls = client.calls[client.calls.index("get") :]
@@ -331,14 +333,14 @@ def test_there_are_no_statistics_without_active_requests(client: Client, manager
     assert client.polled.wait(TIMEOUT_S), "an idle manager polls on"
     client.polled.clear()
     assert client.polled.wait(TIMEOUT_S)
-    assert len(client.stats) <= manager_calls + 1  # the last iteration's may come after its response
+    assert len(client.stats) <= manager_calls + 1  # the last iteration may be reported after its response
 
 
 @pytest.mark.parametrize("policy", list(SchedulerPolicy), ids=lambda policy: policy.name)
 def test_a_paused_request_is_resumed_and_its_tokens_are_the_same(
     client: Client, policy: SchedulerPolicy
 ) -> None:
-    """Room for two of three requests: one policy lets the third wait, the other pauses one that runs."""
+    """With room for two of three requests, one policy makes the third wait, the other pauses one."""
     small = TrtGptModelOptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=4 * 32, enable_block_reuse=False), max_num_sequences=3
     )
@@ -352,7 +354,7 @@ def test_a_paused_request_is_resumed_and_its_tokens_are_the_same(
     assert most_at_once == (3 if policy is SchedulerPolicy.MAX_UTILIZATION else 2)
 
 
-def test_the_worker_ends_when_nobody_has_the_manager_and_nothing_is_active(client: Client) -> None:
+def test_the_worker_ends_when_the_manager_is_unreferenced_and_idle(client: Client) -> None:
     manager = make_manager(client)
     client.pending.put(make_request(1, 100, streaming=torch.tensor([True])))
     first = client.answers.get(timeout=TIMEOUT_S)
@@ -364,7 +366,7 @@ def test_the_worker_ends_when_nobody_has_the_manager_and_nothing_is_active(clien
     assert worker not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_request_with_the_terminating_id_ends_it(client: Client) -> None:
+def test_a_request_with_the_terminating_id_ends_the_manager(client: Client) -> None:
     manager = make_manager(client, terminate_req_id=99)
     client.pending.put(make_request(1))
     client.pending.put(InferenceRequest(99))
@@ -373,7 +375,7 @@ def test_a_request_with_the_terminating_id_ends_it(client: Client) -> None:
     assert client.answers.empty()
 
 
-def test_a_callback_may_shut_it_down(client: Client) -> None:
+def test_a_callback_may_shut_the_manager_down(client: Client) -> None:
     managers: list[GptManager] = []
 
     def send(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
@@ -392,7 +394,7 @@ def test_a_callback_may_shut_it_down(client: Client) -> None:
 
 
 def test_blocks_and_slots_of_a_request_are_free_before_its_final_response(client: Client) -> None:
-    """Its id, its slot and its KV blocks: the callback of the final response hands over the next request."""
+    """The callback of the final response submits the next request, which needs its id, slot and KV blocks."""
     room_for_one = TrtGptModelOptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=32, enable_block_reuse=False), max_num_sequences=1
     )
@@ -412,24 +414,24 @@ def test_blocks_and_slots_of_a_request_are_free_before_its_final_response(client
     assert [(answer.request_id, answer.error) for answer in answers] == [(5, "")] * 4
 
 
-def test_a_model_that_cannot_be_loaded_says_why(client: Client) -> None:
+def test_a_model_that_cannot_be_loaded_raises_the_reason(client: Client) -> None:
     with pytest.raises(ConfigError, match="Bla"):
         GptManager("Bla", TrtGptModelType.V1, 1, SchedulerPolicy.GUARANTEED_NO_EVICT, client.get, client.send)
 
 
-def test_an_optional_parameter_that_means_nothing_here_is_refused(client: Client) -> None:
+def test_an_unsupported_optional_parameter_is_refused(client: Client) -> None:
     params = TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(host_cache_size=1 << 20))
     with pytest.raises(NotSupported, match=r"KvCacheConfig\.host_cache_size is not supported"):
         make_manager(client, optional_params=params)
 
 
-def test_seeds_come_in_torchs_int64_too(client: Client, manager: GptManager) -> None:
+def test_seeds_may_be_torchs_int64(client: Client, manager: GptManager) -> None:
     (answer,) = client.ask(make_request(1, random_seed=torch.tensor([42])))
     assert answer.error == ""
 
 
-def test_a_checkpoint_gives_the_tokens_that_transformers_gives(client: Client, tmp_path: Path) -> None:
-    torch.set_num_threads(1)  # a model this small only waits for itself on more
+def test_a_checkpoint_generates_transformers_tokens(client: Client, tmp_path: Path) -> None:
+    torch.set_num_threads(1)  # a model this small is slower with more threads
     model = make_model(tmp_path, "llama-gqa")
     prompt = model.prompt(7)
     ids = torch.tensor([prompt], dtype=torch.int32)
@@ -441,8 +443,8 @@ def test_a_checkpoint_gives_the_tokens_that_transformers_gives(client: Client, t
     assert answer.ids == [*prompt, *model.greedy(prompt, 12)]
 
 
-def test_an_adapters_weights_come_once_and_then_its_id_is_enough(client: Client, tmp_path: Path) -> None:
-    """Specification: lora_task_id, lora_weights and lora_config the first time, then lora_task_id alone."""
+def test_an_adapters_weights_are_needed_only_once(client: Client, tmp_path: Path) -> None:
+    """Specification: lora_task_id, lora_weights and lora_config the first time, then only lora_task_id."""
     torch.set_num_threads(1)
     model = make_model(tmp_path / "model", "llama-gqa")
     adapted = make_peft_model(model, r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])

@@ -1,4 +1,4 @@
-"""Checkpoints of gpt-oss whose experts are packed as MXFP4, which transformers writes on no CPU."""
+"""gpt-oss checkpoints with experts packed as MXFP4, which transformers cannot write on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUANTIZATION = {
 
 
 def random_blocks(experts: int, rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any bytes, with scales from 1/64 to 1/8; the stored shapes of matrices [experts, rows, columns]."""
+    """Return random bytes with scales from 1/64 to 1/8, in the stored shapes of [experts, rows, columns]."""
     generator = torch.Generator().manual_seed(seed)
     shape = (experts, rows, columns // 32)
     blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
@@ -31,7 +31,7 @@ def random_blocks(experts: int, rows: int, columns: int, seed: int = 0) -> tuple
 
 
 def pack(folder: Path) -> Tensors:
-    """Put random packed experts in the place of a checkpoint's; by name what transformers makes of them."""
+    """Replace a checkpoint's experts by random packed ones; return transformers' dequantized tensors by name."""
     tensors, unpacked = load_file(folder / "model.safetensors"), {}
     for number, name in enumerate(sorted(name for name in tensors if name.endswith(STACKS))):
         experts, columns, rows = tensors.pop(name).shape

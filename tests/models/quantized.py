@@ -1,7 +1,7 @@
-"""Quantized checkpoints of the zoo's models, and transformers' models with the weights that they stand for.
+"""Quantized checkpoints of the zoo's models, and transformers' models with the dequantized weights.
 
-What compressed-tensors' library has a compressor for, that makes and undoes; other formats are written here by
-their published layouts, and what they stand for is computed from the levels before these are packed.
+Formats with a compressor in compressed-tensors' library are written and dequantized by it. Other formats are
+written here by their published layouts, and dequantized from the levels before these are packed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from tests.models.zoo import ZooModel
 
 Parts = dict[str, Tensor]
 Quantize = Callable[[Tensor, torch.Generator], tuple[Parts, Tensor]]
-"""Of a matrix [outputs, inputs]: its module's tensors, and the numbers that they stand for."""
+"""Quantizes a matrix [outputs, inputs]; returns the module's tensors, and the dequantized matrix."""
 
 PROJECTIONS = ("_proj", "_with_mqa", "query_key_value", "dense", "_h_to_4h", "_4h_to_h", "fc1", "fc2")
-"""How the names of layers' matrices end, but those of routers, and of gpt2, which are stored the other way."""
+"""Suffixes of layers' matrices, except routers, and except gpt2's, which are stored transposed."""
 
 FLOAT8 = torch.float8_e4m3fn
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of 8 outputs after each other each 4 bits of a word hold, from the lowest on."""
+"""The output, of 8 consecutive ones, in each 4 bits of a word, from the lowest bits on."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format, as config.json names it."""
+    """A quantization format as in config.json."""
 
     config: dict[str, Any]
     quantize: Quantize
-    file: str | None = None  # in which the config is, if not in config.json
-    multiple: int = 1  # of which sizes are, of what is quantized
+    file: str | None = None  # file of the quantization config, if not config.json
+    multiple: int = 1  # sizes of quantized matrices are multiples of this
 
 
 def write(
@@ -56,9 +56,9 @@ def write(
     skipped: tuple[str, ...] = (),
     dtype: str | None = None,
 ) -> ZooModel:
-    """A checkpoint with quantized projections but for those `skipped`, and an oracle with their weights.
+    """Write a checkpoint whose projections, except `skipped`, are quantized; return it with an oracle.
 
-    `dtype`: what its config.json says; None: that of the model's.
+    `dtype`: dtype stated in config.json; None: the model's.
     """
     shutil.copytree(model.folder, folder, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(1)
@@ -75,7 +75,7 @@ def write(
         plain[name] = stands_for.contiguous()
         tensors |= {f"{module}.{kind}": part.contiguous() for kind, part in parts.items()}
     save_file(plain, folder / "model.safetensors", {"format": "pt"})
-    own = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the others compute no float64
+    own = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others do not support float64
     oracle = type(model.oracle).from_pretrained(folder, dtype=torch.float32, **own).eval()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     path = folder / "config.json"
@@ -94,7 +94,7 @@ def write(
 
 
 def compressed(format: str, compressor: Any, **weights: Any) -> Format:
-    """compressed-tensors, by its own library."""
+    """Return a format of compressed-tensors, written by its own library."""
     args = QuantizationArgs(**weights)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
 
@@ -131,7 +131,7 @@ def compressed(format: str, compressor: Any, **weights: Any) -> Format:
 def scaled(
     config: dict[str, Any], kind: str, shape: str, file: str | None = None, block: tuple[int, int] = (48, 40)
 ) -> Format:
-    """float8 with one scale, one of each row, or one of each block; a "4d block" is how ModelOpt writes that."""
+    """Return float8 with one scale, one per row, or one per block; a "4d block" is ModelOpt's shape of scales."""
 
     def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
         rows, columns = weight.shape
@@ -182,7 +182,7 @@ def gptq(
     version: str | None,
     in_common: bool = True,
 ) -> Format:
-    """`in_common`: projections of the same inputs have them in one order, as they have had one calibration."""
+    """Return a format of GPTQ; `in_common`: projections with the same input share its order, as calibrated."""
 
     def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
         columns = weight.shape[1]
@@ -207,7 +207,7 @@ def gptq(
 
 
 def packed_act_order() -> Format:
-    """compressed-tensors of before its library left it out: an input's group is not that of its neighbours."""
+    """Return the older compressed-tensors format with act-order, in which a group's inputs are apart."""
 
     def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
         groups = _shuffled_groups(weight.shape[1], 32, torch.Generator().manual_seed(weight.shape[1]))
@@ -229,7 +229,7 @@ def _shuffled_groups(columns: int, size: int, generator: torch.Generator) -> Ten
 def _in_groups(
     weight: Tensor, groups: Tensor, bits: int, is_symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Levels [outputs, inputs], zero points and scales [outputs, groups], and what these stand for."""
+    """Return levels [outputs, inputs], zero points and scales [outputs, groups], and the dequantized matrix."""
     most = (1 << bits) - 1
     groups = groups.long()
     count = int(groups.max()) + 1
@@ -249,7 +249,7 @@ def _in_groups(
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:
-    """Numbers [rows, n] after each other from the lowest bits of int32 words on, [rows, n * bits / 32]."""
+    """Pack numbers [rows, n] into int32 words, lowest bits first: [rows, n * bits / 32]."""
     per_word = 32 // bits
     words = np.zeros((len(numbers), numbers.shape[1] // per_word), dtype=np.uint32)
     for column in range(numbers.shape[1]):

@@ -1,4 +1,4 @@
-"""Facts of a config.json for programs that do not load the checkpoint, beside what a load reads."""
+"""Facts of a config.json for programs that do not load the checkpoint, compared with a load's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inflight.checkpoint_config import CheckpointFacts
+from inflight.checkpoint_config import CheckpointFacts, ConfigFile
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, read_model_description
 from tests.models.test_published_configs import PUBLISHED, READ
@@ -52,7 +52,7 @@ def _facts(folder: Path, config: object, generation: object = None) -> Checkpoin
         ({**GPT2, "n_inner": 80}, None),
     ],
 )
-def test_they_are_what_a_load_reads(
+def test_facts_equal_those_of_a_load(
     tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None
 ) -> None:
     facts = _facts(tmp_path, config, generation)
@@ -66,7 +66,7 @@ def test_they_are_what_a_load_reads(
 
 
 @pytest.mark.parametrize("name", READ)
-def test_they_are_what_a_load_reads_of_published_checkpoints(tmp_path: Path, name: str) -> None:
+def test_facts_of_published_checkpoints_equal_those_of_a_load(tmp_path: Path, name: str) -> None:
     facts, config = _facts(tmp_path, PUBLISHED[name]), PUBLISHED[name]
     decoder = read_model_description(tmp_path).decoder
     assert decoder.latent is not None or facts.num_kv_heads == decoder.num_kv_heads
@@ -86,7 +86,7 @@ def _check_sizes(facts: CheckpointFacts, decoder: DecoderConfig) -> None:
     assert facts.dtype == decoder.dtype
 
 
-def test_sizes_that_are_none_are_not_stated(tmp_path: Path) -> None:
+def test_invalid_sizes_count_as_not_stated(tmp_path: Path) -> None:
     facts = _facts(tmp_path, {"vocab_size": "many", "num_experts": 0, "hidden_size": True, "n_embd": None})
     assert (facts.vocab_size, facts.num_experts, facts.hidden_size, facts.mlp_size) == (None,) * 4
     assert (facts.longest_sequence, facts.num_kv_heads, facts.dtype, facts.eos_token_ids) == (
@@ -98,7 +98,7 @@ def test_sizes_that_are_none_are_not_stated(tmp_path: Path) -> None:
     assert facts.name == "unnamed"
 
 
-def test_the_first_folder_that_has_the_file_counts(tmp_path: Path) -> None:
+def test_the_first_folder_with_the_file_counts(tmp_path: Path) -> None:
     for name, size in (("first", None), ("second", 32), ("third", 48)):
         (tmp_path / name).mkdir()
         if size is not None:
@@ -111,6 +111,12 @@ def test_the_first_folder_that_has_the_file_counts(tmp_path: Path) -> None:
 def test_end_ids_need_no_config_json(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert CheckpointFacts.read(tmp_path).eos_token_ids == (9,)
+
+
+def test_an_error_names_the_whole_path_of_a_key(tmp_path: Path) -> None:
+    config = ConfigFile(tmp_path / "config.json", {"rope_parameters": {"full_attention": {"factor": -1}}})
+    with pytest.raises(ConfigError, match=r"'rope_parameters\.full_attention\.factor' is -1"):
+        config.child("rope_parameters").child("full_attention").number("factor")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Files that do not fit config.json are refused by their headers: no weight of their many GB is read.
+"""Files that do not fit config.json are refused by their headers, without reading many GB of weights.
 
-The files are sparse: headers, and holes where weights would be. Pages of a hole that somebody reads are in memory.
+The files are sparse: headers, and holes in place of weights. Pages of a hole that were read are in memory.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _LLAMA_7B = {
 }
 _NUM_FILES = 3
 _MOST_READ = 16 << 20
-"""Bytes of a file: the header, and what the kernel reads ahead."""
+"""Bytes of a file that may be in memory: the header, and the kernel's read-ahead."""
 
 
 def _write(folder: Path, shapes: Shapes) -> list[Path]:
-    """An index, and files with these tensors in bfloat16 and no weights."""
+    """Write an index and files with these tensors, in bfloat16 and without weights; return their paths."""
     names = list(shapes)
     weight_map: dict[str, str] = {}
     paths = []
@@ -61,7 +61,7 @@ def _write(folder: Path, shapes: Shapes) -> list[Path]:
 
 
 def _bytes_in_memory(path: Path) -> int:
-    """Count the bytes of a file that were read lately, in whole pages."""
+    """Return how many bytes of a file are in memory, in whole pages."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
@@ -102,7 +102,7 @@ def _with_another_head(shapes: Shapes) -> Shapes:
         (_with_another_head, "'lm_head.weight' has shape [32001, 4096], expected [32000, 4096]"),
     ],
 )
-def test_headers_say_what_does_not_fit(
+def test_misfits_are_found_in_the_files_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message: str, is_tied: bool
 ) -> None:
     config = {**_LLAMA_7B, "tie_word_embeddings": is_tied}
@@ -121,8 +121,8 @@ def test_headers_say_what_does_not_fit(
     assert all(_bytes_in_memory(path) < _MOST_READ for path in paths)
 
 
-def test_weights_of_files_that_fit_are_not_read_either(tmp_path: Path) -> None:
-    """And it is noticed here if weights are."""
+def test_weights_of_fitting_files_are_not_read_by_the_check(tmp_path: Path) -> None:
+    """The second part checks that the test detects weights that are read."""
     (tmp_path / "config.json").write_text(json.dumps(_LLAMA_7B))
     model = read_model_description(tmp_path)
     paths = _write(tmp_path, tensor_shapes(model))

@@ -1,4 +1,4 @@
-"""Safetensors files → weights: files, names, shapes and types, and the errors for what does not fit."""
+"""Safetensors files → weights: files, names, shapes and dtypes, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _load(folder: Path, dtype: torch.dtype | None = None) -> DecoderWeights:
 
 
 def _tensors(weights: Any) -> list[torch.Tensor]:
-    """Every tensor in the tree, in order."""
+    """Return every tensor in the tree, in order."""
     if isinstance(weights, torch.Tensor):
         return [weights]
     if isinstance(weights, tuple):
@@ -45,7 +45,7 @@ def _assert_equal(one: DecoderWeights, other: DecoderWeights) -> None:
 
 @pytest.fixture
 def edited(zoo: Zoo, tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a case's checkpoint, its tensors passed through a function."""
+    """A function that copies a case's checkpoint and changes its tensors."""
 
     def edit(case: str, change: Callable[[Tensors], Tensors]) -> Path:
         folder = tmp_path / "edited"
@@ -80,8 +80,8 @@ def test_tied_embeddings_are_one_tensor(zoo: Zoo) -> None:
     assert weights.lm_head.weight is weights.embedding
 
 
-def test_gpt2_of_the_bare_decoder_with_its_mask_buffers(zoo: Zoo, edited: Callable[..., Path]) -> None:
-    """As the first GPT-2 checkpoints were saved."""
+def test_gpt2_without_a_head_and_with_mask_buffers_loads(zoo: Zoo, edited: Callable[..., Path]) -> None:
+    """The format of the first GPT-2 checkpoints."""
 
     def strip(tensors: Tensors) -> Tensors:
         bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -101,7 +101,7 @@ def test_draft_layers_are_not_read(zoo: Zoo, edited: Callable[..., Path]) -> Non
     _assert_equal(_load(edited("deepseek-v3", add)), _load(zoo["deepseek-v3"].folder))
 
 
-def test_more_layers_than_config_json_speaks_of_are_unexpected(edited: Callable[..., Path]) -> None:
+def test_more_layers_than_in_config_json_are_unexpected(edited: Callable[..., Path]) -> None:
     folder = edited("deepseek-v3", lambda tensors: tensors | {"model.layers.4.eh_proj.weight": torch.ones(2)})
     with pytest.raises(ConfigError, match=r"unexpected model\.layers\.4\.eh_proj\.weight"):
         _load(folder)
@@ -128,8 +128,10 @@ def test_the_choice_bias_of_experts_keeps_its_precision(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3"])
 @pytest.mark.parametrize("part", [None, Shard(2, 1), Shard(4, 3, 2)], ids=str)
-def test_experts_one_by_one_or_stacked(zoo: Zoo, tmp_path: Path, case: str, part: Shard | None) -> None:
-    """As transformers before version 5 stored them, and as it has them since."""
+def test_single_and_stacked_experts_load_alike(
+    zoo: Zoo, tmp_path: Path, case: str, part: Shard | None
+) -> None:
+    """The formats of transformers before version 5, and since."""
     model = zoo[f"{case}-even" if part is not None and f"{case}-even" in CASES else case]
     model.oracle.save_pretrained(tmp_path, save_original_format=False)
     names = load_file(tmp_path / "model.safetensors")
@@ -211,7 +213,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     assert str(folder) in str(error.value)
 
 
-def test_files_that_are_missing_or_damaged(edited: Callable[..., Path]) -> None:
+def test_missing_or_damaged_files_are_refused(edited: Callable[..., Path]) -> None:
     folder = edited("llama", lambda tensors: tensors)
     file = folder / "model-1.safetensors"
     (folder / "model.safetensors").rename(file)

@@ -1,4 +1,4 @@
-"""config.json files as they lie beside published weights: read as transformers reads them, or refused by name."""
+"""config.json files as published beside weights: read as transformers reads them, or refused by key."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ OF_NO_FAMILY = [
     "stabilityai/stablelm-2-1_6b",
     "bigcode/starcoder2-3b",
 ]
-"""Read by transformers alone, whose code runs these."""
+"""Models of families that only transformers' code runs."""
 REFUSED = {"facebook/opt-350m": "do_layer_norm_before"}
-"""Of a family that is known, and in a way that is not: the key that says so."""
+"""Models of known families with an unsupported feature, and the key of that feature."""
 READ = [name for name in PUBLISHED if name not in (*OF_NO_FAMILY, *REFUSED)]
 
 
@@ -45,17 +45,17 @@ def theirs(values: dict[str, Any]) -> PretrainedConfig:
 
 
 def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """How far each layer sees, by what the family's code in transformers looks at."""
+    """Return each layer's window according to the family's code in transformers."""
     window = getattr(config, "sliding_window", None)
     if types := getattr(config, "layer_types", None):
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if config.model_type not in ("mistral", "mixtral", "phi3", "qwen3_moe"):
-        window = None  # of others than these, a key that nobody reads
+        window = None  # other families do not use the key
     return (window,) * config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", READ)
-def test_configurations_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
+def test_configurations_are_read_as_by_transformers(tmp_path: Path, name: str) -> None:
     ours, config = read(tmp_path, PUBLISHED[name]), theirs(PUBLISHED[name])
     assert (ours.vocab_size, ours.hidden_size, ours.num_layers, ours.num_heads) == (
         config.vocab_size,
@@ -125,6 +125,6 @@ def test_unsupported_features_of_a_known_family_are_refused_by_their_key(tmp_pat
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_key_that_nobody_knows_is_refused_beside_them(tmp_path: Path, name: str) -> None:
+def test_an_unknown_key_in_a_published_config_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="key 'attention_of_tomorrow' is 1"):
         read(tmp_path, {**PUBLISHED[name], "attention_of_tomorrow": 1})

@@ -1,4 +1,4 @@
-"""Levels of quantized matrices, as far as other programs say what they stand for."""
+"""Levels of quantized matrices, where another program can dequantize them for comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inflight.models.levels import MatrixKind, stack_rows
 
 
 def float8(rows: int, columns: int) -> torch.Tensor:
-    """All 254 numbers of the format, in some order."""
+    """Return all 254 finite values of the format, in some order."""
     bits = torch.arange(rows * columns).remainder(256).to(torch.uint8)
     levels = bits[torch.randperm(len(bits), generator=torch.Generator().manual_seed(0))].view(rows, columns)
     levels[(levels & 127) == 127] = 3  # NaN
@@ -19,7 +19,7 @@ def float8(rows: int, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("block", [(32, 16), (48, 40), (64, 32), None])
-def test_float8_is_what_transformers_makes_of_it(block: tuple[int, int] | None) -> None:
+def test_float8_is_dequantized_as_by_transformers(block: tuple[int, int] | None) -> None:
     levels = float8(64, 96)
     shape = () if block is None else (-(-64 // block[0]), -(-96 // block[1]))
     scales = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.1

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json → DecoderConfig, and the errors for what cannot be."""
+"""config.json and generation_config.json → DecoderConfig, and the errors for invalid files."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ _DEEPSEEK = {
     "torch_dtype": "bfloat16",
     "v_head_dim": 8,
 }
-# config.json files as they lie beside published weights, with all that they say besides.
+# config.json files as published beside weights, with all their keys.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "smollm2": {
         **LLAMA,
@@ -287,7 +287,7 @@ def test_further_keys_of_published_checkpoints_are_accepted(tmp_path: Path, name
         {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
     ],
 )
-def test_none_of_something_means_nothing(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_zero_and_null_keys_of_absent_parts_are_accepted(tmp_path: Path, values: dict[str, Any]) -> None:
     assert _read(tmp_path, {**LLAMA, **values}).sliding_windows == (None,) * 4
 
 
@@ -296,7 +296,7 @@ def test_experts_that_a_dense_family_does_not_have_are_refused(tmp_path: Path) -
         _read(tmp_path, {**LLAMA, "num_experts": 8})
 
 
-def test_code_of_the_checkpoints_own_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoints_own_code_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _read(tmp_path, PUBLISHED["a fine-tune"])
     assert "auto_map names code of the checkpoint's own for AutoModelForCausalLM" in caplog.text
     assert "what is computed is LlamaForCausalLM" in caplog.text
@@ -406,7 +406,7 @@ def test_errors_name_file_key_value_and_what_was_expected(
 
 
 def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
-    """A file, a folder of such, one beside a config.json, and a name that says it: what to take instead."""
+    """The message names an alternative for a file, a folder of files, one beside config.json, and a GGUF name."""
     said = r"GGUF is llama\.cpp's file format, which is not read: take the checkpoint that it was made from"
     file, named = tmp_path / "model-Q4_K_M.gguf", tmp_path / "Model-GGUF"
     file.touch()

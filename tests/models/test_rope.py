@@ -1,4 +1,4 @@
-"""Frequencies and their factor against the formulas that transformers has in its own rope utilities."""
+"""Frequencies and their factor, compared with the formulas in transformers' own rope utilities."""
 
 from __future__ import annotations
 

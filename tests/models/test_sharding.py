@@ -1,4 +1,4 @@
-"""Every row of a layer belongs to one rank, few key heads to several; every layer to one stage."""
+"""Each row of a layer belongs to one rank, except that ranks may share a key head; each layer to one stage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_key_heads_are_divided_or_shared(zoo: Zoo):
 
 
 @pytest.mark.parametrize(("case", "size"), [("llama", 3), ("llama", 16), ("qwen3", 3), ("gpt2", 8)])
-def test_sizes_that_ranks_do_not_divide_are_refused_with_those_they_do(zoo: Zoo, case: str, size: int):
+def test_sizes_that_do_not_divide_the_model_are_refused_with_valid_ones(zoo: Zoo, case: str, size: int):
     model = read_model_description(zoo[case].folder)
     with pytest.raises(ConfigError, match=rf"over {size} ranks does not divide .*; it can be 1, 2, 4"):
         Part.from_mapping(Mapping(size), model.decoder)
@@ -49,7 +49,7 @@ def test_sizes_that_ranks_do_not_divide_are_refused_with_those_they_do(zoo: Zoo,
 
 @pytest.mark.parametrize("case", ["llama-gqa", "llama-attention-bias", "qwen2", "gpt2"])
 def test_the_ranks_hold_the_model_once(zoo: Zoo, case: str):
-    """Column-parallel rows and row-parallel columns of all ranks, put together, are the whole matrix."""
+    """Column-parallel rows and row-parallel columns of all ranks, concatenated, are the whole matrix."""
     model = read_model_description(zoo[case].folder)
     whole = load_weights(model, None, CPU)
     parts = [Part.from_mapping(Mapping(2, 1, rank), model.decoder) for rank in range(2)]
@@ -75,9 +75,7 @@ def test_the_ranks_hold_the_model_once(zoo: Zoo, case: str):
 
 
 @pytest.mark.parametrize("case", ["deepseek-v2", "deepseek-v2-lite"])
-def test_ranks_divide_the_heads_of_latent_attention_and_have_all_that_these_share(
-    zoo: Zoo, case: str
-) -> None:
+def test_ranks_divide_the_heads_of_latent_attention_and_replicate_shared_weights(zoo: Zoo, case: str) -> None:
     model = read_model_description(zoo[case].folder)
     decoder = model.decoder
     whole = load_weights(model, None, CPU)
@@ -99,7 +97,7 @@ def test_ranks_divide_the_heads_of_latent_attention_and_have_all_that_these_shar
 
 
 def _stages(zoo: Zoo, case: str, pp_size: int) -> tuple[DecoderWeights, list[DecoderWeights]]:
-    """The whole model, and its stages."""
+    """Return the whole model, and its stages."""
     model = read_model_description(zoo[case].folder)
     parts = [Part.from_mapping(Mapping(1, pp_size, rank), model.decoder) for rank in range(pp_size)]
     return load_weights(model, None, CPU), [load_weights(model, None, CPU, part) for part in parts]
@@ -107,7 +105,7 @@ def _stages(zoo: Zoo, case: str, pp_size: int) -> tuple[DecoderWeights, list[Dec
 
 @pytest.mark.parametrize("case", ["llama-gqa", "llama-gqa-tied", "gpt2"])
 @pytest.mark.parametrize("pp_size", [2, 3])
-def test_stages_hold_their_layers_and_only_the_ends_what_is_around_them(
+def test_stages_hold_their_layers_and_only_the_ends_embedding_and_head(
     zoo: Zoo, case: str, pp_size: int
 ) -> None:
     whole, stages = _stages(zoo, case, pp_size)
@@ -142,7 +140,7 @@ def test_more_stages_than_layers_are_refused(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_stage_refuses_a_checkpoint_that_lacks_a_tensor_of_any(
+def test_every_stage_refuses_a_checkpoint_that_lacks_any_stages_tensor(
     zoo: Zoo, tmp_path: Path, rank: int
 ) -> None:
     folder = tmp_path / "lacking"
@@ -191,7 +189,7 @@ def test_the_ranks_hold_the_experts_once(zoo: Zoo, case: str, tp_size: int, moe_
             assert torch.equal(tensor, expected)
 
 
-def test_experts_of_others_are_not_read(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_other_ranks_are_not_read(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     model = read_model_description(zoo["mixtral-even"].folder)
     read: list[str] = []
     read_tensor = Checkpoint.read
@@ -226,8 +224,8 @@ def test_groups_divide_the_ranks() -> None:
         Mapping(4, 1, 0, 3)
 
 
-def test_slices_of_experts_are_for_the_ranks_of_a_group(zoo: Zoo) -> None:
-    """Experts of 40 are 5 slices of 8 at most: with 8 ranks it takes 2 groups or more."""
+def test_the_ranks_of_a_group_slice_its_experts(zoo: Zoo) -> None:
+    """An inner width of 40 gives at most 5 slices of 8: with 8 ranks at least 2 groups are needed."""
     decoder = read_model_description(zoo["qwen3-moe-even"].folder).decoder
     decoder = replace(decoder, experts=replace(decoder.experts, intermediate_size=12))
     with pytest.raises(ConfigError, match="MLP of 12; it can be 1, 2, 4"):

@@ -1,4 +1,4 @@
-"""All experts of a layer in one tensor, plain and packed as MXFP4: what is loaded, and what is refused by name."""
+"""All experts of a layer in one tensor, plain or packed as MXFP4: loading, and errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ UP, DOWN = (f"model.layers.1.{stack}" for stack in STACKS)
 
 @pytest.fixture
 def packed(zoo: Zoo, tmp_path: Path) -> tuple[Path, Tensors]:
-    """A checkpoint with packed experts, and transformers' matrices of these."""
+    """A checkpoint with packed experts, and their matrices dequantized by transformers."""
     folder = tmp_path / "packed"
     shutil.copytree(zoo["gpt-oss"].folder, folder)
     return folder, pack(folder)
 
 
 def _experts(folder: Path, part: Part | None = None) -> ExpertWeights[Linear]:
-    """Load the experts of the last layer of a part."""
+    """Load the experts of a part's last layer."""
     model = read_model_description(folder)
     experts = load_weights(model, torch.float32, CPU, part).layers[-1].experts
     assert experts is not None
@@ -45,12 +45,12 @@ def _experts(folder: Path, part: Part | None = None) -> ExpertWeights[Linear]:
 
 
 def _with_gate_above_up(stacked: torch.Tensor) -> torch.Tensor:
-    """[experts, inner of gate, then of up, ...] of [experts, ..., both in turn]."""
+    """Rearrange [experts, ..., alternating gate and up] to [experts, inner of gate, then of up, ...]."""
     by_row = stacked.transpose(1, 2) if stacked.dim() == 3 else stacked
     return torch.cat([by_row[:, ::2], by_row[:, 1::2]], dim=1)
 
 
-def test_plain_ones_are_taken_apart(zoo: Zoo) -> None:
+def test_plain_stacks_are_split(zoo: Zoo) -> None:
     found = _experts(zoo["gpt-oss"].folder)
     mlp = zoo["gpt-oss"].oracle.model.layers[-1].mlp
     expected = mlp.experts
@@ -63,8 +63,8 @@ def test_plain_ones_are_taken_apart(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_numbers_are_those_of_transformers(dtype: torch.dtype) -> None:
-    """Every pair of numbers with every scale, those without a finite number among them."""
+def test_dequantized_mxfp4_equals_transformers(dtype: torch.dtype) -> None:
+    """Every pair of 4-bit floats with every scale, including scales without finite results."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(1, 1, 16)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
@@ -83,8 +83,8 @@ def test_packed_experts_are_unpacked(packed: tuple[Path, Tensors]) -> None:
     assert torch.equal(found.down.weight, expected["model.layers.2.mlp.experts.down_proj"].transpose(1, 2))
 
 
-def test_each_rank_has_its_slices(packed: tuple[Path, Tensors]) -> None:
-    """And the first one alone what is added once."""
+def test_each_rank_has_its_slices_of_packed_experts(packed: tuple[Path, Tensors]) -> None:
+    """Only the first rank has the biases that are added once."""
     folder, _ = packed
     whole = _experts(folder)
     first, second = (_experts(folder, Part(Shard(2, rank), (0, 3))) for rank in (0, 1))
@@ -97,7 +97,7 @@ def test_each_rank_has_its_slices(packed: tuple[Path, Tensors]) -> None:
     assert whole.up.bias.shape == (6, 2 * 96) and second.up.bias.shape == (6, 96)
 
 
-def test_memory_counts_what_is_unpacked(packed: tuple[Path, Tensors], zoo: Zoo) -> None:
+def test_the_size_of_weights_counts_unpacked_experts(packed: tuple[Path, Tensors], zoo: Zoo) -> None:
     plain, here = (read_model_description(folder) for folder in (zoo["gpt-oss"].folder, packed[0]))
     both = torch.bfloat16, torch.bfloat16
     assert num_weight_bytes(here, *both) == num_weight_bytes(plain, *both)
@@ -173,7 +173,7 @@ def test_malformed_stacks_are_refused_by_name(
 
 
 def test_packed_columns_are_whole_blocks(zoo: Zoo, tmp_path: Path) -> None:
-    """As there is nothing that says what a block's other numbers are."""
+    """A padded block would have numbers without a meaning."""
     folder = tmp_path / "edited"
     shutil.copytree(zoo["gpt-oss"].folder, folder)
     pack(folder)
@@ -204,8 +204,8 @@ def test_other_quantizations_are_refused(
     assert message in str(error.value)
 
 
-def test_the_published_model_is_described_as_it_is(tmp_path: Path) -> None:
-    """config.json of openai/gpt-oss-20b; its tensors are counted against transformers' model."""
+def test_the_published_gpt_oss_has_the_tensors_of_transformers(tmp_path: Path) -> None:
+    """config.json of openai/gpt-oss-20b; its tensors are compared with those of transformers' model."""
     num_layers = 24
     config = {
         "architectures": ["GptOssForCausalLM"],

@@ -1,6 +1,6 @@
-"""Small random models of every family, made with transformers, whose answers are the oracle.
+"""Small random models of every family, made with transformers, which is the oracle for their results.
 
-Weights are drawn ten times wider than usual: with the usual 0.02 a random model repeats one token for ever.
+Weights have ten times the usual deviation of 0.02, with which a random model repeats one token forever.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _LLAMA3 = _rope(
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 
 _GEMMA = {
-    "tie_word_embeddings": False,  # a tied one would repeat its last token
+    "tie_word_embeddings": False,  # with tied embeddings it would repeat its last token
     "num_key_value_heads": 2,
     "head_dim": 12,
     "sliding_window": 19,
@@ -326,7 +326,7 @@ WITHOUT_MAP: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoe",
         {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "phimoe": (  # whose layers name no window, though their mask has one
+    "phimoe": (  # its layers name no window, but their mask has one
         "Phimoe",
         {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 19},
     ),
@@ -341,7 +341,7 @@ WITH_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2},
     ),
 }
-"""Models whose heads are as wide as TensorRT's attention takes: a multiple of 8, from 16 on in half precision."""
+"""Models with heads that TensorRT's attention supports: width a multiple of 8, at least 16 in half precision."""
 
 
 @contextmanager
@@ -356,9 +356,9 @@ def _as_float64() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ZooModel:
-    """A checkpoint folder and the transformers model that was saved in it.
+    """A checkpoint folder, and the transformers model that was saved in it.
 
-    What `logits`, `generate` and `beams` have found is kept: tests ask for the same in many ways of serving it.
+    Results of `logits`, `generate` and `beams` are cached: many tests ask for the same ones.
     """
 
     folder: Path
@@ -366,15 +366,15 @@ class ZooModel:
     found: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def prompt(self, length: int, seed: int = 0) -> tuple[int, ...]:
-        """Random token ids."""
+        """Return random token ids."""
         generator = torch.Generator().manual_seed(seed)
         return tuple(torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist())
 
     @torch.inference_mode()
     def logits(self, token_ids: tuple[int, ...] | list[int]) -> torch.Tensor:
-        """The oracle's logits at every position, [positions, vocab_size], computed in float64.
+        """Return the oracle's logits at every position, [positions, vocab_size], computed in float64.
 
-        In float32 the oracle's own rounding is as large as that of what is compared with it.
+        In float32 the oracle's own rounding errors would be as large as those of the tested engine.
         """
         if "in float64" not in self.found:
             self.found["in float64"] = copy.deepcopy(self.oracle).double()
@@ -386,26 +386,26 @@ class ZooModel:
         return self.found[key].clone()
 
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-        """The oracle's own `generate`, without its stopping."""
+        """Return the tokens of the oracle's own `generate`, without end ids."""
         return self.generate(tuple(prompt), num_tokens, min_new_tokens=num_tokens)
 
     def generate(
         self, prompt: tuple[int, ...], num_tokens: int, end_id: int | None = None, **options: Any
     ) -> list[int]:
-        """The oracle's own greedy `generate` with some of its logits processors; the end id included."""
+        """Return the tokens of the oracle's greedy `generate`, with logits processors; includes the end id."""
         return list(self._ask(prompt, num_tokens, end_id, options)[0][0])
 
     def beams(
         self, prompt: tuple[int, ...], num_tokens: int, end_id: int | None = None, **options: Any
     ) -> list[tuple[list[int], float]]:
-        """The oracle's own beam search: each sequence's new tokens and final score, best first."""
+        """Return the oracle's own beam search: each sequence's new tokens and final score, best first."""
         found = self._ask(prompt, num_tokens, end_id, options | {"output_scores": True})
         return [(list(tokens), score) for tokens, score in zip(*found, strict=True)]
 
     def _ask(
         self, prompt: tuple[int, ...], num_tokens: int, end_id: int | None, options: dict[str, Any]
     ) -> tuple[list[list[int]], list[float]]:
-        """New tokens of every sequence, and the scores of a beam search's."""
+        """Return the new tokens of every sequence, and the scores of a beam search."""
         key = (tuple(prompt), num_tokens, end_id, repr(sorted(options.items())))
         if key not in self.found:
             with torch.inference_mode():
@@ -420,14 +420,14 @@ class ZooModel:
                 )
             scores = found.get("sequences_scores")
             sequences = found.sequences[:, len(prompt) :].tolist()
-            # The options stay, so that no other object comes to be where one of theirs was, which its name tells.
+            # Keeping the options keeps their objects alive: the cache's key has their addresses.
             self.found[key] = options, (sequences, [] if scores is None else scores.tolist())
         return self.found[key][1]
 
 
 @dataclass
 class Zoo:
-    """Makes each model once."""
+    """Creates each model once."""
 
     root: Path
     _made: dict[str, ZooModel] = field(default_factory=dict)
@@ -439,7 +439,7 @@ class Zoo:
 
 
 def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> ZooModel:
-    """Draw the weights of `case`, save them in `folder`."""
+    """Draw the weights of `case` and save the model in `folder`."""
     family, changes = (CASES | WITHOUT_MAP | WITH_KERNELS)[case]
     values = _GPT2 if family == "GPT2" else dict(_COMMON)
     foreign = {"GPTNeoX": ("num_key_value_heads",), "OPT": ("num_key_value_heads", "intermediate_size")}
@@ -450,12 +450,12 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
     config = getattr(transformers, config_name)(**{**values, **changes})
     torch.manual_seed(seed)
     class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    config._experts_implementation = "eager"  # the others compute no float64
+    config._experts_implementation = "eager"  # the only one that supports float64
     oracle = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         biases = [pair for pair in oracle.named_buffers() if pair[0].endswith("correction_bias")]
         for name, parameter in (*oracle.named_parameters(), *biases):
-            # drawn as 0 and 1: nobody would miss them
+            # initialized as 0 and 1, so that errors would not be noticed
             if name.endswith("bias") or "norm" in name or "sinks" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     oracle.save_pretrained(folder, **save_options)

@@ -16,7 +16,7 @@ TEMPLATE = (
     "{{ '\\n' }}{% endfor %}{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""In the style of Hermes, so that tool calls are looked for."""
+"""A template in the style of Hermes, so that tool calls are parsed."""
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def fake_url(template: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A PEFT folder whose adapter changes what the demo model says."""
+    """A PEFT folder with an adapter that changes the demo model's text."""
     import peft
     import torch
     import transformers
@@ -49,7 +49,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def demo(template: Path, adapter: Path) -> Iterator[tuple[EngineClient, str]]:
-    """The demo model's engine client, and the URL of an application in front of it; with an adapter `shouting`."""
+    """The demo model's client, and the URL of an application in front of it, with an adapter `shouting`."""
     with (
         demo_engine(lora_adapters=f"shouting={adapter}") as engine,
         served(engine, chat_template=template) as url,

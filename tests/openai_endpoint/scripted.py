@@ -1,4 +1,4 @@
-"""An engine whose answers are given: what the endpoint makes of texts that no model can be asked to write."""
+"""An engine with given answers, for texts that no model can be made to generate."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from inflight.core.ports import EngineClient, SendResponseCallback
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription, ModelLimits, Request
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response, SequenceResult, TopLogProbs
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.text.tokenizer import Tokenizer
@@ -26,9 +27,9 @@ _PAUSE_S = 0.001
 
 
 def folder_with_bos(folder: Path, **settings: Any) -> Path:
-    """The demo model's tokenizer, which puts `<s>`, a special token, in front of texts.
+    """Write the demo model's tokenizer to `folder`, so that it puts the special token `<s>` before texts.
 
-    `settings` go into tokenizer_config.json.
+    `settings` are added to tokenizer_config.json.
     """
     pipeline = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
     pipeline["added_tokens"].append({**pipeline["added_tokens"][0], "id": BOS_ID, "content": "<s>"})
@@ -47,14 +48,14 @@ def folder_with_bos(folder: Path, **settings: Any) -> Path:
 
 
 class ScriptedEngine:
-    """An engine client that answers every sequence with the same tokens, streams a token at a time.
+    """An engine client that answers every sequence with the same tokens, and streams them one at a time.
 
     Args:
-        answer: A text, or ids. The end id is behind them.
-        folder: With the tokenizer.
+        answer: A text or token ids; the end id follows.
+        folder: The folder of the tokenizer.
 
     Attributes:
-        requests: What was submitted.
+        requests: The submitted requests.
     """
 
     def __init__(self, answer: str | Sequence[int] = "", folder: Path = DEMO) -> None:
@@ -93,7 +94,7 @@ class ScriptedEngine:
         size = 1 if request.streaming else max(len(ids), 1)
         steps = [ids[start : start + size] for start in range(0, len(ids), size)]
         if (reason is FinishReason.END_ID and request.streaming) or not steps:
-            steps.append(())  # the end id comes in a response of its own
+            steps.append(())  # the end id is in a response of its own
         count = request.sampling.num_sequences
         for place, step in enumerate(steps):
             for index in range(count):

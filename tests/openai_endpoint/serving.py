@@ -1,4 +1,4 @@
-"""Servers for the endpoint's tests: an engine and the application in this process, at a port of their own."""
+"""Servers for the endpoint's tests: an engine and the application in this process, on a port of their own."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def served(
 
 
 def make_certificate(folder: Path, name: str = "localhost", passphrase: str = "") -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 and its key, PEM files in `folder`, which is made if it is not there."""
+    """Write a certificate for 127.0.0.1 and its key as PEM files to `folder`, which is created if missing."""
     folder.mkdir(exist_ok=True)
     certificate, key = folder / f"{name}.pem", folder / f"{name}-key.pem"
     locked = ["-passout", f"pass:{passphrase}"] if passphrase else ["-nodes"]

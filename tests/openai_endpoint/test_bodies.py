@@ -1,10 +1,11 @@
-"""Bodies from bytes: their size and their counts, and that what waits of them is bounded."""
+"""Reading of bodies: limits on their size, on their number of values, and on waiting bodies."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -36,23 +37,23 @@ def object_with(count: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "field", "value", "said"),
+    ("kind", "field", "make", "said"),
     [
-        (CompletionBody, "prompt", many("[1]", MAX_CONTAINERS), "lists and objects"),
-        (CompletionBody, "prompt", many("1", MAX_VALUES + 3), "values"),
-        (CompletionBody, "prompt", many('"a"', MAX_TEXTS), "texts and keys"),
-        (ChatBody, "messages", many("{}", MAX_CONTAINERS), "lists and objects"),
-        (TokenizeBody, "messages", many('{"role":"user","content":"[,{"}', MAX_CONTAINERS), "lists"),
-        (DetokenizeBody, "tokens", many("1", MAX_VALUES + 3), "values"),
-        (ChatBody, "chat_template_kwargs", object_with(MAX_VALUES + 3), "(values|texts)"),
-        (ChatBody, "chat_template_kwargs", object_with(MAX_TEXTS), "texts and keys"),
+        (CompletionBody, "prompt", partial(many, "[1]", MAX_CONTAINERS), "lists and objects"),
+        (CompletionBody, "prompt", partial(many, "1", MAX_VALUES + 3), "values"),
+        (CompletionBody, "prompt", partial(many, '"a"', MAX_TEXTS), "texts and keys"),
+        (ChatBody, "messages", partial(many, "{}", MAX_CONTAINERS), "lists and objects"),
+        (TokenizeBody, "messages", partial(many, '{"role":"user","content":"[,{"}', MAX_CONTAINERS), "lists"),
+        (DetokenizeBody, "tokens", partial(many, "1", MAX_VALUES + 3), "values"),
+        (ChatBody, "chat_template_kwargs", partial(object_with, MAX_VALUES + 3), "(values|texts)"),
+        (ChatBody, "chat_template_kwargs", partial(object_with, MAX_TEXTS), "texts and keys"),
     ],
 )
-def test_a_body_with_too_many_values_is_refused_unread(
-    kind: type[Body], field: str, value: str, said: str
+def test_a_body_with_too_many_values_is_refused_before_parsing(
+    kind: type[Body], field: str, make: Callable[[], str], said: str
 ) -> None:
     with pytest.raises(ApiError, match=f"the body has [0-9]+ {said}.*: this server takes at most") as caught:
-        parse_body(kind, f'{{"{field}": {value}}}'.encode(), JSON)
+        parse_body(kind, f'{{"{field}": {make()}}}'.encode(), JSON)
     assert caught.value.status == 400
 
 
@@ -62,7 +63,7 @@ def test_brackets_and_commas_in_texts_are_not_counted(text: str) -> None:
     assert body.prompt == json.loads(f'"{text}"') and body.stop == [body.prompt]
 
 
-def test_as_many_as_may_be_are_read() -> None:
+def test_a_body_at_the_limits_is_accepted() -> None:
     body = parse_body(CompletionBody, f'{{"prompt": {many("1", MAX_VALUES)}}}'.encode(), JSON)
     assert body.prompt == [1] * MAX_VALUES
 
@@ -79,7 +80,7 @@ def test_as_many_as_may_be_are_read() -> None:
         ),
     ],
 )
-def test_a_field_with_too_many_is_named(kind: type[Body], more: dict[str, Any], param: str) -> None:
+def test_a_field_with_too_many_items_is_named(kind: type[Body], more: dict[str, Any], param: str) -> None:
     asked = {"prompt": "x"} if kind is CompletionBody else {"messages": [{}]}
     with pytest.raises(ApiError) as caught:
         parse_body(kind, json.dumps({**asked, **more}).encode(), JSON)
@@ -100,7 +101,7 @@ def test_a_field_with_too_many_is_named(kind: type[Body], more: dict[str, Any], 
     + [b'{"temperature": 1e999}', b'{"a": "' + b"x" * 1000, b"\x00", b'\\"[[', b'{"prompt": "\\ud800"}']
     + [b"null", b"3", b'"text"', b"[]", b"{}"],
 )
-def test_a_malformed_body_is_refused_in_a_sentence(raw: bytes) -> None:
+def test_a_malformed_body_is_refused_with_an_explanation(raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_body(CompletionBody, raw, JSON)
     assert caught.value.status == 400 and len(str(caught.value)) < 300
@@ -116,7 +117,7 @@ def test_errors_shorten_large_values() -> None:
 @pytest.mark.parametrize(
     "header", [JSON, "application/json; charset=utf-8", "Application/JSON", "application/a+json"]
 )
-def test_json_by_its_header(header: str) -> None:
+def test_json_content_types_are_accepted(header: str) -> None:
     assert parse_body(CompletionBody, b'{"prompt": "x"}', header).prompt == "x"
 
 
@@ -128,13 +129,13 @@ def test_content_types_that_need_no_preflight_are_refused(header: str) -> None:
 
 @pytest.fixture
 def session() -> Iterator[EngineSession]:
-    found = EngineSession(cast(EngineClient, None))  # nothing is submitted
+    found = EngineSession(cast(EngineClient, None))  # no request is submitted
     yield found
     found.close()
 
 
 def request_of(parts: Sequence[bytes | None], length: int | None = None) -> Request:
-    """A request whose body comes in parts; None: its client goes away."""
+    """Return a request whose body arrives in parts; at a part None its client disconnects."""
     left = list(parts)
 
     async def receive() -> dict[str, Any]:
@@ -149,7 +150,7 @@ def request_of(parts: Sequence[bytes | None], length: int | None = None) -> Requ
     return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
 
 
-def test_a_body_may_be_as_large_as_the_bound_and_no_larger(session: EngineSession) -> None:
+def test_a_body_may_be_as_large_as_the_limit_and_no_larger(session: EngineSession) -> None:
     body = b'{"prompt": "x"}'
     reader = BodyReader(session, len(body))
     parts = [body[:4], body[4:]]
@@ -163,18 +164,18 @@ def test_a_body_may_be_as_large_as_the_bound_and_no_larger(session: EngineSessio
             asyncio.run(reader.read(CompletionBody, request_of([], length)))
 
 
-def test_a_client_that_goes_away_within_its_body(session: EngineSession) -> None:
+def test_a_client_that_disconnects_within_its_body_is_cancelled(session: EngineSession) -> None:
     with pytest.raises(Cancelled):
         asyncio.run(BodyReader(session, 100).read(CompletionBody, request_of([b"{", None])))
 
 
-def test_all_large_bodies_that_wait_are_bounded_and_small_ones_are_taken(session: EngineSession) -> None:
+def test_waiting_large_bodies_are_bounded_and_small_ones_accepted(session: EngineSession) -> None:
     size = 1 << 20
     reader = BodyReader(session, size)
     waiting = asyncio.Event()
 
     def begun() -> Request:
-        """Nearly all of a body, and a client that sends the rest later."""
+        """Return a request whose client sends nearly all of its body now, and the rest later."""
         begin = b'{"prompt": "' + b"x" * (size - 100)
 
         async def receive() -> dict[str, Any]:

@@ -28,7 +28,7 @@ RENDERED = "<|system|>You write code.\n<|user|>area of a circle?\n<|assistant|>"
 ASKED: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "max_completion_tokens": 20, "temperature": 0}
 
 
-def test_an_answer_is_what_the_rendered_prompt_is_continued_with(client: openai.OpenAI) -> None:
+def test_an_answer_continues_the_rendered_prompt(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**ASKED)
     message = answer.choices[0].message
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
@@ -60,15 +60,15 @@ def test_a_stream_has_the_same_answer(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 40
 
 
-def test_the_stream_helper_of_the_client_accumulates_it(client: openai.OpenAI) -> None:
+def test_openais_stream_helper_accumulates_the_answer(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**ASKED).choices[0].message.content or ""
-    end = whole[12:16]  # the helper takes an answer that was cut for an error
+    end = whole[12:16]  # the helper raises an error for an answer cut by its length
     with client.chat.completions.stream(**ASKED, stop=[end]) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.content == whole[: whole.find(end)]
 
 
-def test_without_a_bound_an_answer_may_fill_the_model(client: openai.OpenAI) -> None:
+def test_without_max_tokens_an_answer_may_fill_the_context(client: openai.OpenAI) -> None:
     short = {**ASKED, "max_completion_tokens": None}
     answer = client.chat.completions.create(**short, extra_body={"ignore_eos": True})
     assert answer.usage is not None and answer.usage.total_tokens == client_length(client)
@@ -78,7 +78,7 @@ def client_length(client: openai.OpenAI) -> int:
     return client.models.retrieve("demo").model_extra["max_model_len"]  # type: ignore[index]
 
 
-def test_the_last_message_is_gone_on_with(client: openai.OpenAI) -> None:
+def test_the_last_message_is_continued(client: openai.OpenAI) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "def area("}]
     answer = client.chat.completions.create(
         **{**ASKED, "messages": messages}, extra_body={"continue_final_message": True}
@@ -115,13 +115,13 @@ def test_async_streams_run_together(fake_url: str) -> None:
     assert len(set(asyncio.run(ask()))) == 1
 
 
-def test_a_model_without_a_template_says_how_to_get_one() -> None:
+def test_a_chat_without_a_template_is_refused_with_the_remedy() -> None:
     with fake_engine() as engine, served(engine) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=ASKED)
         assert answer.status_code == 400 and "--chat-template" in answer.json()["error"]["message"]
 
 
-def test_reasoning_comes_apart_from_the_answer(tmp_path: Path) -> None:
+def test_reasoning_is_separate_from_content(tmp_path: Path) -> None:
     file = tmp_path / "thinking.jinja"
     source = "{% for message in messages %}{{ message.content.split('</think>')[-1] }}{% endfor %}<think>"
     file.write_text(source, encoding="utf-8")
@@ -153,7 +153,7 @@ def test_without_a_tool_parser_calls_are_text(template: Path) -> None:
         assert answer.json()["choices"][0]["message"]["content"]
 
 
-def test_without_a_reasoning_parser_thoughts_are_text(tmp_path: Path) -> None:
+def test_without_a_reasoning_parser_reasoning_is_text(tmp_path: Path) -> None:
     file = tmp_path / "thinking.jinja"
     file.write_text("{{ messages[0].content.split('</think>')[-1] }}<think>", encoding="utf-8")
     asked = {**ASKED, "messages": [{"role": "user", "content": "hello"}]}
@@ -162,7 +162,7 @@ def test_without_a_reasoning_parser_thoughts_are_text(tmp_path: Path) -> None:
         assert message["content"] and not {"reasoning", "reasoning_content"} & message.keys()
 
 
-def test_tokenize_tells_what_would_be_computed(fake_url: str) -> None:
+def test_tokenize_returns_the_ids_of_the_prompt(fake_url: str) -> None:
     tokenizer = Tokenizer.from_dir(DEMO)
     whole = httpx.post(f"{fake_url}/tokenize", json={"prompt": "def f():", "return_token_strs": True}).json()
     assert whole["tokens"] == tokenizer.encode("def f():") and whole["count"] == len(whole["token_strs"])
@@ -173,8 +173,8 @@ def test_tokenize_tells_what_would_be_computed(fake_url: str) -> None:
 
 
 @pytest.mark.parametrize("writes_bos", [True, False])
-def test_a_chat_has_the_bos_of_its_template_alone(tmp_path: Path, writes_bos: bool) -> None:
-    """The tokenizer's own BOS, which it puts in front of other texts, is not added."""
+def test_a_chat_has_only_the_bos_of_its_template(tmp_path: Path, writes_bos: bool) -> None:
+    """The tokenizer does not add its own BOS, as it does for other texts."""
     source = "{{ bos_token }}" * writes_bos + "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     folder = folder_with_bos(tmp_path, chat_template=source)
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
@@ -200,13 +200,13 @@ def test_a_chat_has_the_bos_of_its_template_alone(tmp_path: Path, writes_bos: bo
 
 
 @pytest.mark.parametrize("asked", [{"top_logprobs": 0}, {"top_logprobs": 0, "logprobs": False}])
-def test_no_likeliest_tokens_need_no_log_probs(fake_url: str, asked: dict[str, Any]) -> None:
+def test_top_logprobs_0_needs_no_logprobs(fake_url: str, asked: dict[str, Any]) -> None:
     """As with vLLM; clients send their defaults."""
     answer = httpx.post(f"{fake_url}/v1/chat/completions", json={**ASKED, **asked})
     assert answer.status_code == 200 and answer.json()["choices"][0]["logprobs"] is None
 
 
-def test_the_reasoning_effort_is_the_templates(tmp_path: Path) -> None:
+def test_reasoning_effort_is_passed_to_the_template(tmp_path: Path) -> None:
     file = tmp_path / "effort.jinja"
     file.write_text("{{ reasoning_effort }}{{ messages[0].content }}", encoding="utf-8")
     asked = {**ASKED, "messages": MESSAGES[:1], "reasoning_effort": "high", "return_token_ids": True}
@@ -245,10 +245,10 @@ def test_unsupported_fields_are_refused(fake_url: str, changes: dict[str, Any], 
     ("policy", "default_max_tokens", "num_running"),
     [("guaranteed_no_evict", None, 2), ("guaranteed_no_evict", 100, 6), ("max_utilization", None, 6)],
 )
-def test_how_many_chats_without_a_length_run_at_once(
+def test_chats_without_a_length_run_as_many_as_the_cache_allows(
     template: Path, policy: str, default_max_tokens: int | None, num_running: int
 ) -> None:
-    """In a KV cache with room for two that fill the model's length."""
+    """The KV cache has room for two sequences of the model's length."""
     parameters = {"max_sequence_length": "512", "max_tokens_in_paged_kv_cache": "1024"}
     asked = {"messages": MESSAGES, "stream": True, "ignore_eos": True}
     with (
@@ -279,4 +279,4 @@ def test_how_many_chats_without_a_length_run_at_once(
             pool.submit(ask)
         begun = wait_until(lambda found: found[0] + found[1] == 6)[2]
         assert wait_until(lambda found: found[2] > begun + 2)[:2] == (num_running, 6 - num_running)
-        engine.close()  # which ends what still runs
+        engine.close()  # ends requests that still run

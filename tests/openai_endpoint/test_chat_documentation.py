@@ -1,4 +1,4 @@
-"""The programs of docs/chat.md run against the fake engine, and its template is what it says."""
+"""The programs in docs/chat.md run against the fake engine, and the page describes the template correctly."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ ASKED: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "t
 
 
 def texts_of(chunks: Any) -> dict[int, str]:
-    """The texts of a stream's choices, by index."""
+    """Return the texts of a stream's choices, by index."""
     texts: dict[int, str] = {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -28,14 +28,14 @@ def texts_of(chunks: Any) -> dict[int, str]:
     return texts
 
 
-def test_models_lists_what_is_served(client: openai.OpenAI) -> None:
+def test_models_lists_the_served_model(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").object == "model"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 
 
-def test_a_model_goes_by_all_its_names_or_by_its_folder() -> None:
+def test_a_model_has_all_given_names_or_its_folders_name() -> None:
     with fake_engine() as engine:
         with served(engine, served_model_names=("a", "b")) as url:
             assert [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"]] == ["a", "b"]
@@ -55,7 +55,7 @@ def test_a_prompt_is_continued(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens == len(Tokenizer.from_dir(DEMO).encode(PROMPT))
 
 
-def test_sixteen_tokens_come_unless_the_body_says_otherwise(client: openai.OpenAI) -> None:
+def test_max_tokens_is_16_by_default(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="demo", prompt=PROMPT)
     assert answer.usage is not None and answer.usage.completion_tokens == 16
 
@@ -77,11 +77,11 @@ def test_every_chunk_has_the_usage_so_far(client: openai.OpenAI) -> None:
     assert len(counts) == len(chunks) > 1 and counts == sorted(counts) and counts[-1] == 20
 
 
-def test_without_asking_a_stream_has_no_usage(client: openai.OpenAI) -> None:
+def test_a_stream_has_no_usage_by_default(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in client.completions.create(**ASKED, stream=True))
 
 
-def test_prompts_as_texts_as_ids_and_in_batches(client: openai.OpenAI) -> None:
+def test_prompts_may_be_texts_ids_or_batches(client: openai.OpenAI) -> None:
     tokenizer = Tokenizer.from_dir(DEMO)
     prompts = [PROMPT, "import os"]
     ids = [tokenizer.encode(prompt) for prompt in prompts]
@@ -108,7 +108,7 @@ def test_several_choices_of_several_prompts(client: openai.OpenAI) -> None:
     assert whole.usage is not None and whole.usage.completion_tokens == 36
 
 
-def test_a_seed_repeats_and_no_seed_does_not(client: openai.OpenAI) -> None:
+def test_a_seed_repeats_the_text_and_no_seed_does_not(client: openai.OpenAI) -> None:
     def text(**changes: Any) -> str:
         return client.completions.create(**{**ASKED, "temperature": 1.5, **changes}).choices[0].text
 
@@ -140,7 +140,7 @@ def test_a_stop_token_ends_a_text_and_is_not_shown(client: openai.OpenAI) -> Non
     assert stopped.choices[0].model_extra["token_ids"] == ids[: ids.index(ids[7])]  # type: ignore[index]
 
 
-def test_a_long_prompt_that_came_before_is_cached(client: openai.OpenAI) -> None:
+def test_a_repeated_long_prompt_is_cached(client: openai.OpenAI) -> None:
     prompt = [5 + number % 50 for number in range(300)]
 
     def cached(**changes: Any) -> int:
@@ -156,7 +156,7 @@ def test_a_long_prompt_that_came_before_is_cached(client: openai.OpenAI) -> None
     assert 256 <= last.usage.prompt_tokens_details.cached_tokens < 300
 
 
-def test_beams_come_best_first_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_beams_are_returned_best_first_whole_and_streamed(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {**ASKED, "n": 3, "extra_body": {"use_beam_search": True}}
     whole = client.completions.create(**asked)
     texts = {choice.index: choice.text for choice in whole.choices}
@@ -199,7 +199,7 @@ def test_echo_with_log_probs_has_a_row_for_every_token(client: openai.OpenAI) ->
     assert alone.choices[0].logprobs.token_logprobs == told.token_logprobs[:-4]
 
 
-def test_streamed_log_probs_are_those_of_the_whole(client: openai.OpenAI) -> None:
+def test_streamed_log_probs_equal_those_of_the_whole_answer(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {**ASKED, "logprobs": 1, "echo": True}
     whole = client.completions.create(**asked).choices[0].logprobs
     assert whole is not None
@@ -209,7 +209,7 @@ def test_streamed_log_probs_are_those_of_the_whole(client: openai.OpenAI) -> Non
         assert told == getattr(whole, name)
 
 
-def test_many_at_once_by_the_async_client(fake_url: str) -> None:
+def test_the_async_client_runs_many_requests_at_once(fake_url: str) -> None:
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{fake_url}/v1", api_key="none") as client:
 

@@ -1,4 +1,4 @@
-"""The demo model on the real engine: what clients get is what the engine and transformers say."""
+"""The demo model on the real engine: clients get the values of the engine and of transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ids_of(answer: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def log_softmax() -> Iterator[Any]:
-    """Log probabilities after each token, by transformers."""
+    """Yield a function that returns transformers' log probs after each token."""
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
 
     def of(ids: list[int]) -> torch.Tensor:
@@ -47,7 +47,7 @@ def log_softmax() -> Iterator[Any]:
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.7, "top_k": 9, "min_p": 0.02, "repetition_penalty": 1.2}]
 )
-def test_tokens_are_those_of_the_engine(
+def test_tokens_equal_the_engines(
     demo: tuple[EngineClient, str], demo_client: openai.OpenAI, sampling: dict[str, Any]
 ) -> None:
     ids = tuple(Tokenizer.from_dir(DEMO).encode(PROMPT))
@@ -62,7 +62,7 @@ def test_tokens_are_those_of_the_engine(
     assert ids_of(answer) == list(result.output_token_ids[0][len(ids) :])
 
 
-def test_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
+def test_log_probs_equal_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
     answer = demo_client.completions.create(**ASKED, echo=True, logprobs=3, extra_body=WITH_IDS)
     tokenizer = Tokenizer.from_dir(DEMO)
     ids = tokenizer.encode(PROMPT) + ids_of(answer)
@@ -83,7 +83,7 @@ def test_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, log_sof
         assert answer.choices[0].text[offset : offset + len(token)] == token
 
 
-def test_prompt_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
+def test_prompt_log_probs_equal_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
     ids = Tokenizer.from_dir(DEMO).encode(PROMPT)
     answer = demo_client.completions.create(**ASKED, extra_body={"prompt_logprobs": 2})
     first, *told = answer.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
@@ -99,7 +99,7 @@ def test_prompt_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, 
     assert alone == [dict([next(iter(entries.items()))]) for entries in told]
 
 
-def test_chat_log_probs_are_those_of_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
+def test_chat_log_probs_equal_transformers(demo_client: openai.OpenAI, log_softmax: Any) -> None:
     answer = demo_client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": PROMPT}],
@@ -162,7 +162,7 @@ GUIDED: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 80, "
     ],
 )
 def test_a_text_is_valid_by_its_schema(demo_client: openai.OpenAI, fields: dict[str, Any]) -> None:
-    # Without a space JSON cannot be spaced out to the end of the budget.
+    # Without spaces, JSON cannot be padded up to max_tokens.
     bias = {str(token_id): -100 for token_id in spaces()}
     answer = demo_client.completions.create(**GUIDED, logit_bias=bias, extra_body=fields)
     assert answer.choices[0].finish_reason == "stop"
@@ -170,7 +170,7 @@ def test_a_text_is_valid_by_its_schema(demo_client: openai.OpenAI, fields: dict[
 
 
 def spaces() -> list[int]:
-    """Tokens of nothing but white space."""
+    """Return the tokens that are only white space."""
     table = Tokenizer.from_dir(DEMO).token_bytes()
     return [token_id for token_id, text in enumerate(table) if text and not text.strip()]
 
@@ -213,7 +213,7 @@ class Shape(pydantic.BaseModel):
     exact: bool
 
 
-def test_parse_gives_an_object_of_the_clients_class(demo_client: openai.OpenAI) -> None:
+def test_parse_returns_an_object_of_the_clients_class(demo_client: openai.OpenAI) -> None:
     answer = demo_client.chat.completions.parse(
         model="demo",
         messages=[{"role": "user", "content": "Which shape?"}],
@@ -224,7 +224,7 @@ def test_parse_gives_an_object_of_the_clients_class(demo_client: openai.OpenAI) 
     assert isinstance(parsed, Shape) and parsed.shape in ("circle", "square")
 
 
-def test_a_bad_guide_names_its_field(demo_client: openai.OpenAI) -> None:
+def test_an_invalid_guide_is_refused_with_its_field(demo_client: openai.OpenAI) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
             demo_client.completions.create(**GUIDED, stream=stream, extra_body={"guided_regex": "("})
@@ -269,7 +269,7 @@ def test_a_named_tool_is_called(demo_client: openai.OpenAI, name: str) -> None:
     assert streamed.finish_reason == "tool_calls"
 
 
-def test_some_tool_is_called_where_one_is_required(demo_client: openai.OpenAI) -> None:
+def test_a_tool_is_called_if_tool_choice_is_required(demo_client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {**CALLING, "tool_choice": "required", "parallel_tool_calls": False, "n": 3}
     asked["logit_bias"] = {str(token_id): -100 for token_id in spaces()}
     for choice in demo_client.chat.completions.create(**asked).choices:
@@ -286,13 +286,13 @@ WRITTEN = "".join(
 @pytest.mark.parametrize(
     ("parallel", "names"), [(True, ["draw_circle", "draw_square"]), (False, ["draw_circle"])]
 )
-def test_calls_are_found_that_a_model_chose_to_write(
+def test_calls_are_parsed_without_a_tool_choice(
     demo_client: openai.OpenAI, parallel: bool, names: list[str]
 ) -> None:
-    """The guide stands for a model that has learnt to write calls; the parser knows nothing of it."""
+    """A guide replaces a model trained to write calls; the parser does not know of it."""
     asked: dict[str, Any] = {
         **CALLING,
-        "max_completion_tokens": 400,  # any tokens that spell the text may come, bytes among them
+        "max_completion_tokens": 400,  # any tokens that spell the text may be sampled, single bytes included
         "tool_choice": "auto",
         "parallel_tool_calls": parallel,
         "extra_body": {"guided_choice": [WRITTEN]},
@@ -309,8 +309,8 @@ def test_calls_are_found_that_a_model_chose_to_write(
 
 
 @pytest.mark.parametrize("text", ["<tool_call>never closed", "\U0001f642\U0001f643"])
-def test_ids_of_a_stream_come_also_while_text_is_held_back(demo_client: openai.OpenAI, text: str) -> None:
-    """Text that may become a call, and bytes of a character that is not whole yet."""
+def test_a_stream_has_token_ids_while_text_is_held(demo_client: openai.OpenAI, text: str) -> None:
+    """Text is held if it may become a call, or is an incomplete character."""
     guide: dict[str, Any] = {**WITH_IDS, "guided_choice": [text]}
     asked: dict[str, Any] = {**CALLING, "extra_body": guide}
     whole = demo_client.chat.completions.create(**asked)
@@ -331,14 +331,14 @@ def test_ids_of_a_stream_come_also_while_text_is_held_back(demo_client: openai.O
     assert [extra["prompt_token_ids"] for extra in extras if "prompt_token_ids" in extra] == [expected]
 
 
-def test_a_model_may_answer_beside_its_tools(demo_client: openai.OpenAI) -> None:
+def test_a_model_with_tools_may_answer_with_text(demo_client: openai.OpenAI) -> None:
     for tool_choice in ("auto", "none"):
         asked = {**CALLING, "tool_choice": tool_choice, "max_completion_tokens": 5}
         choice = demo_client.chat.completions.create(**asked).choices[0]
         assert choice.finish_reason == "length" and not choice.message.tool_calls and choice.message.content
 
 
-def test_an_adapter_is_a_model(demo_client: openai.OpenAI, adapter: Path) -> None:
+def test_an_adapter_is_served_as_a_model(demo_client: openai.OpenAI, adapter: Path) -> None:
     ids = Tokenizer.from_dir(DEMO).encode(PROMPT)
     base = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     adapted: Any = peft.PeftModel.from_pretrained(base, adapter)
@@ -358,7 +358,7 @@ def test_an_adapter_is_a_model(demo_client: openai.OpenAI, adapter: Path) -> Non
 
 @pytest.fixture
 def styleless(request: Any, demo: tuple[EngineClient, str], tmp_path: Path) -> Iterator[openai.OpenAI]:
-    """A client of an application whose template says nothing of how calls are written, and ends as asked."""
+    """A client of an application whose template does not show how calls are written, and ends as given."""
     file = tmp_path / "template.jinja"
     messages = "{% for message in messages %}{{ message.content.split('</think>')[-1] }}{% endfor %}"
     file.write_text("{{ tools | tojson }}" + messages + request.param, encoding="utf-8")
@@ -385,7 +385,7 @@ def test_calls_are_forced_on_a_model_without_a_style(styleless: openai.OpenAI) -
 
 
 @pytest.mark.parametrize("styleless", ["<think>"], indirect=True)
-def test_a_guide_ends_the_thinking_first(styleless: openai.OpenAI) -> None:
+def test_a_guide_ends_the_reasoning_first(styleless: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "yes?"}]
     extra: dict[str, Any] = {"guided_choice": ["yes", "no"]}
     message = (

@@ -1,4 +1,4 @@
-"""docs/openai.md names every field, those that are refused too."""
+"""docs/openai.md names every field, refused ones included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of the documentation that ask /v1, as written, against the endpoint on another port."""
+"""The documentation's commands that send requests to /v1 run unchanged, on another port."""
 
 from __future__ import annotations
 

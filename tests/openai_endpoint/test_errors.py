@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, and clients that go away; by raw HTTP, on the fake engine."""
+"""Errors in OpenAI's form, and disconnected clients; by raw HTTP, on the fake engine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ import httpx
 import openai
 import pydantic
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from inflight.core.ports import EngineClient
-from inflight.core.request.request import ModelLimits, Request
+from inflight.core.request.engine_description import ModelLimits
+from inflight.core.request.request import Request
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import BadAdapter, InvalidArgument, error_from_kind
 from inflight.openai.errors import ApiError, describe_error
+from inflight.openai.kserve_client import KServeEngineClient
 from inflight.openai.options import OpenAiOptions
 from inflight.openai.planning import check_number_of_sequences
 from inflight.openai.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -82,7 +85,9 @@ ASKED: dict[str, Any] = {"model": "demo", "prompt": "def f():", "max_tokens": 4}
         ({"truncate_prompt_tokens": -1, "max_tokens": 100_000}, "max_tokens", "context_length_exceeded"),
     ],
 )
-def test_a_bad_field_is_named(fake_url: str, changes: dict[str, Any], param: str | None, code: str) -> None:
+def test_an_invalid_field_is_named(
+    fake_url: str, changes: dict[str, Any], param: str | None, code: str
+) -> None:
     body = {name: value for name, value in {**ASKED, **changes}.items() if value is not None}
     answer = httpx.post(f"{fake_url}/v1/completions", json=body)
     error = answer.json()["error"]
@@ -114,14 +119,16 @@ def test_a_priority_may_be_any_number(fake_url: str, priority: int) -> None:
         ),
     ],
 )
-def test_a_field_of_several_types_is_told_all(fake_url: str, changes: dict[str, Any], said: str) -> None:
+def test_an_error_about_a_field_of_several_types_names_all(
+    fake_url: str, changes: dict[str, Any], said: str
+) -> None:
     answer = httpx.post(f"{fake_url}/v1/completions", json={**ASKED, **changes})
     error = answer.json()["error"]
     assert answer.status_code == 400 and said in error["message"]
     assert error["param"] == next(iter(changes))
 
 
-def test_an_engine_that_follows_no_guides_is_told_in_the_words_of_the_body(fake_url: str) -> None:
+def test_an_engine_without_guides_is_an_error_about_the_bodys_field(fake_url: str) -> None:
     asked = {**ASKED, "response_format": {"type": "json_object"}}
     answer = httpx.post(f"{fake_url}/v1/completions", json=asked)
     error = answer.json()["error"]
@@ -142,13 +149,15 @@ def test_an_engine_that_follows_no_guides_is_told_in_the_words_of_the_body(fake_
         ({"type": "structural_tag", "format": {}}, "'format', which nobody would read"),
     ],
 )
-def test_nothing_of_a_response_format_is_ignored(fake_url: str, format: dict[str, Any], said: str) -> None:
+def test_unknown_keys_of_a_response_format_are_refused(
+    fake_url: str, format: dict[str, Any], said: str
+) -> None:
     answer = httpx.post(f"{fake_url}/v1/completions", json={**ASKED, "response_format": format})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format"), answer.text
     assert said in answer.json()["error"]["message"]
 
 
-def test_ids_that_no_tokenizer_has_are_refused(fake_url: str) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(fake_url: str) -> None:
     answer = httpx.post(f"{fake_url}/detokenize", json={"tokens": [1 << 40]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens"), answer.text
 
@@ -167,21 +176,21 @@ def test_ids_that_no_tokenizer_has_are_refused(fake_url: str) -> None:
         (DetokenizeBody, {"tokens": [1.5] * 2000}),
     ],
 )
-def test_a_long_wrong_list_has_few_errors(kind: type[Body], body: dict[str, Any]) -> None:
-    """An error for every item would be made on the event loop, and stall everybody."""
+def test_a_long_invalid_list_has_few_errors(kind: type[Body], body: dict[str, Any]) -> None:
+    """One error for every item would be made on the event loop, and delay all requests."""
     with pytest.raises(pydantic.ValidationError) as caught:
         kind.model_validate(body)
     assert caught.value.error_count() <= 4
 
 
-def test_a_body_without_its_header_is_told_which(fake_url: str) -> None:
-    form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d says without -H
+def test_a_missing_content_type_is_named(fake_url: str) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}  # curl -d sends this type without -H
     answer = httpx.post(f"{fake_url}/v1/completions", content=json.dumps(ASKED), headers=form)
     error = answer.json()["error"]
     assert answer.status_code == 400 and "Content-Type: application/json" in error["message"]
 
 
-def test_neutral_values_of_what_is_not_served_are_taken(fake_url: str) -> None:
+def test_neutral_values_of_unserved_fields_are_accepted(fake_url: str) -> None:
     neutral = {"suffix": None, "best_of": 1, "store": False, "service_tier": "auto", "user": "me", "stop": []}
     answer = httpx.post(f"{fake_url}/v1/completions", json={**ASKED, **neutral})
     assert answer.status_code == 200, answer.text
@@ -191,12 +200,12 @@ def test_neutral_values_of_what_is_not_served_are_taken(fake_url: str) -> None:
     ("method", "route", "status"),
     [("POST", "/v1/embeddings", 501), ("POST", "/v1/nothing", 404), ("GET", "/v1/completions", 405)],
 )
-def test_routes_that_are_not_served(fake_url: str, method: str, route: str, status: int) -> None:
+def test_unserved_routes_are_refused(fake_url: str, method: str, route: str, status: int) -> None:
     answer = httpx.request(method, fake_url + route, json={"input": "x"} if method == "POST" else None)
     assert answer.status_code == status and answer.json()["error"]["message"]
 
 
-def test_a_body_that_is_no_json(fake_url: str) -> None:
+def test_a_body_that_is_not_json_is_refused(fake_url: str) -> None:
     answer = httpx.post(
         f"{fake_url}/v1/completions", content=b"{", headers={"content-type": "application/json"}
     )
@@ -204,7 +213,7 @@ def test_a_body_that_is_no_json(fake_url: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["prompt", "stop", "bad_words", "guided_regex", "user", "cache_salt"])
-def test_half_a_surrogate_pair_is_no_text(fake_url: str, field: str) -> None:
+def test_half_a_surrogate_pair_is_refused(fake_url: str, field: str) -> None:
     half = '["\\ud800"]' if field == "bad_words" else '"\\ud800"'
     body = f'{{"prompt": "x", "{field}": {half}}}'
     answer = httpx.post(
@@ -227,27 +236,29 @@ def test_health_version_and_metrics(fake_url: str) -> None:
         assert httpx.get(f"{url}/metrics").json() == httpx.get(f"{fake_url}/version").json()
 
 
-def test_the_metrics_page_is_fetched_past_any_proxy(fake_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metrics_page_is_fetched_without_a_proxy(fake_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")  # where nobody listens
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # no server listens on this port
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(urllib.request, "_opener", None)  # which keeps the proxies of its first use
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxies from its first use
     with fake_engine() as engine, served(engine, metrics_url=f"{fake_url}/version") as url:
         assert httpx.get(f"{url}/metrics", trust_env=False).json()["version"]
 
 
-def test_without_an_engine_nothing_is_available(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_an_engine_requests_are_answered_503(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     client = SocketEngineClient(str(tmp_path / "nobody.sock"))
     with caplog.at_level(logging.INFO), served(client) as url:
         for answer in (httpx.get(f"{url}/health"), httpx.post(f"{url}/v1/completions", json=ASKED)):
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "unavailable"
             assert "nobody.sock" not in answer.text and str(tmp_path) not in answer.text
-        assert "nobody.sock" in caplog.text  # where the operator reads it
+        assert "nobody.sock" in caplog.text  # the operator reads the path in the log
     client.close()
 
 
-def test_a_full_queue_says_try_again() -> None:
+def test_a_full_queue_is_answered_429_with_retry_after() -> None:
     with (
         fake_engine(step_us=10_000, max_batch_size="1", max_beam_width="1", max_queue_size="1") as engine,
         served(engine) as url,
@@ -274,11 +285,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_client_that_goes_away_ends_its_requests() -> None:
+def test_a_disconnected_client_ends_its_requests() -> None:
     asked = {**ASKED, "prompt": ["a", "b"], "max_tokens": 3000, "ignore_eos": True}
     with fake_engine(step_us=2000) as engine, served(engine) as url, httpx.Client(base_url=url) as client:
         with client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as stream:
-            lines = stream.iter_lines()  # which closes the stream when nobody has it any more
+            lines = stream.iter_lines()  # closes the stream when garbage-collected
             next(lines)
             assert num_unanswered(engine) == 2
         wait_until(lambda: num_unanswered(engine) == 0)
@@ -288,7 +299,7 @@ def test_a_client_that_goes_away_ends_its_requests() -> None:
         assert client.post("/v1/completions", json=ASKED, timeout=PATIENCE_S).status_code == 200
 
 
-def test_an_engine_that_ends_is_told_within_the_stream() -> None:
+def test_an_engine_lost_during_a_stream_is_an_error_event() -> None:
     with fake_engine(step_us=2000) as engine, served(engine) as url:
         asked = {**ASKED, "max_tokens": 3000, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=PATIENCE_S) as stream:
@@ -327,7 +338,7 @@ def test_the_engine_may_be_in_another_process(path: str) -> None:  # noqa: F811 
         ("tokenize", {"messages": [{"role": "user", "content": "word " * 60_000}]}, "messages"),
     ],
 )
-def test_a_prompt_that_is_too_long_is_known_by_its_code(
+def test_a_prompt_that_is_too_long_has_openais_code(
     fake_url: str, route: str, body: dict[str, Any], param: str
 ) -> None:
     answer = httpx.post(f"{fake_url}/{route}", json=body, timeout=PATIENCE_S)
@@ -337,7 +348,7 @@ def test_a_prompt_that_is_too_long_is_known_by_its_code(
     )
 
 
-def test_the_engines_refusal_of_a_long_prompt_has_its_code_too() -> None:
+def test_the_engines_refusal_of_a_long_prompt_has_openais_code() -> None:
     """An engine behind another server has limits that this process may not know."""
     limits = ModelLimits(100, 20, 10, num_blocks=4, tokens_per_block=4)
     for length, count in ((11, 1), (10, 11), (10, 9)):
@@ -349,9 +360,17 @@ def test_the_engines_refusal_of_a_long_prompt_has_its_code_too() -> None:
 
 
 def test_errors_of_an_adapter_name_the_parameter_model() -> None:
-    """Its name is what the body has in `model`."""
+    """The body has the adapter's name in `model`."""
     status, body = describe_error(BadAdapter("LoRA adapter sql: it has no weights"))
     assert (status, body["error"]["param"]) == (400, "model")
+
+
+def test_a_grpc_error_that_contains_a_kinds_name_is_not_a_server_error() -> None:
+    client = object.__new__(KServeEngineClient)
+    client._url = "far:1"
+    said = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:1: Socket closed"
+    error = client._error(InferenceServerException(said, "StatusCode.UNAVAILABLE"))
+    assert str(error) == f"the tritonserver at far:1 cannot be reached: {said}"
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
@@ -387,14 +406,14 @@ def test_errors_of_an_adapter_name_the_parameter_model() -> None:
         *("v1/completions/render", "v1/containers"),
     ],
 )
-def test_surfaces_that_are_not_there_say_so(fake_url: str, method: str, route: str) -> None:
+def test_unserved_apis_are_refused_with_an_explanation(fake_url: str, method: str, route: str) -> None:
     answer = httpx.request(method, f"{fake_url}/{route}")
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (501, "not_implemented")
     assert len(error["message"].split()) >= 4
 
 
-def test_completions_are_not_kept(fake_url: str) -> None:
+def test_stored_completions_and_deletion_are_refused(fake_url: str) -> None:
     for method, route in (
         ("GET", "chat/completions"),
         ("DELETE", "chat/completions/c1"),
@@ -421,7 +440,7 @@ def test_fields_without_an_effect_are_accepted(fake_url: str, fields: dict[str, 
 @pytest.mark.parametrize(
     "fields", [{"store": "yes"}, {"metadata": [1]}, {"metadata": {"a": 1}}, {"verbosity": "loud"}]
 )
-def test_it_has_to_be_of_its_type_all_the_same(fake_url: str, fields: dict[str, Any]) -> None:
+def test_fields_without_an_effect_are_type_checked(fake_url: str, fields: dict[str, Any]) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
     answer = httpx.post(f"{fake_url}/v1/chat/completions", json=chat)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
@@ -452,7 +471,7 @@ def test_sequences_are_counted_before_anything_is_tokenized(
         assert len(httpx.post(f"{url}/v1/completions", json=allowed).json()["choices"]) == 4
 
 
-def test_the_parameter_alone_bounds_the_sequences_of_a_body() -> None:
+def test_only_the_parameter_bounds_the_sequences_of_a_body() -> None:
     with fake_engine(max_sequences_per_request="5000") as client:
         model = ServingModel(client, OpenAiOptions())
         check_number_of_sequences(model, 5000, 1)

@@ -1,4 +1,4 @@
-"""Bodies and bytes made up at random, the same ones in every run: all are answered, and nobody else notices."""
+"""Random bodies and bytes, the same in every run: all are answered, and other clients are not affected."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ DEEP = 3000
 
 @pytest.fixture(scope="module")
 def url(template: Path) -> Iterator[str]:
-    """Address of a server whose chats are short if they give no maximum."""
+    """Address of a server whose chats are short by default."""
     with fake_engine() as engine, served(engine, chat_template=template, default_max_tokens=4) as found:
         yield found
 
 
 def mutated(chance: random.Random, body: dict[str, Any]) -> dict[str, Any]:
-    """A body in which some of the values, at any depth, are others, or gone, or come under other names."""
+    """Return a body with some of its values, at any depth, changed, removed or renamed."""
     body = copy.deepcopy(body)
     for _ in range(chance.choice([1, 1, 1, 2, 4])):
         place: Any = body
@@ -124,7 +124,7 @@ def mutated(chance: random.Random, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def spoiled(chance: random.Random, raw: bytes) -> bytes:
-    """Bytes that were a body: cut, flipped, doubled, or with something put in."""
+    """Return a body's bytes cut, flipped, doubled, or with insertions."""
     place = chance.randrange(len(raw) + 1)
     what = chance.randrange(5)
     if what == 0:
@@ -143,7 +143,7 @@ def spoiled(chance: random.Random, raw: bytes) -> bytes:
 
 
 class Client:
-    """Asks over one connection, which is made again where the server has closed it."""
+    """A client that uses one connection, and reconnects when the server has closed it."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
@@ -151,7 +151,7 @@ class Client:
         self._connection = HTTPConnection(*self.address, timeout=PATIENCE_S)
 
     def post(self, route: str, raw: bytes) -> tuple[int, bytes]:
-        """The status and the answer."""
+        """Return the status and the answer."""
         self._connection.request("POST", route, raw, {"Content-Type": "application/json"})
         answer = self._connection.getresponse()
         return answer.status, answer.read()
@@ -165,7 +165,7 @@ class Client:
 
 
 def check_answer(status: int, answer: bytes, asked: bytes) -> None:
-    """An answer, or an error that the client has made, in OpenAI's form and short."""
+    """Assert that the answer is a success, or a client's error, short and in OpenAI's form."""
     assert status in (200, 400, 404, 501), (status, answer[:500], asked[:500])
     if status == 200:
         assert answer.endswith(b"data: [DONE]\n\n") or json.loads(answer), asked[:500]

@@ -1,4 +1,4 @@
-"""A client that goes away while its prompts are submitted: no more of them are, and those that run are stopped."""
+"""A client that disconnects while its prompts are submitted: all of its prompts end, and no more start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.core.factories import make_request
 
 
 class BlockingClient:
-    """An engine client that answers nothing, and takes the third request only once the first is stopped."""
+    """An engine client that never answers, and takes the third request only after the first is stopped."""
 
     def __init__(self) -> None:
         self.num_submitted = 0
@@ -50,7 +50,7 @@ async def no_events(pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_client_that_goes_away_while_its_prompts_are_submitted(is_streamed: bool) -> None:
+def test_a_client_lost_during_submission_stops_its_prompts(is_streamed: bool) -> None:
     client = BlockingClient()
     session = EngineSession(cast(EngineClient, client))
 

@@ -1,4 +1,4 @@
-"""Guides that bodies ask for, by both libraries that follow them."""
+"""Guides that bodies ask for, enforced by both libraries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_choice_may_have_any_characters(library: str, choice: str) -> None:
     assert first == {ord("o"), choice.encode()[0]}
 
 
-def test_white_space_as_vllm_asks_for_it() -> None:
+def test_vllms_white_space_options_are_followed() -> None:
     schema = {"type": "array", "items": {"type": "integer"}}
     for fields, spaced, is_allowed in (
         ({"structured_outputs": {"json": schema}}, "[ 1]", True),
@@ -93,14 +93,14 @@ def test_white_space_as_vllm_asks_for_it() -> None:
         ({"structured_outputs": {"json": "{", "whitespace_pattern": " "}}, "must have a JSON schema"),
     ],
 )
-def test_white_space_is_asked_for_where_there_is_json(fields: dict[str, Any], message: str) -> None:
+def test_white_space_options_are_refused_without_json(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError, match=message):
         read_guide(CompletionBody.model_validate({"prompt": "x", **fields}))
 
 
 @pytest.mark.parametrize("library", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize("count", [2000, 2500])
-def test_a_choice_may_be_of_thousands(library: str, count: int) -> None:
+def test_a_choice_may_have_thousands_of_texts(library: str, count: int) -> None:
     if library == "xgrammar":
         pytest.importorskip("xgrammar", reason="the other library is not installed")
     backend = make_backend(library, BYTES)
@@ -111,7 +111,7 @@ def test_a_choice_may_be_of_thousands(library: str, count: int) -> None:
         check_tokens(backend, BYTES, guide, ids_of(each), has_ended=True)
 
 
-def test_rules_of_a_choice_are_short_however_many_texts_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_of_a_choice_are_short_for_any_number_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guides, "_MOST_ALTERNATIVES", 10)
     choices = [str(number) for number in range(101)]
     guide = read_guide(CompletionBody.model_validate({"prompt": "x", "guided_choice": choices}))

@@ -32,7 +32,7 @@ LARGE_BYTES = 64 << 20
 
 
 async def repeat(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with method and body; /stream in three parts of unknown length, /slow late, /large with a lot."""
+    """Answer with method and body; /stream in parts of unknown length, /slow late, /large with much data."""
     if scope["type"] != "http":
         return
     body = b""
@@ -57,17 +57,17 @@ async def repeat(scope: Any, receive: Any, send: Any) -> None:
 
 
 MOMENT_S = 0.1
-"""The patience of servers that are to lose it; less than /slow takes."""
+"""Timeout of servers whose timeout is tested; shorter than /slow takes."""
 
 
 class ShortForSilence(HttpProtocol):
-    """Waits a moment for the first request."""
+    """Times out soon before the first request."""
 
     head_timeout_s = MOMENT_S
 
 
 class ShortForHeads(HttpProtocol):
-    """Waits a moment for the rest of a head, from its last part on: it does not matter when that comes."""
+    """Times out soon after the last received part of a head."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -78,13 +78,13 @@ class ShortForHeads(HttpProtocol):
 
 
 class ShortForBodies(HttpProtocol):
-    """Waits a moment for the rest of a body."""
+    """Times out soon within a body."""
 
     body_timeout_s = MOMENT_S
 
 
 class ShortForReaders(HttpProtocol):
-    """Waits a moment for a client that does not read; `has_given_up` when the connection is gone."""
+    """Times out soon if its client does not read; `has_given_up` is set when the connection is closed."""
 
     send_timeout_s = MOMENT_S
     has_given_up = threading.Event()
@@ -95,7 +95,7 @@ class ShortForReaders(HttpProtocol):
 
 
 class ShortOnceAsked(HttpProtocol):
-    """Waits a moment for anything, but for the first head."""
+    """Times out soon everywhere, except before the first head."""
 
     body_timeout_s = send_timeout_s = MOMENT_S
 
@@ -106,7 +106,7 @@ class ShortOnceAsked(HttpProtocol):
 
 @contextmanager
 def serving(protocol: type[HttpProtocol]) -> Iterator[tuple[str, int]]:
-    """`repeat` behind a protocol; yields its address."""
+    """Serve `repeat` with a protocol; yield its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(repeat, http=protocol, ws="none", lifespan="off", log_level="warning")
     server = uvicorn.Server(config)
@@ -135,11 +135,11 @@ def connect(address: tuple[str, int]) -> socket.socket:
 
 
 def talk(address: tuple[str, int], *parts: str | bytes) -> bytes:
-    """All that comes back until the server closes the connection, which the last request has to ask for."""
+    """Return all received bytes until the server closes the connection, as the last request must ask for."""
     with connect(address) as connection:
         for part in parts:
             connection.sendall(part.encode() if isinstance(part, str) else part)
-            time.sleep(0.02)  # so that it comes as a part of its own, most of the time
+            time.sleep(0.02)  # so that it usually arrives as a separate part
         return read_to_end(connection)
 
 
@@ -152,7 +152,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 
 def read_answer(connection: socket.socket) -> bytes:
-    """One answer that says its length."""
+    """Return one answer with a Content-Length."""
     with connection.makefile("rb") as file:
         head = b"".join(iter(file.readline, b"\r\n"))
         (length,) = re.findall(rb"(?im)^content-length: (\d+)", head)
@@ -164,7 +164,7 @@ def post(body: str, more: str = "", path: str = "/", version: str = "1.1") -> st
 
 
 def told(answer: bytes) -> list[Any]:
-    """The bodies of all answers, which are one JSON object each."""
+    """Return the bodies of all answers, each of them one JSON object."""
     return [json.loads(part.split(b"\r\n\r\n", 1)[1]) for part in answer.split(b"HTTP/1.1 ")[1:]]
 
 
@@ -174,7 +174,7 @@ LAST_TOLD = {"method": "GET", "body": ""}
 
 @pytest.mark.parametrize("offer", UPGRADES)
 @pytest.mark.parametrize("cut", [0, 5, 60, -3])
-def test_an_offer_to_upgrade_is_ignored_and_what_follows_lives(
+def test_an_upgrade_offer_is_ignored_and_later_requests_answered(
     address: tuple[str, int], offer: str, cut: int
 ) -> None:
     asked = post('{"a": 1}', offer) + LAST
@@ -182,13 +182,13 @@ def test_an_offer_to_upgrade_is_ignored_and_what_follows_lives(
     assert told(talk(address, *parts)) == [{"method": "POST", "body": '{"a": 1}'}, LAST_TOLD]
 
 
-def test_an_offer_with_a_body_in_chunks(address: tuple[str, int]) -> None:
+def test_an_upgrade_offer_may_have_a_chunked_body(address: tuple[str, int]) -> None:
     head = f"POST / HTTP/1.1\r\nHost: x\r\n{UPGRADES[0]}Transfer-Encoding: chunked\r\n\r\n"
     answer = talk(address, head, "3\r\nabc\r\n", "2\r\nde\r\n0\r\n\r\n" + LAST)
     assert told(answer) == [{"method": "POST", "body": "abcde"}, LAST_TOLD]
 
 
-def test_two_offers_in_one_segment(address: tuple[str, int]) -> None:
+def test_two_upgrade_offers_in_one_segment_are_ignored(address: tuple[str, int]) -> None:
     answer = talk(address, post("a", UPGRADES[0]) + post("b", UPGRADES[1]) + LAST)
     assert [each["body"] for each in told(answer)] == ["a", "b", ""]
 
@@ -206,7 +206,7 @@ def test_a_stream_to_http_1_0_is_plain_and_ends_with_the_connection(address: tup
     assert b"transfer-encoding: chunked" in answer and answer.endswith(b"0\r\n\r\n")
 
 
-def test_http_1_0_with_a_length_keeps_it(address: tuple[str, int]) -> None:
+def test_http_1_0_keeps_a_content_length(address: tuple[str, int]) -> None:
     answer = talk(address, post("x", version="1.0"))
     assert b"content-length: 31" in answer and told(answer) == [{"method": "POST", "body": "x"}]
 
@@ -235,7 +235,7 @@ def test_malformed_http_is_refused_in_openais_form(address: tuple[str, int], sen
     assert re.search(rb"(?m)^x-request-id: [0-9a-f]{32}\r$", answer)
 
 
-def test_headers_behind_a_body_are_bounded_too(address: tuple[str, int]) -> None:
+def test_headers_after_a_body_are_bounded(address: tuple[str, int]) -> None:
     with connect(address) as connection:
         connection.sendall(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nA: ")
         with pytest.raises(ConnectionError):
@@ -243,7 +243,7 @@ def test_headers_behind_a_body_are_bounded_too(address: tuple[str, int]) -> None
                 connection.sendall(b"a" * MAX_HEAD_BYTES)
 
 
-def test_rubbish_behind_a_request_does_not_break_into_its_answer(address: tuple[str, int]) -> None:
+def test_invalid_bytes_after_a_request_do_not_interrupt_its_answer(address: tuple[str, int]) -> None:
     answer = talk(address, post("first", path="/slow") + "rubbish\r\n\r\n")
     assert told(answer) == [{"method": "POST", "body": "first"}]
     broken = "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"
@@ -251,7 +251,7 @@ def test_rubbish_behind_a_request_does_not_break_into_its_answer(address: tuple[
     assert first["body"] == "first" and "error" in second
 
 
-def test_headers_behind_a_body_are_none_of_the_next_request(address: tuple[str, int]) -> None:
+def test_headers_after_a_body_are_not_the_next_requests(address: tuple[str, int]) -> None:
     head = "POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     answer = talk(address, head + "1\r\na\r\n0\r\nExpect: 100-continue\r\nA: b\r\n\r\n" + LAST)
     assert [each["body"] for each in told(answer)] == ["a", ""]
@@ -263,20 +263,20 @@ def test_a_connection_without_a_request_is_closed() -> None:
 
 
 @pytest.mark.parametrize("sent", ["GET / HT", "GET / HTTP/1.1\r\nHost: x\r\n", "\r\n"])
-def test_a_head_that_stops_is_given_up(sent: str) -> None:
+def test_an_incomplete_head_times_out(sent: str) -> None:
     with serving(ShortForHeads) as address:
         answer = talk(address, sent)
     assert answer.startswith(b"HTTP/1.1 408 ") and b"x-request-id: " in answer
 
 
-def test_a_body_that_stops_is_given_up() -> None:
+def test_an_incomplete_body_times_out() -> None:
     with serving(ShortForBodies) as address:
         answer = talk(address, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
     assert answer.startswith(b"HTTP/1.1 408 ") and b"x-request-id: " in answer
     assert "3 bytes of the body have come" in told(answer)[0]["error"]["message"]
 
 
-def test_a_used_connection_is_watched_as_well() -> None:
+def test_timeouts_apply_to_reused_connections() -> None:
     with serving(ShortForHeads) as address, connect(address) as connection:
         connection.sendall(post("x").encode())
         assert told(read_answer(connection)) == [{"method": "POST", "body": "x"}]
@@ -284,7 +284,7 @@ def test_a_used_connection_is_watched_as_well() -> None:
         assert read_to_end(connection).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_client_that_reads_nothing_is_given_up() -> None:
+def test_a_client_that_reads_nothing_is_disconnected() -> None:
     ShortForReaders.has_given_up.clear()
     with serving(ShortForReaders) as address, connect(address) as connection:
         connection.sendall(post("", path="/large").encode())
@@ -292,7 +292,7 @@ def test_a_client_that_reads_nothing_is_given_up() -> None:
         assert len(read_to_end(connection)) < LARGE_BYTES
 
 
-def test_an_answer_that_takes_long_is_not_given_up() -> None:
+def test_a_slow_answer_does_not_time_out() -> None:
     with serving(ShortOnceAsked) as address, connect(address) as connection:
         for _ in range(3):
             connection.sendall(post("x", path="/slow").encode())

@@ -61,20 +61,20 @@ def move(to: Literal["left", "right"]) -> str:
 
 @pytest.fixture
 def calling(chat: ChatOpenAI) -> ChatOpenAI:
-    """Without tokens that are nothing but space, which a model that has learnt no calls would fill them with."""
+    """A chat without white-space tokens, with which a model not trained for calls would fill them."""
     bias = {str(each): -100 for each in spaces()}
     return chat.model_copy(update={"max_tokens": 120, "model_kwargs": {"logit_bias": bias}})
 
 
 @pytest.mark.parametrize("choice", ["draw", "any"])
-def test_a_bound_tool_is_called_and_its_answer_gone_on_with(calling: ChatOpenAI, choice: str) -> None:
+def test_a_bound_tool_is_called_and_its_result_answered(calling: ChatOpenAI, choice: str) -> None:
     bound = calling.bind_tools([draw, move], tool_choice=choice, strict=True, parallel_tool_calls=False)
     message = bound.invoke("Which shape?")
     assert isinstance(message, AIMessage) and not message.invalid_tool_calls
     (call,) = message.tool_calls
     tool: Any = {"draw": draw, "move": move}[call["name"]]
     assert choice in (call["name"], "any") and call["id"]
-    told = tool(**call["args"])  # the arguments are the function's
+    told = tool(**call["args"])  # the arguments match the function's parameters
     assert told in (
         "left",
         "right",
@@ -93,7 +93,7 @@ def test_a_bound_tool_is_called_and_its_answer_gone_on_with(calling: ChatOpenAI,
 
 
 def test_a_model_may_choose_to_call_bound_tools(chat: ChatOpenAI) -> None:
-    """The guide stands for a model that has learnt to write calls; the parser knows nothing of it."""
+    """A guide replaces a model trained to write calls; the parser does not know of it."""
     written = "".join(
         f'<tool_call>{{"name": "move", "arguments": {{"to": "{to}"}}}}</tool_call>'
         for to in ("left", "right")
@@ -106,7 +106,7 @@ def test_a_model_may_choose_to_call_bound_tools(chat: ChatOpenAI) -> None:
     assert len({call["id"] for call in message.tool_calls}) == 2
 
 
-def test_the_prompt_is_counted_as_the_tokenizer_does(chat: ChatOpenAI) -> None:
+def test_prompt_tokens_are_counted_like_the_tokenizer(chat: ChatOpenAI) -> None:
     message = chat.invoke("one two three")
     rendered = "<|user|>one two three\n<|assistant|>"
     expected = len(Tokenizer.from_dir(DEMO).encode(rendered, add_special_tokens=False))

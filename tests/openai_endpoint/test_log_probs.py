@@ -1,4 +1,4 @@
-"""Log probabilities in the forms of both routes, token by token."""
+"""Log probs in the formats of both routes, token by token."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TABLE = [b" Hello", b" world", b"\xf0\x9f", b"\x98\x80", b"</s>", b"Hello"]
 HIDDEN = frozenset({4})
 
 
-def test_tokens_that_are_no_characters_have_names_of_their_own() -> None:
+def test_tokens_that_are_not_characters_have_distinct_names() -> None:
     names = TokenNames(TABLE)
     assert [names.name(each) for each in (0, 2, 3)] == [" Hello", "bytes:\\xf0\\x9f", "bytes:\\x98\\x80"]
     assert names.name(99) == "" and names.bytes_of(99) == b""
     assert TokenNames(TABLE, by_id=True).name(2) == "token_id:2"
 
 
-def test_offsets_are_places_in_the_text() -> None:
+def test_offsets_are_character_positions_in_the_text() -> None:
     told = CompletionLogProbs(TokenNames(TABLE), 0)
     first = told.add([0, 2, 3], [-1.0, -2.0, -3.0], [], HIDDEN)
     assert first["text_offset"] == [0, 6, 6]
@@ -37,13 +37,13 @@ def test_offsets_are_places_in_the_text() -> None:
 
 
 @pytest.mark.parametrize("ids", [[4, 0, 1], [4, 5, 1]], ids=["a space too many", "as it came"])
-def test_offsets_behind_a_prompt_go_on_where_its_text_ends(ids: list[int]) -> None:
+def test_offsets_after_a_prompt_start_at_its_end(ids: list[int]) -> None:
     told = CompletionLogProbs(TokenNames(TABLE), 0)
     told.start_with("Hello world", ids, HIDDEN)
     assert told.add([*ids, 0], [None, -1.0, -1.0, -1.0], [], HIDDEN)["text_offset"] == [0, 0, 5, 11]
 
 
-def test_the_chosen_token_is_told_beside_the_likeliest() -> None:
+def test_the_chosen_token_is_listed_with_the_likeliest() -> None:
     told = CompletionLogProbs(TokenNames(TABLE), 1)
     tops = [TopLogProbs((0, 1), (-0.5, -1.5)), None]
     answer = told.add([1, 0], [-1.5, float("-inf")], tops, HIDDEN)
@@ -51,7 +51,7 @@ def test_the_chosen_token_is_told_beside_the_likeliest() -> None:
     assert answer["token_logprobs"] == [-1.5, finite(float("-inf"))]
 
 
-def test_chat_tells_bytes() -> None:
+def test_chat_log_probs_have_bytes() -> None:
     told = chat_log_probs(TokenNames(TABLE), 1, [2], [-1.0], [TopLogProbs((3, 0), (-0.1, -4.0))])
     (entry,) = told["content"]
     assert entry["bytes"] == [0xF0, 0x9F]
@@ -59,7 +59,7 @@ def test_chat_tells_bytes() -> None:
 
 
 @pytest.mark.parametrize("num_top", [1, 5, 50])
-def test_the_likeliest_of_a_prompt_are_those_of_torch(num_top: int) -> None:
+def test_likeliest_prompt_tokens_equal_torchs(num_top: int) -> None:
     logits = np.random.default_rng(1).normal(scale=5, size=(6, 50)).astype(np.float32)
     tops = top_of_prompt(FloatTensor(logits.shape, logits.tobytes()), list(range(6)), num_top)
     expected = torch.from_numpy(logits).double().log_softmax(-1).topk(num_top)
@@ -69,10 +69,8 @@ def test_the_likeliest_of_a_prompt_are_those_of_torch(num_top: int) -> None:
         assert top.log_probs == pytest.approx(expected.values[row].tolist(), abs=1e-5)
 
 
-def test_ranks_of_a_prompt_count_who_is_likelier() -> None:
-    logits = (
-        np.random.default_rng(1).integers(0, 4, size=(6, 8)).astype(np.float32)
-    )  # with many that are equal
+def test_ranks_of_a_prompt_count_likelier_tokens() -> None:
+    logits = np.random.default_rng(1).integers(0, 4, size=(6, 8)).astype(np.float32)  # many of them equal
     tensor, ids = FloatTensor(logits.shape, logits.tobytes()), [3, 1, 7, 0, 5, 5]
     tops = top_of_prompt(tensor, ids, 8)
     assert ranks_in_prompt(tensor, ids) == [
@@ -80,7 +78,7 @@ def test_ranks_of_a_prompt_count_who_is_likelier() -> None:
     ]
 
 
-def test_the_prompts_own_token_comes_first() -> None:
+def test_the_prompts_token_comes_first() -> None:
     tops = [TopLogProbs((0, 1), (-0.5, -1.0)), TopLogProbs((1, 0), (-0.1, -3.0))]
     first, second, third = prompt_log_probs_json(
         TokenNames(TABLE), [5, 2, 1], [0.0, -4.0, -0.1], tops, 2, [3, 1]

@@ -1,4 +1,4 @@
-"""vLLM's metrics are what the server's page says, under vLLM's names, with its types and labels."""
+"""Values of the server's metrics page under vLLM's names, types and labels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OF_ADAPTERS = {"max_lora": "8", "running_lora_adapters": "terse,tidy", "waiting_
 
 @pytest.fixture
 def triton_page() -> Iterator[tuple[str, str]]:
-    """A page, and the URL where a made-up Triton has it."""
+    """Yield a page, and the URL at which a fake Triton serves it."""
     text = page_of(observed().snapshot())
 
     class Handler(BaseHTTPRequestHandler):
@@ -92,7 +92,7 @@ def test_counters_and_gauges_have_the_values_types_and_labels():
     assert page.value("vllm:cache_config_info", block_size="16", num_gpu_blocks="300") == 1
 
 
-def test_sequences_end_by_vllms_reasons():
+def test_finish_reasons_are_vllms():
     metrics = observed()
     reasons = parse(vllm_aliases(page_of(metrics.snapshot()))).series(
         "vllm:request_success_total", "finished_reason"
@@ -106,7 +106,7 @@ def test_sequences_end_by_vllms_reasons():
 
 
 @pytest.mark.parametrize(("name", "field"), HISTOGRAMS.items())
-def test_a_histogram_is_one_with_the_observations_of_ours(name, field):
+def test_a_histogram_has_this_servers_observations(name, field):
     metrics = observed().snapshot()
     page = parse(vllm_aliases(page_of(metrics)))
     ours = getattr(metrics, field)
@@ -117,17 +117,17 @@ def test_a_histogram_is_one_with_the_observations_of_ours(name, field):
     assert page.value(f"{name}_sum", engine="0") == pytest.approx(ours.total)
 
 
-def test_adapters_are_named_with_the_time_when_that_was():
+def test_adapters_are_listed_with_a_timestamp():
     page = parse(vllm_aliases(page_of(observed().snapshot())))
     assert page.value("vllm:lora_requests_info", **OF_ADAPTERS) == pytest.approx(NOW)
 
 
-def test_where_no_adapters_are_taken_nothing_is_said_of_them():
+def test_without_adapters_there_is_no_adapter_metric():
     page = parse(vllm_aliases(page_of(ServiceMetrics().snapshot())))
     assert not page.has("vllm:lora_requests_info") and page.has("vllm:prompt_tokens_total")
 
 
-def test_the_model_may_have_another_name_here():
+def test_the_model_name_may_be_given():
     page = parse(vllm_aliases(page_of(ServiceMetrics().snapshot()), "llama"))
     assert {dict(labels)["model_name"] for _, labels in page.values} == {"llama"}
     assert 'model_name="a\\"b\\\\c"' in vllm_aliases(page_of(ServiceMetrics().snapshot()), 'a"b\\c')
@@ -141,7 +141,7 @@ def test_two_models_are_two_engines():
 
 @pytest.mark.parametrize("draft", ["a_draft", "tensorrt_llm_draft"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_draft_engine_is_not_taken_for_the_served_model(draft: str, is_first: bool):
+def test_a_draft_engine_does_not_get_the_served_models_name(draft: str, is_first: bool):
     served = page_of(observed().snapshot())
     other = page_of(ServiceMetrics().snapshot()).replace('model="tensorrt_llm"', f'model="{draft}"')
     page = parse(vllm_aliases(other + served if is_first else served + other, "llama"))
@@ -150,8 +150,8 @@ def test_a_draft_engine_is_not_taken_for_the_served_model(draft: str, is_first: 
     assert page.series(tokens, "engine") == {"0": 55, "1": 0}
 
 
-def test_the_endpoint_answers_with_both(triton_page):
-    """Triton's page as it is, and vLLM's names with the name of the model in /v1."""
+def test_the_endpoint_returns_tritons_page_and_the_aliases(triton_page):
+    """It returns Triton's page unchanged, then vLLM's names with the model name of /v1."""
     text, triton_url = triton_page
     with fake_engine() as client, served(client, metrics_url=triton_url) as url:
         answer = httpx.get(f"{url}/metrics", timeout=30)

@@ -1,4 +1,4 @@
-"""API keys, cross-origin requests and HEAD, around an application that repeats what it gets."""
+"""API keys, cross-origin requests and HEAD, with an application that returns what it receives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_without_keys_everybody_may_ask() -> None:
+def test_without_keys_all_requests_are_allowed() -> None:
     assert client_of(OpenAiOptions()).get("/v1/models").status_code == 200
 
 
@@ -60,7 +60,7 @@ def test_the_page_and_health_need_no_key(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models"])
-def test_head_is_answered_as_get_is(path: str) -> None:
+def test_head_is_answered_like_get(path: str) -> None:
     client = client_of(OpenAiOptions())
     assert client.head(path).status_code == client.get(path).status_code == 200
     assert client.head("/v1/echo").status_code == client.get("/v1/echo").status_code == 405
@@ -75,7 +75,7 @@ def preflight(client: TestClient, origin: str) -> httpx.Response:
     return client.options("/v1/echo", headers=headers)
 
 
-def test_a_browser_is_told_who_may_ask_without_a_key() -> None:
+def test_a_preflight_needs_no_key() -> None:
     client = client_of(OpenAiOptions(api_keys=KEYS, cors_origins=(ORIGIN,)))
     allowed = preflight(client, ORIGIN)
     assert allowed.status_code == 200
@@ -90,6 +90,6 @@ def test_a_browser_can_read_a_refusal() -> None:
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == ORIGIN
 
 
-def test_without_origins_no_page_may_ask() -> None:
+def test_without_origins_no_cross_origin_request_is_allowed() -> None:
     answer = client_of(OpenAiOptions()).get("/v1/models", headers={"Origin": ORIGIN})
     assert "access-control-allow-origin" not in answer.headers

@@ -33,11 +33,11 @@ def read(*arguments: str, environment: dict[str, str] | None = None) -> OpenAiOp
     return read_arguments(given, given.host or "127.0.0.1", given.port, given.metrics_url, environment or {})
 
 
-def test_defaults_are_those_of_the_options() -> None:
+def test_defaults_equal_the_options_defaults() -> None:
     assert read() == OpenAiOptions()
 
 
-def test_a_command_line_survives_the_way_to_the_process_but_for_its_keys(tmp_path: Path) -> None:
+def test_to_arguments_keeps_all_options_except_keys(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     template, certificate, key = map(str, (tmp_path / "chat.jinja", *make_certificate(tmp_path)))
     found = read(
@@ -54,7 +54,7 @@ def test_a_command_line_survives_the_way_to_the_process_but_for_its_keys(tmp_pat
     assert read(*arguments, environment={API_KEYS_VARIABLE: " ".join(found.api_keys)}) == found
 
 
-def test_the_parsers_are_those_that_there_are() -> None:
+def test_the_flags_list_the_existing_parsers() -> None:
     assert ("auto", "none", *tool_styles.TOOL_CALL_PARSERS) == options.TOOL_CALL_PARSERS
     assert ("auto", "none", *reasoning.REASONING_PARSERS) == options.REASONING_PARSERS
 
@@ -67,7 +67,7 @@ def test_every_flag_is_documented() -> None:
     assert len(flags) > 9 and [flag for flag in flags if f"`{flag} " not in page] == []
 
 
-def test_keys_come_from_flags_the_environment_and_a_file(tmp_path: Path) -> None:
+def test_keys_are_read_from_flags_the_environment_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("of-file\n\n  other \n")
     arguments = ("--api-key", "of-flag", "of-file", "--api-key-file", str(file))
@@ -90,14 +90,14 @@ def test_conflicting_options_are_named(arguments: list[str], said: str) -> None:
         read(*arguments)
 
 
-def test_an_empty_file_of_keys_does_not_open_the_door(tmp_path: Path) -> None:
+def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "keys").touch()
     with pytest.raises(ValueError, match="no key in it"):
         read("--api-key-file", str(tmp_path / "keys"))
 
 
 @pytest.mark.parametrize("line", ["correct horse", "a,b"])
-def test_a_line_of_a_file_is_one_key(tmp_path: Path, line: str) -> None:
+def test_each_line_of_a_key_file_is_one_key(tmp_path: Path, line: str) -> None:
     (tmp_path / "keys").write_text(f"good\n{line}\n", encoding="utf-8")
     with pytest.raises(ValueError, match="space or a comma"):
         read("--api-key-file", str(tmp_path / "keys"))
@@ -119,7 +119,7 @@ def test_a_line_of_a_file_is_one_key(tmp_path: Path, line: str) -> None:
         ("--max-body-size", "64 apples", "expected a number of bytes"),
     ],
 )
-def test_bad_values_are_refused_with_what_came(
+def test_invalid_values_are_refused_with_the_value(
     flag: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -135,7 +135,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def refusal(command: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the error of a command that exits with status 2 before it has started anything."""
+    """Return the error of a command that exits with status 2 before it starts a server."""
     try:
         status: object = COMMANDS[command](flags)
     except SystemExit as ended:
@@ -157,7 +157,7 @@ def refusal(command: str, flags: list[str], capsys: pytest.CaptureFixture[str]) 
         (b"# How to use this model", ": no chat template, as it does not use the variable messages"),
     ],
 )
-def test_a_broken_template_is_said_with_its_file_and_line(
+def test_a_broken_template_is_reported_with_file_and_line(
     command: str, content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "chat.jinja"
@@ -167,14 +167,14 @@ def test_a_broken_template_is_said_with_its_file_and_line(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_template_that_cannot_be_read_is_said(
+def test_an_unreadable_template_is_reported(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = refusal(command, ["--chat-template", str(tmp_path)], capsys)
     assert f"argument --chat-template: {tmp_path}: Is a directory" in message
 
 
-def test_a_template_may_have_the_tags_that_chats_are_rendered_with(tmp_path: Path) -> None:
+def test_a_template_may_use_tags_of_the_chat_environment(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text(
         "{% for message in messages %}{% generation %}{{ message }}{% endgeneration %}{% break %}{% endfor %}"
@@ -183,7 +183,7 @@ def test_a_template_may_have_the_tags_that_chats_are_rendered_with(tmp_path: Pat
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_certificate_that_is_no_good_is_said(
+def test_an_invalid_certificate_is_reported(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     certificate, key = make_certificate(tmp_path)
@@ -202,7 +202,7 @@ def test_a_certificate_that_is_no_good_is_said(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_file_of_keys_that_is_no_text_is_said(
+def test_a_binary_key_file_is_reported(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "keys"
@@ -220,5 +220,5 @@ def test_a_file_of_keys_that_is_no_text_is_said(
         ('["*"]', ("*",)),
     ],
 )
-def test_origins_may_be_a_list_in_json_or_not(text: str, origins: tuple[str, ...]) -> None:
+def test_origins_may_be_json_or_separated_by_commas(text: str, origins: tuple[str, ...]) -> None:
     assert read("--allowed-origins", text).cors_origins == origins

@@ -1,4 +1,4 @@
-"""The requests that bodies become, where answers do not show them."""
+"""Conversion of bodies to requests, for values that answers do not show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from inflight.core.request.request import EngineDescription, ModelLimits, Request
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
+from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument
 from inflight.openai.errors import ApiError
 from inflight.openai.protocol import ChatBody, CompletionBody
@@ -41,14 +42,14 @@ def request_of(
     return make_prompt(whole, [5] * length, None, description, TextEncoder(lambda: tokenizer)).request
 
 
-def test_the_lower_priority_of_vllm_goes_first() -> None:
+def test_vllms_lower_priority_starts_first() -> None:
     asked = [-1000, -3, 0, 1, 2, 10_000]
     told = [request_of({"priority": each}).priority for each in asked]
     assert told == sorted(told, reverse=True) and len(set(told)) == len(asked)
     assert told[2] == Request(0, (1,), 1).priority
 
 
-def test_users_and_salts_are_told_apart() -> None:
+def test_users_and_salts_get_distinct_numbers() -> None:
     first, second, nobody = (request_of(body) for body in ({"user": "a"}, {"safety_identifier": "b"}, {}))
     assert first.client_id != second.client_id and nobody.client_id == 0
     salts = {request_of({"cache_salt": salt}).identity.cache_salt_id for salt in ("a", "b")}
@@ -73,7 +74,7 @@ def test_users_and_salts_are_told_apart() -> None:
         ),
     ],
 )
-def test_how_tokens_are_chosen(body: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_sampling_fields_are_converted(body: dict[str, Any], expected: dict[str, Any]) -> None:
     sampling = request_of(body).sampling
     assert {name: getattr(sampling, name) for name in expected} == expected
 
@@ -88,7 +89,7 @@ def test_stop_tokens_and_stop_strings_reach_the_request() -> None:
     assert request_of({"stop": "ab"}).streaming and not request_of({}).streaming
 
 
-def test_usage_alone_asks_for_the_engines_counts() -> None:
+def test_only_usage_requests_perf_metrics() -> None:
     options = {"include_usage": True}
     assert request_of({}).output.return_perf_metrics
     assert not request_of({"stream": True}).output.return_perf_metrics
@@ -98,7 +99,7 @@ def test_usage_alone_asks_for_the_engines_counts() -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 200, 255])
 @pytest.mark.parametrize("num_blocks", [4, 9, 16, 64])
-def test_prompts_that_fit_are_those_that_the_engine_takes(width: int, length: int, num_blocks: int) -> None:
+def test_longest_prompt_matches_the_engines_limit(width: int, length: int, num_blocks: int) -> None:
     limits = replace(LIMITS, num_blocks=num_blocks)
     room = limits.room(length, width)
     body = {"n": width, "use_beam_search": True}
@@ -129,6 +130,6 @@ def test_prompt_logits_are_bounded() -> None:
     assert request_of({"logprobs": 0, "echo": True}, huge, 2000, num_top=0, num_prompt_top=0, echo=True)
 
 
-def test_null_is_left_out() -> None:
+def test_null_fields_count_as_left_out() -> None:
     body = ChatBody.model_validate({"messages": [{"role": "user"}], "n": None, "stop": None, "tools": None})
     assert (body.n, body.stop_strings, body.tools) == (1, (), [])

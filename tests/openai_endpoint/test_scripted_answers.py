@@ -1,4 +1,4 @@
-"""Delivery of scripted answers to clients: reasoning, tool calls, stop strings, characters in pieces."""
+"""Delivery of scripted answers: reasoning, tool calls, stop strings, and characters split over tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LLAMA = (
 
 
 def chat(url: str, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The whole answer to a chat, and the chunks of the same as a stream, which has to end as streams do."""
+    """Return the answer to a chat, and the chunks of its stream, whose end is asserted."""
     asked = {"messages": MESSAGES, "max_tokens": 100, **body}
     whole = httpx.post(f"{url}/v1/chat/completions", json=asked)
     assert whole.status_code == 200, whole.text
@@ -42,7 +42,7 @@ def chat(url: str, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def joined(chunks: list[dict[str, Any]], index: int = 0) -> tuple[dict[str, Any], list[str]]:
-    """The message that a stream's chunks add up to, and the finish reasons."""
+    """Return the message that a stream's chunks join to, and the finish reasons."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     reasons: list[str] = []
     for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
@@ -60,7 +60,7 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> tuple[dict[str, Any]
 
 
 def check(url: str, expected: dict[str, Any], reason: str, **body: Any) -> None:
-    """Assert what is answered, whole and streamed."""
+    """Assert the whole and the streamed answer."""
     expected = {"content": "", "reasoning_content": "", "tool_calls": [], **expected}
     whole, chunks = chat(url, **body)
     (choice,) = whole["choices"]
@@ -109,7 +109,7 @@ CALLS = [{"name": "area", "arguments": '{"r": 2}'}, {"name": "time", "arguments"
 
 
 @pytest.mark.parametrize("behind", ["; ", "\n", "\n\n", ""])
-def test_calls_of_llama_may_stand_on_lines_of_their_own(tmp_path: Path, behind: str) -> None:
+def test_llama_calls_may_be_on_separate_lines(tmp_path: Path, behind: str) -> None:
     answer = f'{{"name": "area", "parameters": {{"r": 2}}}}{behind}{{"name": "time", "parameters": {{}}}}'
     with scripted(answer, chat_template=template(tmp_path, LLAMA)) as url:
         check(url, {"tool_calls": CALLS}, "tool_calls", tools=TOOLS)
@@ -117,7 +117,7 @@ def test_calls_of_llama_may_stand_on_lines_of_their_own(tmp_path: Path, behind: 
         check(url, {"content": answer}, "stop", tools=TOOLS, tool_choice="none")
 
 
-def test_calls_and_their_finish_reason(tmp_path: Path) -> None:
+def test_calls_have_the_finish_reason_tool_calls(tmp_path: Path) -> None:
     file = template(tmp_path, TEMPLATE)
     with scripted(f"Let me see. {CALL}", chat_template=file) as url:
         both = {"content": "Let me see.", "tool_calls": CALLS[:1]}
@@ -140,7 +140,7 @@ def test_calls_and_their_finish_reason(tmp_path: Path) -> None:
         assert whole["choices"][0]["finish_reason"] == "length"
 
 
-def test_an_answer_of_nothing(tmp_path: Path) -> None:
+def test_an_empty_answer_has_empty_content(tmp_path: Path) -> None:
     with scripted("", chat_template=template(tmp_path, TEMPLATE)) as url:
         check(url, {}, "stop")
         check(url, {}, "stop", tools=TOOLS, logprobs=True)
@@ -150,7 +150,7 @@ def test_an_answer_of_nothing(tmp_path: Path) -> None:
         assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
 
 
-def test_one_token_streamed(tmp_path: Path) -> None:
+def test_an_answer_of_one_token_is_streamed(tmp_path: Path) -> None:
     with scripted("def area", chat_template=template(tmp_path, TEMPLATE)) as url:
         whole, chunks = chat(url, max_tokens=1)
         assert whole["choices"][0]["finish_reason"] == "length" and whole["usage"]["completion_tokens"] == 1
@@ -161,7 +161,7 @@ def test_one_token_streamed(tmp_path: Path) -> None:
 UNICODE = "naïve 😀👩‍👩‍👧 日本 end"
 
 
-def test_characters_in_pieces(tmp_path: Path) -> None:
+def test_characters_split_over_tokens_are_joined(tmp_path: Path) -> None:
     ids = Tokenizer.from_dir(DEMO).encode(UNICODE, add_special_tokens=False)
     table = Tokenizer.from_dir(DEMO).token_bytes()
     assert any(b"\xf0" in table[token_id] and table[token_id] != "😀".encode() for token_id in ids)
@@ -176,7 +176,7 @@ def test_characters_in_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", ["😀", "\u200d", "日本", "ve \U0001f600", " e"])
-def test_stop_strings_across_tokens(tmp_path: Path, stop: str) -> None:
+def test_stop_strings_match_across_tokens(tmp_path: Path, stop: str) -> None:
     kept = UNICODE[: UNICODE.index(stop)]
     with scripted(UNICODE, chat_template=template(tmp_path, TEMPLATE)) as url:
         check(url, {"content": kept}, "stop", stop=stop)
@@ -186,8 +186,8 @@ def test_stop_strings_across_tokens(tmp_path: Path, stop: str) -> None:
         assert len(told) == whole["usage"]["completion_tokens"]
 
 
-def test_stop_strings_that_are_special_tokens(tmp_path: Path) -> None:
-    """They end the answer, also where special tokens are no part of the text."""
+def test_stop_strings_may_be_special_tokens(tmp_path: Path) -> None:
+    """They end the answer even if the text has no special tokens."""
     tokenizer, marker = Tokenizer.from_dir(DEMO), "<s>"
     ids = [*tokenizer.encode("one "), BOS_ID, *tokenizer.encode("two")]
     with scripted(ids, folder_with_bos(tmp_path), chat_template=template(tmp_path, TEMPLATE)) as url:
@@ -198,8 +198,8 @@ def test_stop_strings_that_are_special_tokens(tmp_path: Path) -> None:
         check(url, {"content": "one"}, "stop", stop=f" {marker}", skip_special_tokens=False)
 
 
-def test_answers_of_requests_that_name_no_length(tmp_path: Path) -> None:
-    """By default 16 tokens of completions, and all that fit of chats."""
+def test_default_lengths_of_answers(tmp_path: Path) -> None:
+    """By default, 16 tokens for completions, and all that fit for chats."""
     file = template(tmp_path, "{{ messages[0].content }}")
 
     def lengths(url: str, **body: Any) -> list[int]:
@@ -221,7 +221,7 @@ def test_answers_of_requests_that_name_no_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", [f"Let me see. {CALL}\n{CALL}", f"{CALL} and on"])
-def test_a_streamed_call_is_what_clients_put_together(tmp_path: Path, answer: str) -> None:
+def test_streamed_call_deltas_join_to_the_whole_call(tmp_path: Path, answer: str) -> None:
     with scripted(answer, chat_template=template(tmp_path, TEMPLATE)) as url:
         whole, _ = chat(url, tools=TOOLS)
         with (
@@ -239,7 +239,7 @@ def test_a_streamed_call_is_what_clients_put_together(tmp_path: Path, answer: st
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_a_call_that_the_length_cuts_shows_nothing_of_its_marks(tmp_path: Path, choice: str) -> None:
+def test_a_call_cut_by_the_length_shows_no_marks(tmp_path: Path, choice: str) -> None:
     length = len(Tokenizer.from_dir(DEMO).encode(CALL))
     with scripted(CALL, chat_template=template(tmp_path, TEMPLATE)) as url:
         for max_tokens in range(1, length):
@@ -251,28 +251,26 @@ def test_a_call_that_the_length_cuts_shows_nothing_of_its_marks(tmp_path: Path, 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("stop", ["call>", "{", "name", "area"])
-def test_a_call_that_a_stop_string_cuts_shows_nothing_of_its_marks(
-    tmp_path: Path, choice: str, stop: str
-) -> None:
+def test_a_call_cut_by_a_stop_string_shows_no_marks(tmp_path: Path, choice: str, stop: str) -> None:
     with scripted(CALL, chat_template=template(tmp_path, TEMPLATE)) as url:
         check(url, {}, "stop", tools=TOOLS, tool_choice=choice, stop=stop)
 
 
-def test_a_mark_of_thinking_that_a_stop_string_cuts_is_left_out(tmp_path: Path) -> None:
+def test_a_reasoning_mark_cut_by_a_stop_string_is_dropped(tmp_path: Path) -> None:
     with scripted("<think>hmm</think>yes", chat_template=template(tmp_path, THINKING)) as url:
         check(url, {"reasoning_content": "hmm"}, "stop", stop="ink>yes")
         check(url, {}, "stop", stop="ink>hmm")
 
 
 @pytest.mark.parametrize("answer", ["<think>hmm</think>yes", "<think>"])
-def test_an_answer_without_thinking_is_all_content(tmp_path: Path, answer: str) -> None:
+def test_an_answer_without_reasoning_is_all_content(tmp_path: Path, answer: str) -> None:
     file = template(tmp_path, THINKING + "<think>\n\n</think>\n\n")
     for parser in ("auto", "think", "deepseek_r1"):
         with scripted(answer, chat_template=file, reasoning_parser=parser) as url:
             check(url, {"content": answer}, "stop")
 
 
-def test_tokens_of_thoughts_are_told(tmp_path: Path) -> None:
+def test_usage_has_reasoning_tokens(tmp_path: Path) -> None:
     thought = "<think>what is it</think>"
     count = len(Tokenizer.from_dir(DEMO).encode(thought))
     with scripted(f"{thought}yes", chat_template=template(tmp_path, THINKING)) as url:
@@ -281,7 +279,7 @@ def test_tokens_of_thoughts_are_told(tmp_path: Path) -> None:
             usage = whole["usage"]
             assert chunks[-1]["usage"] == usage
             told = usage["completion_tokens_details"]["reasoning_tokens"]
-            # A token may have the mark's last character and what comes behind it.
+            # A token may contain the mark's last character and following text.
             assert told in (count * body.get("n", 1), (count - 1) * body.get("n", 1))
             assert told < usage["completion_tokens"]
     for options in ({}, {"reasoning_parser": "none"}):
@@ -291,7 +289,7 @@ def test_tokens_of_thoughts_are_told(tmp_path: Path) -> None:
             assert chunks[-1]["usage"] == whole["usage"]
 
 
-def test_chunks_that_tell_the_prompt_are_made_beside_the_event_loop(
+def test_chunks_with_the_prompt_are_made_off_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_on: list[int] = []
@@ -311,7 +309,7 @@ def test_chunks_that_tell_the_prompt_are_made_beside_the_event_loop(
             streamed = httpx.post(f"{url}/v1/{route}", json=asked).text
             assert streamed.count('"prompt_token_ids"') == 1
             assert streamed.index('"prompt_token_ids"') < streamed.index("\n\n")
-            assert made_on[0] != made_on[-1]  # the last one tells little, and is made on the loop
+            assert made_on[0] != made_on[-1]  # the last chunk is small, and is made on the event loop
 
 
 def test_a_stop_string_waits_for_min_tokens(tmp_path: Path) -> None:
@@ -336,7 +334,7 @@ def test_every_answer_has_an_id_and_a_fingerprint(tmp_path: Path) -> None:
         assert completion.json()["id"] == f"cmpl-{mine['x-request-id']}"
         named = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "request_id": "me"}, headers=mine)
         assert named.json()["id"] == "cmpl-me"
-        # The third fails: this engine cannot list adapters.
+        # The third request fails: this engine cannot list adapters.
         for path in ("/v1/nothing", "/health", "/v1/models"):
             assert httpx.get(url + path, headers=mine).headers["x-request-id"] == mine["x-request-id"]
             assert len(httpx.get(url + path).headers["x-request-id"]) == 32
@@ -348,7 +346,7 @@ def test_every_answer_has_an_id_and_a_fingerprint(tmp_path: Path) -> None:
         assert "x-request-id" in httpx.get(f"{url}/v1/models").headers
 
 
-def test_a_role_that_the_template_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_a_role_unknown_to_the_template_is_refused(tmp_path: Path) -> None:
     rule = {"role": "wizard", "content": "SECRET RULE"}
     for source in (
         TEMPLATE,
@@ -362,7 +360,9 @@ def test_a_role_that_the_template_does_not_know_is_refused(tmp_path: Path) -> No
                 assert "messages[1].role is 'wizard'" in error["message"]
 
 
-def test_calls_that_nobody_reads_are_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_without_a_parser_are_refused_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = (
         "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
         "<function={{ call.function.name }}>{% endfor %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Caching of a checkpoint's tokenizer and settings, and its expiry."""
+"""Caching of a checkpoint's tokenizer and settings, and the end of its validity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
-from inflight.core.request.request import EngineDescription
+from inflight.core.request.engine_description import EngineDescription
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
@@ -36,7 +36,7 @@ ASKED: dict[str, Any] = {"messages": CHAT, "max_tokens": 5, "return_token_ids": 
 
 
 class Reloaded:
-    """A client whose engine can be loaded again."""
+    """A client whose engine can be reloaded."""
 
     def __init__(self, description: EngineDescription) -> None:
         self.description = description
@@ -62,7 +62,7 @@ def test_a_reloaded_engine_is_served_with_its_own_files(tmp_path: Path) -> None:
     assert model.tokenizer() is tokenizer and model.token_bytes is model.token_bytes
     assert model.names == ("old",) and model.chat_template().render(CHAT) == "old hello"
 
-    checkpoint(tmp_path / "old", "changed {{ messages[0].content }}")  # the same folder, loaded again
+    checkpoint(tmp_path / "old", "changed {{ messages[0].content }}")  # the same folder, reloaded
     engine.description = replace(engine.description)
     assert model.chat_template().render(CHAT) == "changed hello"
 
@@ -73,7 +73,7 @@ def test_a_reloaded_engine_is_served_with_its_own_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["{% for message in messages %}\n{{ message }", 17])
-def test_a_broken_template_of_the_checkpoint_is_logged_at_once_and_refuses_chats_alone(
+def test_a_broken_template_is_logged_at_load_and_refuses_only_chats(
     template: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = checkpoint(tmp_path / "broken", template)
@@ -93,14 +93,14 @@ def test_a_broken_template_of_the_checkpoint_is_logged_at_once_and_refuses_chats
         assert answers[0].json()["error"] == error
         assert (answers[1].status_code, error["code"]) == (500, "chat_template_error")
         assert "chats cannot be answered" in error["message"] and "--chat-template" in error["message"]
-        assert folder not in error["message"] and folder in lines[0]  # clients are told no places, the log is
+        assert folder not in error["message"] and folder in lines[0]  # clients get no paths, the log has them
         assert client.get("/playground/model").json() == {"has_chat_template": False}
     assert len(lines) == 1 == len(caplog.records) and lines[0].startswith("chats will be refused: ")
     if isinstance(template, str):
         assert "line 2: unexpected '}'" in lines[0] and "line 2: unexpected '}'" in error["message"]
 
 
-def test_a_template_that_was_spoilt_after_the_start_is_told_too(tmp_path: Path) -> None:
+def test_a_template_broken_after_the_start_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages }")
     with fake_engine() as engine:
@@ -110,11 +110,11 @@ def test_a_template_that_was_spoilt_after_the_start_is_told_too(tmp_path: Path) 
             model.chat_template()
 
 
-def test_a_model_with_another_checkpoint_is_chatted_with_in_its_own_words(
+def test_another_engines_template_and_tokenizer_are_used(
     path: str,  # noqa: F811 - the fixture
     tmp_path: Path,
 ) -> None:
-    """An engine behind a socket goes, and another one with another template and tokenizer comes in its place."""
+    """The engine behind a socket is replaced by one with another template and tokenizer."""
     old = checkpoint(tmp_path / "old", "old {{ messages[0].content }}")
     new = checkpoint(tmp_path / "new", "new words: {{ messages[0].content }}!")
     make_tokenizer(DEMO_VOCABULARY).save(str(tmp_path / "new" / "tokenizer.json"))
@@ -138,11 +138,11 @@ def test_a_model_with_another_checkpoint_is_chatted_with_in_its_own_words(
 
 
 class Slow:
-    """An engine client that takes its time to say what it is asked, and counts the questions.
+    """A slow engine client that counts its calls.
 
     Attributes:
-        may_answer: Nothing is told about adapters until it is set.
-        takes_s: Seconds that a description takes; from the second one on there is none.
+        may_answer: Adapters are listed only after it is set.
+        takes_s: Seconds for the first description; later calls raise Unavailable.
     """
 
     def __init__(self, engine: EngineClient) -> None:
@@ -170,7 +170,7 @@ class Slow:
         return tuple(AdapterState(name, None, "/a", True, 8, 100) for name in self.names)
 
 
-def test_requests_that_wait_for_the_engine_delay_no_other() -> None:
+def test_requests_waiting_for_the_engine_delay_no_others() -> None:
     with (
         fake_engine() as engine,
         ThreadPoolExecutor(12) as pool,
@@ -189,14 +189,14 @@ def test_requests_that_wait_for_the_engine_delay_no_other() -> None:
         assert {each.result().status_code for each in waiting} == {404}
 
 
-def test_an_adapter_is_not_looked_for_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_not_listed_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_engine() as engine:
         slow = Slow(engine)
         slow.may_answer.set()
         model = ServingModel(cast(EngineClient, slow), OpenAiOptions(served_model_names=("demo",)))
         assert [model.adapter_of("sql") for _ in range(50)] == ["sql"] * 50 and slow.num_lists == 1
         assert model.adapter_of("demo") == "" and slow.num_lists == 1
-        slow.names.append("new")  # one that was loaded just now is found at once
+        slow.names.append("new")  # a newly loaded adapter is found at once
         assert model.adapter_of("new") == "new" and slow.num_lists == 2
         slow.names.clear()
         monkeypatch.setattr(serving_model, "_ADAPTERS_FRESH_S", 0.0)
@@ -204,7 +204,7 @@ def test_an_adapter_is_not_looked_for_with_every_request(monkeypatch: pytest.Mon
             model.adapter_of("sql")
 
 
-def test_an_engine_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_engine_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_model, "_SLOW_S", 0.8)
     with fake_engine() as engine, ThreadPoolExecutor(8) as pool:
         slow = Slow(engine)
@@ -217,10 +217,10 @@ def test_an_engine_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.M
             return str(away.value)
 
         assert set(pool.map(ask, range(8))) == {"no packet comes back"} and slow.num_descriptions == 1
-        time.sleep(0.8)  # then it is asked again
+        time.sleep(0.8)  # after this time the engine is asked again
         slow.is_away, slow.takes_s = False, 0.0
         assert model.describe() is engine.describe() and slow.num_descriptions == 2
-        slow.is_away = True  # one that is refused at once costs nobody anything
+        slow.is_away = True  # an immediate refusal delays no request
         for _ in range(3):
             ask(0)
         slow.is_away = False

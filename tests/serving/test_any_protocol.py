@@ -1,4 +1,4 @@
-"""A front end of another protocol, in a few lines: replies, stop strings and endings come from `serving`."""
+"""A front end of another protocol in a few lines: `serving` has replies, stop strings and endings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 30
 
 
 class Lines:
-    """A client that reads lines of text; None is the end."""
+    """A client that reads lines of text; None is the end of the stream."""
 
     def __init__(self) -> None:
         self.lines: queue.Queue[str | None] = queue.Queue()
@@ -50,7 +50,7 @@ class Lines:
 
 
 class LineMaker:
-    """Responses as lines."""
+    """Maker of responses as lines."""
 
     def outputs(self, outputs: Sequence[Output]) -> str:
         return "/".join(text for output in outputs for text in output.texts or ())
@@ -60,7 +60,7 @@ class LineMaker:
 
 
 class LineServer:
-    """Takes prompts of letters and answers with lines."""
+    """A server that takes prompts of letters and answers with lines."""
 
     def __init__(self) -> None:
         self.client = FakeEngineClient(answers_stops=False)
@@ -68,7 +68,7 @@ class LineServer:
         self.sender = Sender(self.in_flight, LineMaker(), ResponseBudget())
 
     def ask(self, request_id: str, stop_strings: tuple[str, ...] = ()) -> tuple[Lines, int]:
-        """The client, and the engine's id of its request."""
+        """Return the client, and the engine's id of its request."""
         prompt = make_prompt(options={"streaming": True, "stop_strings": stop_strings}, streaming=True)
         reply = Reply([(prompt, new_text(prompt, letter_tokenizer(), True))], in_one=False)
         lines = Lines()
@@ -103,7 +103,7 @@ def test_a_stop_string_ends_the_text_and_the_request(server: LineServer) -> None
     assert "".join(lines.read()) == ""
 
 
-def test_an_id_in_flight_is_taken_unless_its_client_is_gone(server: LineServer) -> None:
+def test_an_id_in_flight_is_refused_unless_its_client_is_gone(server: LineServer) -> None:
     first, first_id = server.ask("a")
     with pytest.raises(AlreadyExists):
         server.ask("a")

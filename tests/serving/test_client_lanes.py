@@ -1,4 +1,4 @@
-"""Jobs on threads of their own: side by side, and in order for each client."""
+"""Jobs on threads: concurrent for different clients, in order for each client."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_requests_without_a_client_are_never_busy() -> None:
     lanes.close()
 
 
-def test_close_waits_for_what_has_begun_and_drops_the_rest() -> None:
+def test_close_waits_for_running_jobs_and_drops_waiting_ones() -> None:
     lanes, journal = ClientLanes(1), Journal()
     lanes.submit(7, journal.job("begun", waits=True))
     lanes.submit(7, journal.job("behind it"))

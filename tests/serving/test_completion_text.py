@@ -1,4 +1,4 @@
-"""Text of completions: the tokenizer that is loaded, the parts of text_output, and the cut at a stop string."""
+"""Texts of completions: loading of the tokenizer, parts of text_output, and the cut at a stop string."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def only_text(text: CompletionText, result: SequenceResult) -> str:
 # -------------------------------------------------------------------- without stop strings
 
 
-def test_the_prompt_leads_as_it_came() -> None:
+def test_text_starts_with_the_given_prompt() -> None:
     assert only_text(make_text("ab", prompt_text="AB!", lead=True), final("cd")) == "AB!cd"
 
 
-def test_a_prompt_of_ids_leads_as_text() -> None:
+def test_text_starts_with_the_decoded_prompt_ids() -> None:
     assert only_text(make_text("ab", lead=True), final("cd")) == "abcd"
 
 
-def test_text_without_the_prompt_is_the_generated_text_alone() -> None:
+def test_without_the_prompt_text_is_only_generated_text() -> None:
     assert only_text(make_text(), final("cd")) == "cd"
 
 
-def test_the_prompts_ids_in_the_output_are_not_the_completion() -> None:
+def test_prompt_ids_in_the_output_are_not_in_the_text() -> None:
     assert only_text(make_text(lead=True), final("abcd", num_output_tokens=(2,))) == "abcd"
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
-def test_a_request_that_was_cut_short_has_the_text_so_far(reason: FinishReason) -> None:
+def test_a_request_ended_early_has_its_text_so_far(reason: FinishReason) -> None:
     assert only_text(make_text(lead=True), make_result(ids_of("cd"), reason)) == "abcd"
     assert only_text(make_text(lead=True), make_result((), reason)) == "ab"
     assert only_text(make_text(), make_result((), reason)) == ""
@@ -73,7 +73,7 @@ def test_a_result_without_tokens_is_the_empty_text_or_the_prompt() -> None:
     assert only_text(make_text(lead=True), result) == "ab"
 
 
-def test_deltas_together_are_the_whole() -> None:
+def test_deltas_join_to_the_whole_text() -> None:
     text = make_text()
     results = [make_result(ids_of("c")), make_result(ids_of("de")), make_result((), FinishReason.LENGTH)]
     assert [only_text(text, result) for result in results] == ["c", "de", ""]
@@ -90,20 +90,20 @@ def test_text_ends_before_the_stop_string_and_tokens_with_it() -> None:
     assert text.add(final("h")) == (TextDelta("", 0, stopped=True),)
 
 
-def test_a_possible_beginning_of_a_stop_string_comes_with_the_last_result() -> None:
+def test_a_possible_beginning_of_a_stop_string_is_released_by_the_last_result() -> None:
     text = make_text(stops=("xyz",))
     assert text.add(make_result(ids_of("axy"))) == (TextDelta("a", 3),)
     assert text.add(final("")) == (TextDelta("xy", 0),)
 
 
 @pytest.mark.parametrize("lead", [False, True])
-def test_a_stop_string_in_the_prompt_is_none(lead: bool) -> None:
+def test_a_stop_string_in_the_prompt_is_ignored(lead: bool) -> None:
     text = make_text("xdd", lead=lead, stops=("xd", "de"))
     result = final("xddefx", num_output_tokens=(3,))  # "de" spans prompt and output
     assert text.add(result) == (TextDelta("xddefx" if lead else "efx", 3),)
 
 
-def test_the_whole_answer_in_one_result_is_cut_as_the_stream_would_be() -> None:
+def test_one_whole_result_is_cut_like_a_stream() -> None:
     text = make_text("ab", lead=True, stops=("de",))
     (delta,) = text.add(final("abcdefg", num_output_tokens=(5,)))
     assert delta == TextDelta("abc", 3, stopped=True)
@@ -115,7 +115,7 @@ def test_every_beam_has_a_text_and_an_end_of_its_own() -> None:
     assert text.add(beams) == (TextDelta("c", 3, stopped=True), TextDelta("cdd", 3))
 
 
-def test_streamed_beams_say_everything_so_far_but_no_part_of_a_stop_string() -> None:
+def test_streamed_beams_have_all_text_so_far_without_stop_strings() -> None:
     text = make_text(stops=("de",))
     unfinished = FinishReason.NOT_FINISHED
     first = make_beams(ids_of("cd"), ids_of("cc"), reason=unfinished, is_cumulative=True)
@@ -124,13 +124,13 @@ def test_streamed_beams_say_everything_so_far_but_no_part_of_a_stop_string() -> 
     assert text.add(last) == (TextDelta("ccd", 3), TextDelta("c", 2 + 1, stopped=True))
 
 
-def test_one_streamed_beam_says_everything_too() -> None:
+def test_a_single_streamed_beam_has_all_text_so_far() -> None:
     text = make_text()
     for so_far in ("c", "cd"):
         assert only_text(text, make_result(ids_of(so_far), is_cumulative=True)) == so_far
 
 
-# Words that stop strings are made of, bytes that are characters only together, and an invalid one.
+# Parts of stop strings, bytes that form characters only together, and an invalid byte.
 TOKENIZERS = ["byte_level", "llama", "gemma"]
 DATA = st.lists(st.sampled_from([b"a", b"ab", b"b", b" ", "🎉".encode(), "é".encode(), b"\xff"]), max_size=14)
 STOPS = st.lists(st.sampled_from(["a", "ab", "aab", "ba", "b a", "🎉", "é", "🎉a", "\ufffd"]), max_size=4)
@@ -141,7 +141,7 @@ STOPS = st.lists(st.sampled_from(["a", "ab", "aab", "ba", "b a", "🎉", "é", "
 @given(DATA, STOPS, st.lists(st.integers(0, 5), max_size=8))
 @example([b"a", "🎉".encode(), b"b"], ["🎉"], [3])
 @example([b"a", b"\xff"], ["\ufffd"], [])
-def test_text_and_tokens_are_the_same_in_any_portions(
+def test_text_and_tokens_do_not_depend_on_portions(
     name: str, data: list[bytes], stops: list[str], sizes: list[int]
 ) -> None:
     ids = tuple(byte_ids(name, b"".join(data)))
@@ -154,7 +154,7 @@ def test_text_and_tokens_are_the_same_in_any_portions(
     assert decoded.startswith(text)
     assert not any(stop in text for stop in stops)
     if stopped:
-        # Not one token less than it takes: without the last there is no stop string yet.
+        # All kept tokens are needed: without the last one there is no stop string yet.
         assert not outcome(name, kept[:-1], stops, [], is_final=False)[2]
     else:
         assert (text, kept) == (decoded, ids)
@@ -163,7 +163,7 @@ def test_text_and_tokens_are_the_same_in_any_portions(
 def outcome(
     name: str, ids: tuple[int, ...], stops: list[str], sizes: list[int], is_final: bool = True
 ) -> tuple[str, tuple[int, ...], bool]:
-    """Text, kept ids and whether a stop string has ended them, for ids that come in portions of these sizes."""
+    """Return text, kept ids and whether a stop string ended them, for ids in portions of these sizes."""
     prompt = tuple(tokenizer(name).encode("the"))
     text = CompletionText(tokenizer(name), prompt, stop_strings=StopStrings(stops))
     shown, kept, stopped, position = "", (), False, 0
@@ -184,7 +184,7 @@ def outcome(
 
 
 def detailed(*tokens: int) -> SequenceResult:
-    """A result of everything that can be asked for, the prompt's ids included."""
+    """Return a result with every output, the prompt's ids included."""
     count = len(tokens)
     log_probs = tuple(-0.5 * (i + 1) for i in range(count))
     return make_result(
@@ -199,7 +199,7 @@ def detailed(*tokens: int) -> SequenceResult:
     )
 
 
-def test_a_cut_result_says_what_the_kept_tokens_say() -> None:
+def test_a_cut_result_has_the_values_of_its_kept_tokens() -> None:
     result = cut_at_stop(detailed(5, 6, 7), (TextDelta("", 2, stopped=True),))
     assert result.output_token_ids == ((7, 7, 5, 6),)
     assert (result.num_output_tokens, result.finish_reasons) == ((2,), (FinishReason.STOP_WORDS,))
@@ -211,26 +211,26 @@ def test_a_cut_result_says_what_the_kept_tokens_say() -> None:
     assert result.generation_logits == (FloatTensor((2, 2), bytes(range(16))),)
 
 
-def test_the_sum_of_a_cut_result_is_of_the_models_own_log_probs() -> None:
-    """Beside normalized ones, which are another distribution's."""
+def test_cum_log_prob_of_a_cut_result_uses_the_models_log_probs() -> None:
+    """The sum is not of normalized log probs, which belong to another distribution."""
     normalized = replace(detailed(5, 6, 7), model_log_probs=((-1.0, -2.0, -4.0),), cum_log_probs=(-7.0,))
     result = cut_at_stop(normalized, (TextDelta("", 2, stopped=True),))
     assert result.log_probs == ((-0.5, -1.0),) and result.model_log_probs == ((-1.0, -2.0),)
     assert math.isclose(result.cum_log_probs[0], -3.0)
 
 
-def test_nothing_is_left_where_nothing_is_kept() -> None:
+def test_a_result_without_kept_tokens_is_empty() -> None:
     result = cut_at_stop(detailed(5, 6), (TextDelta("", 0, stopped=True),))
     assert result.output_token_ids == ((7, 7),)
     assert result.generation_logits == (FloatTensor((0, 2), b""),)
 
 
-def test_a_result_without_a_stop_stays_as_it_is() -> None:
+def test_a_result_without_a_stop_is_unchanged() -> None:
     result = detailed(5, 6)
     assert cut_at_stop(result, (TextDelta("", 2),)) is result
 
 
-def test_beams_end_apart() -> None:
+def test_beams_stop_independently() -> None:
     beams = make_beams((5, 6), (5, 7), reason=FinishReason.NOT_FINISHED)
     result = cut_at_stop(beams, (TextDelta("", 1, stopped=True), TextDelta("", 2)))
     assert result.output_token_ids == ((5,), (5, 7))
@@ -243,7 +243,7 @@ def test_beams_end_apart() -> None:
 # -------------------------------------------------------------------- finding the tokenizer
 
 
-def test_the_parameter_comes_before_the_engines_folder(tmp_path: Path) -> None:
+def test_tokenizer_dir_overrides_the_engines_folder(tmp_path: Path) -> None:
     asked: list[str] = []
 
     def load(directory: str) -> Tokenizer:
@@ -260,7 +260,7 @@ def test_the_tokenizer_is_loaded_once(tmp_path: Path) -> None:
     assert finder.require() is finder.require()
 
 
-def test_none_says_what_to_do() -> None:
+def test_a_missing_tokenizer_is_an_error_with_the_remedy() -> None:
     finder = TokenizerFinder(None)
     assert finder.find() is None
     with pytest.raises(
@@ -269,7 +269,7 @@ def test_none_says_what_to_do() -> None:
         finder.require()
 
 
-def test_a_folder_without_one_is_named_in_the_log_and_not_to_clients(
+def test_a_folder_without_tokenizer_is_named_in_the_log_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(Unsupported, match="this model serves no text") as refused:
@@ -284,7 +284,7 @@ SPECIAL_ID = 2  # "</s>" of the tiny tokenizers
 
 
 def spelled(name: str, *parts: str | int) -> tuple[int, ...]:
-    """Ids of texts, and ids as they are."""
+    """Return the ids of texts; ids are returned unchanged."""
     ids: list[int] = []
     for part in parts:
         ids += [part] if isinstance(part, int) else tokenizer(name).encode(part, add_special_tokens=False)
@@ -294,7 +294,7 @@ def spelled(name: str, *parts: str | int) -> tuple[int, ...]:
 def run_to_stop(
     name: str, ids: tuple[int, ...], stops: tuple[str, ...], skip: bool, size: int
 ) -> tuple[str, int, bool]:
-    """Text, kept tokens and whether it stopped, of results with `size` tokens each."""
+    """Return text, number of kept tokens and whether it stopped, for results with `size` tokens each."""
     text = CompletionText(tokenizer(name), (), stop_strings=StopStrings(stops), skip_special_tokens=skip)
     shown, kept, stopped = "", 0, False
     for start in range(0, len(ids), size):
@@ -307,13 +307,13 @@ def run_to_stop(
 @pytest.mark.parametrize("size", [1, 3, 99])
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_special_token_stops(name: str, skip: bool, size: int) -> None:
+def test_a_special_token_completes_a_stop_string(name: str, skip: bool, size: int) -> None:
     before = spelled(name, "the dog")
     ids = (*before, SPECIAL_ID, *spelled(name, "sleeps"))
     shown, kept, stopped = run_to_stop(name, ids, ("</s>",), skip, size)
     assert stopped
     assert shown.rstrip() == tokenizer(name).decode(before, skip).rstrip()
-    if name != "word_suffix":  # whose text is known at the end alone
+    if name != "word_suffix":  # its text is known only at the end
         assert kept == len(before) + 1
 
 
@@ -323,7 +323,7 @@ def test_a_special_token_stops(name: str, skip: bool, size: int) -> None:
 def test_a_special_token_within_a_stop_string(name: str, skip: bool, size: int) -> None:
     space = (
         "" if name in ("byte_level", "gemma") else " "
-    )  # that the others put before a word that is spelled alone
+    )  # the other tokenizers put a space before a word that is spelled alone
     ids = spelled(name, "the fox", SPECIAL_ID, "the dog", SPECIAL_ID, "the end")
     special = "" if skip else "</s>"
     for stop, expected in (
@@ -336,7 +336,7 @@ def test_a_special_token_within_a_stop_string(name: str, skip: bool, size: int) 
         assert run_to_stop(name, ids, (stop,), skip, size)[0] == expected, stop
 
 
-def test_an_unfinished_character_before_a_special_token_that_stops_is_shown_as_such() -> None:
+def test_an_incomplete_character_before_a_stopping_special_token_is_shown() -> None:
     name = "byte_level"
     ids = (*spelled(name, "a"), *byte_ids(name, b"\xe4"), SPECIAL_ID, *byte_ids(name, b"\xbb\x8a"))
     assert run_to_stop(name, ids, ("</s>",), True, 1) == ("a\ufffd", 3, True)
@@ -353,7 +353,7 @@ def test_a_stop_string_of_a_special_token_ends_every_beam(skip: bool) -> None:
 
 
 @pytest.mark.parametrize("lead", [True, False])
-def test_special_tokens_are_shown_where_they_are_not_skipped(lead: bool) -> None:
+def test_special_tokens_are_shown_unless_skipped(lead: bool) -> None:
     name = "byte_level"
     prompt, ids = spelled(name, "the", SPECIAL_ID), spelled(name, " dog", SPECIAL_ID)
     text = CompletionText(tokenizer(name), prompt, lead=lead, skip_special_tokens=False)
@@ -380,7 +380,7 @@ def test_special_tokens_are_shown_where_they_are_not_skipped(lead: bool) -> None
 def test_a_stop_string_ends_nothing_before_min_tokens(
     min_tokens: int, shown: str, kept: int, size: int
 ) -> None:
-    """One that begins before them and is complete behind them counts; tokens of this tokenizer are letters."""
+    """A stop string begun earlier and completed later counts; tokens of this tokenizer are letters."""
     text = CompletionText(
         letter_tokenizer(), ids_of("ab"), None, False, StopStrings(("ab",)), min_tokens=min_tokens
     )

@@ -16,7 +16,7 @@ from tests.triton.factories import FakeEngineClient, make_prompt, make_response
 from tests.triton.letters import letter_tokenizer
 
 Told = list[list[tuple[int, int, tuple[int, ...]]]]
-"""Outputs that came together: batch index, sequence index, token ids."""
+"""Outputs received together: batch index, sequence index, token ids."""
 
 
 def told(outputs: list[Output]) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -30,7 +30,7 @@ async def read(stream: OutputStream) -> Told:
 
 
 def run(story: Callable[[EngineSession, FakeEngineClient], Awaitable[None]]) -> FakeEngineClient:
-    """Tell `story` on an event loop; returns the client once what is to be stopped has been."""
+    """Run `story` on an event loop; return the client after all requested stops."""
     client = FakeEngineClient(answers_stops=False)
 
     async def main() -> None:
@@ -63,7 +63,7 @@ def test_responses_for_a_slow_reader_are_joined() -> None:
     assert run(story).stopped == []
 
 
-def test_prompts_and_sequences_are_told_apart_and_the_final_response_is_the_last() -> None:
+def test_outputs_have_their_indices_and_end_with_the_final_response() -> None:
     async def story(session: EngineSession, client: FakeEngineClient) -> None:
         stream = await started(session, 2)
         first, second = client.submitted
@@ -80,7 +80,7 @@ def test_prompts_and_sequences_are_told_apart_and_the_final_response_is_the_last
     run(story)
 
 
-def test_the_loop_is_woken_once_for_all_streams_that_have_news(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_loop_is_woken_once_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(session: EngineSession, client: FakeEngineClient) -> None:
         streams = [await started(session) for _ in range(3)]
         loop, calls = asyncio.get_running_loop(), []
@@ -111,7 +111,7 @@ def test_an_error_of_one_prompt_ends_the_others() -> None:
     assert (max(client.submitted), StopReason.CANCELLED) in client.stopped
 
 
-def test_a_client_that_is_gone_ends_its_requests_once() -> None:
+def test_a_gone_client_ends_its_requests_once() -> None:
     async def story(session: EngineSession, client: FakeEngineClient) -> None:
         stream = await started(session, 2)
         reading = asyncio.create_task(read(stream))
@@ -125,7 +125,7 @@ def test_a_client_that_is_gone_ends_its_requests_once() -> None:
     assert client.stopped == [(engine_id, StopReason.CANCELLED) for engine_id in client.submitted]
 
 
-def test_a_stop_string_ends_its_sequence_alone() -> None:
+def test_a_stop_string_ends_only_its_sequence() -> None:
     async def story(session: EngineSession, client: FakeEngineClient) -> None:
         tokenizer = letter_tokenizer()
         prompt = make_prompt(options={"streaming": True, "stop_strings": ("b",)}, streaming=True)

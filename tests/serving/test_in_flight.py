@@ -1,4 +1,4 @@
-"""Ids in flight: duplicates, stops, cancellation, and what is forgotten when."""
+"""Ids in flight: duplicates, stops, cancellation, and when entries are forgotten."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.triton.fake_pb_utils import ResponseSender
 
 
 def ignore(response: Response) -> None:
-    """Takes a response that no test looks at."""
+    """Ignore a response."""
 
 
 def make_in_flight(client: FakeEngineClient | None = None) -> tuple[InFlight, FakeEngineClient]:
@@ -76,7 +76,7 @@ def test_stop_and_cancel_reach_every_prompt() -> None:
     assert client.stopped == [(engine_id, StopReason.CANCELLED) for engine_id in ids]
 
 
-def test_an_abandoned_batch_ends_what_still_runs_and_is_forgotten() -> None:
+def test_an_abandoned_batch_ends_its_prompts_and_is_forgotten() -> None:
     in_flight, client = make_in_flight(FakeEngineClient(answers_stops=False))
     entry = start_batch(in_flight, 3, "a")
     in_flight.arrive(entry.engine_ids[1], is_final=True)
@@ -88,7 +88,7 @@ def test_an_abandoned_batch_ends_what_still_runs_and_is_forgotten() -> None:
 
 
 def test_a_batch_is_refused_as_a_whole() -> None:
-    """Requests of the batch that the engine has taken already must not run on."""
+    """Requests of the batch that the engine has already taken must not run on."""
 
     class FullClient(FakeEngineClient):
         def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
@@ -111,7 +111,7 @@ def test_one_sequence_of_one_prompt_may_be_stopped_for_its_text() -> None:
     assert client.stopped == [(entry.engine_ids[1], StopReason.STOP_WORDS, 3)]
 
 
-def test_an_id_in_flight_is_refused_and_the_first_one_goes_on() -> None:
+def test_an_id_in_flight_is_refused_and_the_first_request_continues() -> None:
     in_flight, client = make_in_flight()
     first = start(in_flight, "a")
     with pytest.raises(AlreadyExists, match=r"^requestId a is already in progress, request is ignored\.$"):
@@ -126,7 +126,7 @@ def test_an_id_may_be_used_again_after_its_final_response() -> None:
     start(in_flight, "a")
 
 
-def test_an_id_whose_client_is_gone_gives_way() -> None:
+def test_the_id_of_a_gone_client_may_be_reused() -> None:
     in_flight, client = make_in_flight()
     sender = ResponseSender()
     first = start(in_flight, "a", sender)
@@ -141,7 +141,7 @@ def test_an_id_whose_client_is_gone_gives_way() -> None:
     assert client.stopped[-1] == (second.engine_ids[0], StopReason.CANCELLED)
 
 
-def test_an_id_that_is_being_cancelled_gives_way_without_asking_again() -> None:
+def test_the_id_of_a_cancelled_request_may_be_reused_without_asking() -> None:
     in_flight, client = make_in_flight()
     sender = ResponseSender()
     in_flight.cancel(start(in_flight, "a", sender))
@@ -149,12 +149,12 @@ def test_an_id_that_is_being_cancelled_gives_way_without_asking_again() -> None:
     assert sender.times_asked == 0 and len(client.stopped) == 1
 
 
-def test_any_number_without_an_id() -> None:
+def test_requests_without_an_id_are_not_limited() -> None:
     in_flight, _ = make_in_flight()
     assert len({start(in_flight).engine_ids for _ in range(3)}) == 3
 
 
-def test_stop_by_id_leaves_the_last_response_a_normal_one() -> None:
+def test_a_request_stopped_by_id_has_a_normal_last_response() -> None:
     in_flight, client = make_in_flight()
     entry = start(in_flight, "a")
     in_flight.stop("a")
@@ -193,7 +193,7 @@ def test_nothing_is_registered_when_the_engine_refuses() -> None:
 
 
 def test_a_response_before_submit_returns_finds_its_entry() -> None:
-    """The engine's thread may be faster than ours: whoever looks then waits for the registration."""
+    """The engine's thread may be faster than this one: `arrive` then waits for the registration."""
     found: list[Arrival | None] = []
     lookers: list[threading.Thread] = []
 
@@ -235,7 +235,7 @@ def test_a_closed_front_end_admits_no_request() -> None:
         start(in_flight)
 
 
-# -------------------------------------------------------------------- before the engine knows of a request
+# -------------------------------------------------------------------- before the engine has the request
 
 
 def register(
@@ -285,7 +285,7 @@ def test_a_request_that_is_cancelled_before_the_start_never_starts() -> None:
     assert not client.submitted
 
 
-def test_an_id_whose_client_is_gone_before_the_start_gives_way() -> None:
+def test_the_id_of_a_client_gone_before_the_start_may_be_reused() -> None:
     in_flight, client = make_in_flight()
     sender = ResponseSender()
     gone = register(in_flight, "a", sender)

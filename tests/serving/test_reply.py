@@ -1,4 +1,4 @@
-"""Replies: deltas as they come, answers gathered into one, and nothing after a stop string."""
+"""Replies: deltas, answers gathered into one response, and the end at a stop string."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def new_text(*stop_strings: str, prompt: str = "", lead: bool = False) -> Callab
 
 
 def delta(text: str, reason: FinishReason = NOT_FINISHED, **changes: object) -> SequenceResult:
-    """A result that says how likely each letter was: -1, -2, … by its place in the alphabet."""
+    """Return a result with a log prob for each letter: -1, -2, … by its place in the alphabet."""
     ids = ids_of(text)
     log_probs = tuple(-1.0 - token_id for token_id in ids)
     made = make_result(
@@ -52,7 +52,7 @@ def delta(text: str, reason: FinishReason = NOT_FINISHED, **changes: object) -> 
 
 
 class Talk:
-    """One prompt's replies, taken one after another."""
+    """The replies of one prompt, added one after another."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class Talk:
         return outputs[0] if outputs else None
 
     def said(self, *results: SequenceResult) -> list[tuple[str, tuple[str, ...] | None, str]]:
-        """(ids as text, text, finish reason) of every output."""
+        """Return (ids as text, text, finish reason) of every output."""
         outputs = [output for result in results if (output := self.take(result))]
         return [
             (text_of(o.result.output_token_ids[0]), o.texts, o.result.finish_reasons[0].name) for o in outputs
         ]
 
 
-def test_deltas_go_on_as_they_come() -> None:
+def test_deltas_are_passed_on_at_once() -> None:
     talk = Talk(new_text())
     assert talk.said(delta("c"), delta("de"), delta("", LENGTH)) == [
         ("c", ("c",), "NOT_FINISHED"),
@@ -104,7 +104,7 @@ def test_a_stream_may_repeat_its_text_so_far() -> None:
     assert Talk(repetition=Repetition(text=True)).said(delta("c", LENGTH)) == [("c", None, "LENGTH")]
 
 
-def test_no_text_where_there_is_no_tokenizer() -> None:
+def test_without_a_tokenizer_there_is_no_text() -> None:
     assert Talk().said(delta("c", LENGTH)) == [("c", None, "LENGTH")]
 
 
@@ -118,7 +118,7 @@ def test_a_stop_string_ends_a_stream_with_the_token_that_completes_it() -> None:
     ]
 
 
-def test_details_of_tokens_are_cut_with_them() -> None:
+def test_values_of_tokens_are_cut_with_them() -> None:
     talk = Talk(new_text("de"))
     output = talk.take(delta("cdefg"))
     assert output is not None
@@ -130,8 +130,8 @@ def test_details_of_tokens_are_cut_with_them() -> None:
     assert result.generation_logits[0].shape == (3, 1)
 
 
-def test_after_a_stop_string_the_sum_of_log_probs_stays() -> None:
-    """The engine's sum over tokens behind the stop string does not count."""
+def test_cum_log_prob_is_fixed_after_a_stop_string() -> None:
+    """The engine's sum over tokens after the stop string does not count."""
     talk = Talk(new_text("de"))
     talk.take(delta("cdefg"))
     metrics = PerfMetrics(last_token_time_ns=5)
@@ -143,7 +143,7 @@ def test_after_a_stop_string_the_sum_of_log_probs_stays() -> None:
     assert last.result.num_output_tokens == (0,) and last.result.is_sequence_final
 
 
-def test_the_engine_is_told_once_that_nobody_wants_more() -> None:
+def test_a_stop_is_reported_once() -> None:
     talk = Talk(new_text("d"))
     told = []
     for result in (delta("c"), delta("d"), delta("e"), delta("f", STOP_WORDS)):
@@ -152,7 +152,7 @@ def test_the_engine_is_told_once_that_nobody_wants_more() -> None:
     assert told == [False, True, False, False]
 
 
-def test_every_sequence_stops_by_itself() -> None:
+def test_sequences_stop_independently() -> None:
     talk = Talk(new_text("d"), sampling=SamplingConfig(num_return_sequences=2, top_k=5))
     told = []
     for index, text in ((0, "c"), (0, "d"), (1, "c"), (0, "e"), (1, "d")):
@@ -171,9 +171,7 @@ def test_a_cancellation_after_a_stop_string_does_not_undo_it() -> None:
 
 @pytest.mark.parametrize("in_one", [True, False], ids=["in one", "decoupled"])
 @pytest.mark.parametrize("exclude", [True, False], ids=["completion", "with the prompt"])
-def test_an_answer_that_is_not_streamed_is_gathered_from_what_the_engine_streams(
-    in_one: bool, exclude: bool
-) -> None:
+def test_an_unstreamed_answer_is_gathered_from_engine_deltas(in_one: bool, exclude: bool) -> None:
     talk = Talk(
         new_text("ef", prompt="ab", lead=not exclude),
         streaming=False,
@@ -193,19 +191,19 @@ def test_an_answer_that_is_not_streamed_is_gathered_from_what_the_engine_streams
     assert whole.result.generation_logits[0].shape == (4, 1)
 
 
-def test_without_a_stop_string_in_it_the_whole_is_the_plain_answer() -> None:
+def test_a_gathered_answer_without_stop_string_is_the_plain_one() -> None:
     talk = Talk(new_text("xyz"), streaming=False)
     assert talk.said(delta("c"), delta("dx"), delta("y", LENGTH)) == [("cdxy", ("cdxy",), "LENGTH")]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
-def test_a_gathered_answer_that_is_cut_short_has_what_there_was(reason: FinishReason) -> None:
+def test_a_gathered_answer_ended_early_has_its_tokens_so_far(reason: FinishReason) -> None:
     talk = Talk(new_text("xy", prompt="ab", lead=True), streaming=False, output=OutputOptions())
     assert talk.said(delta("c"), delta("dx"), delta("", reason)) == [("abcdx", ("abcdx",), reason.name)]
 
 
-def test_sequences_end_apart() -> None:
-    """The first one's stop string is not the second one's."""
+def test_a_stop_string_of_one_sequence_does_not_end_another() -> None:
+    """A stop string of the first sequence does not end the second one."""
     talk = Talk(new_text("d"), sampling=SamplingConfig(num_return_sequences=2, top_k=5))
     said = talk.said(
         delta("cd", sequence_index=0),
@@ -217,7 +215,7 @@ def test_sequences_end_apart() -> None:
     assert [reason for *_, reason in said] == ["STOP_WORDS", "NOT_FINISHED", "STOP_WORDS", "LENGTH"]
 
 
-def test_streamed_beams_say_everything_each_time() -> None:
+def test_streamed_beams_have_all_tokens_each_time() -> None:
     talk = Talk(new_text("e"), sampling=SamplingConfig(beam_width=2))
     first = make_beams(ids_of("cd"), ids_of("ce"), reason=NOT_FINISHED, is_cumulative=True)
     second = make_beams(ids_of("cfg"), ids_of("cde"), reason=LENGTH, is_cumulative=True)
@@ -245,7 +243,7 @@ def test_sequences_are_rows_of_one_response() -> None:
     assert output.texts == ("de", "f", "c")
 
 
-def test_a_sequence_that_was_cut_short_is_a_row_of_what_there_was() -> None:
+def test_a_sequence_ended_early_is_a_row_of_its_tokens_so_far() -> None:
     talk = Talk(streaming=False, in_one=True, sampling=SamplingConfig(num_return_sequences=2, top_k=5))
     talk.take(delta("def", LENGTH, sequence_index=0), is_last=False)
     output = talk.take(delta("c", FinishReason.CANCELLED, sequence_index=1), is_last=True)
@@ -265,20 +263,20 @@ def test_a_batch_in_one_response_is_in_its_order() -> None:
     assert [text_of(output.result.output_token_ids[0]) for output in outputs] == ["a", "b", "c"]
 
 
-def test_a_batch_that_comes_apart_is_tagged() -> None:
+def test_separate_responses_of_a_batch_have_batch_indices() -> None:
     reply = make_reply(make_prompt(), make_prompt())
     (output,) = reply.add(1, delta("b", LENGTH), is_last=False)
     assert output.batch_index == 1
 
 
-# ---------------------------------------------------------------- what a stream says again
+# ---------------------------------------------------------------- values that a stream repeats
 
 CURIOUS = OutputOptions(return_log_probs=True, return_prompt_log_probs=True, return_context_logits=True)
 PROMPT_LOGITS = FloatTensor((2, 1), bytes(8))
 
 
 def streamed(*results: SequenceResult, repetition: Repetition = AS_UPSTREAM) -> list[SequenceResult]:
-    """Return the stream of one prompt that asked for every output, for these results of the engine."""
+    """Return the stream of one prompt with all outputs, for these results of the engine."""
     talk = Talk(new_text("xyz"), output=CURIOUS, repetition=repetition)
     first, *others = results
     first = replace(first, context_logits=PROMPT_LOGITS, prompt_log_probs=(0.0, -1.0))
@@ -286,13 +284,13 @@ def streamed(*results: SequenceResult, repetition: Repetition = AS_UPSTREAM) -> 
     return [output.result for output in outputs if output]
 
 
-def test_every_response_of_a_stream_repeats_what_is_known_of_the_prompt() -> None:
+def test_every_response_of_a_stream_repeats_context_outputs() -> None:
     results = streamed(delta("c"), delta("d"), delta("", LENGTH))
     assert [result.context_logits for result in results] == [PROMPT_LOGITS] * 3
     assert [result.prompt_log_probs for result in results] == [(0.0, -1.0)] * 3
 
 
-def test_large_context_logits_are_in_the_first_response_alone() -> None:
+def test_large_context_logits_are_in_the_first_response_only() -> None:
     for max_bytes, count in ((8, 2), (7, 1)):
         results = streamed(delta("c"), delta("d", LENGTH), repetition=Repetition(max_bytes=max_bytes))
         assert [result.context_logits for result in results if result.context_logits] == [
@@ -310,12 +308,12 @@ def test_every_response_of_a_stream_has_the_log_probs_of_all_tokens_so_far() -> 
     assert [len(result.top_log_probs[0]) for result in results] == [1, 2, 0]
 
 
-def test_or_those_of_its_own_tokens() -> None:
+def test_a_response_may_have_only_its_own_log_probs() -> None:
     results = streamed(delta("c"), delta("de"), delta("", LENGTH), repetition=Repetition(log_probs=False))
     assert [result.log_probs for result in results] == [((-3.0,),), ((-4.0, -5.0),), ((),)]
 
 
-def test_a_stream_that_a_stop_string_has_ended_repeats_it_too() -> None:
+def test_a_stream_ended_by_a_stop_string_repeats_context_outputs() -> None:
     results = streamed(delta("cx"), delta("yze"), delta("f", STOP_WORDS))
     assert [text_of(result.output_token_ids[0]) for result in results] == ["cx", "yz", ""]
     assert results[-1].log_probs == ((-3.0, -24.0, -25.0, -26.0),)
@@ -323,7 +321,7 @@ def test_a_stream_that_a_stop_string_has_ended_repeats_it_too() -> None:
     assert results[-1].generation_logits == (FloatTensor((0, 0), b""),)
 
 
-def test_every_sequence_repeats_its_own() -> None:
+def test_sequences_repeat_their_own_values() -> None:
     talk = Talk(new_text(), output=CURIOUS, sampling=SamplingConfig(num_return_sequences=2, top_k=5))
     texts = (("c", 0), ("d", 1), ("e", 0), ("f", 1))
     outputs = [talk.take(delta(text, sequence_index=index), is_last=False) for text, index in texts]
@@ -331,7 +329,7 @@ def test_every_sequence_repeats_its_own() -> None:
     assert log_probs == [((-3.0,),), ((-4.0,),), ((-3.0, -5.0),), ((-4.0, -6.0),)]
 
 
-def test_streamed_beams_are_whole_already() -> None:
+def test_streamed_beams_need_no_repetition() -> None:
     talk = Talk(new_text(), output=CURIOUS, sampling=SamplingConfig(beam_width=2))
     said = {"is_cumulative": True, "log_probs": ((-3.0,), (-4.0,))}
     beams = make_beams(ids_of("c"), ids_of("d"), reason=NOT_FINISHED, **said)

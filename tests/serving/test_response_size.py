@@ -1,4 +1,4 @@
-"""How large a response can get, and what is refused for it; /dev/shm is two numbers here."""
+"""Sizes of responses, and the requests refused for them; /dev/shm is two numbers here."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from inflight.serving.response_size import (
 )
 
 MIB = 1 << 20
-VOCABULARY = 1 << 18  # a row of logits is 1 MiB
+VOCABULARY = 1 << 18  # a row of logits has 1 MiB
 
 
 class Memory:
-    """Numbers for /dev/shm, which count how often they are asked for."""
+    """A fake /dev/shm, which counts how often it is measured."""
 
     def __init__(self, total_mib: int = 64, free_mib: int = 40) -> None:
         self.total, self.free = total_mib * MIB, free_mib * MIB
@@ -46,7 +46,7 @@ def make_request(
 
 
 def with_logits(mib: int) -> Request:
-    """A request whose response has so many MiB of logits."""
+    """Return a request whose response has this many MiB of logits."""
     return make_request(new=mib, return_generation_logits=True)
 
 
@@ -67,7 +67,7 @@ def send(budget: ResponseBudget, ticket: int, mib: int) -> None:
         pass
 
 
-# -------------------------------------------------------------------- how large
+# -------------------------------------------------------------------- sizes
 
 
 @pytest.mark.parametrize(
@@ -80,19 +80,19 @@ def send(budget: ResponseBudget, ticket: int, mib: int) -> None:
         ({"return_generation_logits": True}, "generation_logits", 10 * MIB),
     ],
 )
-def test_an_output_counts_if_it_is_wanted(output: dict[str, object], name: str, size: int) -> None:
+def test_an_output_counts_if_it_is_requested(output: dict[str, object], name: str, size: int) -> None:
     assert sizes_of(make_request(**output))[name] == size
     assert sizes_of(make_request())[name] == 0
 
 
-def test_every_beam_that_comes_back_counts() -> None:
+def test_every_returned_beam_counts() -> None:
     beams = SamplingConfig(beam_width=4, num_return_sequences=3)
     assert (
         sizes_of(make_request(sampling=beams, return_generation_logits=True))["generation_logits"] == 30 * MIB
     )
 
 
-def test_sequences_count_where_they_come_in_one_response() -> None:
+def test_sequences_in_one_response_count_together() -> None:
     request = make_request(
         sampling=SamplingConfig(num_return_sequences=3),
         return_generation_logits=True,
@@ -103,26 +103,26 @@ def test_sequences_count_where_they_come_in_one_response() -> None:
     assert apart["context_logits"] == together["context_logits"] == 5 * MIB
 
 
-def test_a_stream_has_no_more_logits_at_a_time_than_are_joined() -> None:
+def test_a_response_of_a_stream_has_at_most_the_joined_logits() -> None:
     long, short = with_logits(1000), with_logits(2)
     assert sizes_of(long, streaming=True)["generation_logits"] == MAX_JOINED_LOGITS_BYTES
     assert sizes_of(short, streaming=True)["generation_logits"] == 2 * MIB
     drafted = make_request(new=100, draft=20, return_generation_logits=True)
-    assert sizes_of(drafted, streaming=True)["generation_logits"] == 21 * MIB  # they come together
+    assert sizes_of(drafted, streaming=True)["generation_logits"] == 21 * MIB  # joined into one response
     beams = make_request(sampling=SamplingConfig(beam_width=2), return_generation_logits=True)
     assert sizes_of(beams, streaming=True)["generation_logits"] == 0
 
 
-def test_the_prompt_counts_where_it_comes_back() -> None:
+def test_the_prompt_counts_if_it_is_returned() -> None:
     request = Request(0, tuple(range(100)), 10)
     whole, streamed = sizes_of(request), sizes_of(request, streaming=True)
     assert whole["output_ids and text"] == 11 * streamed["output_ids and text"]
 
 
-# -------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------- refusals
 
 
-def test_a_small_request_costs_nothing() -> None:
+def test_a_small_request_needs_no_reservation() -> None:
     memory = Memory(total_mib=0, free_mib=0)
     budget = ResponseBudget(memory)
     assert reserve(budget, make_request(new=1000, return_log_probs=True)) == 0
@@ -131,7 +131,7 @@ def test_a_small_request_costs_nothing() -> None:
     assert memory.num_asked == 0
 
 
-def test_the_largest_message_of_grpc() -> None:
+def test_the_message_limit_of_grpc_is_enforced() -> None:
     budget = ResponseBudget(Memory(1 << 20, 1 << 20))
     most = MAX_RESPONSE_BYTES // MIB
     assert reserve(budget, with_logits(most - 1))
@@ -141,7 +141,7 @@ def test_the_largest_message_of_grpc() -> None:
         reserve(budget, with_logits(most + 1))
 
 
-def test_prompts_of_a_batch_count_together_where_they_come_in_one_response() -> None:
+def test_prompts_of_a_batch_in_one_response_count_together() -> None:
     budget = ResponseBudget(Memory(1 << 20, 1 << 20))
     half = with_logits(1100)
     assert reserve(budget, half, half)
@@ -149,13 +149,13 @@ def test_prompts_of_a_batch_count_together_where_they_come_in_one_response() -> 
         reserve(budget, half, half, in_one=True)
 
 
-def test_lists_are_limited_by_what_crosses_the_endpoint() -> None:
+def test_lists_are_limited_by_the_endpoints_frames() -> None:
     budget = ResponseBudget(Memory(1 << 20, 1 << 20))
     with pytest.raises(InvalidArgument, match=r"at most 256\.0 MiB"):
         reserve(budget, make_request(new=100_000, num_top_log_probs=1000))
 
 
-def test_more_than_all_of_the_shared_memory_never_works() -> None:
+def test_more_than_all_shared_memory_is_invalid() -> None:
     with pytest.raises(InvalidArgument) as caught:
         reserve(ResponseBudget(Memory(total_mib=64, free_mib=64)), with_logits(61))
     for word in (
@@ -169,16 +169,16 @@ def test_more_than_all_of_the_shared_memory_never_works() -> None:
         assert word in str(caught.value)
 
 
-def test_more_than_is_free_may_work_later() -> None:
+def test_more_than_free_shared_memory_is_unavailable() -> None:
     memory = Memory(total_mib=64, free_mib=40)
     budget = ResponseBudget(memory)
     with pytest.raises(Unavailable, match=r"40\.0 MiB are free and 0\.0 MiB may be needed"):
-        reserve(budget, with_logits(37))  # and 4 for the step in which the pool grows
+        reserve(budget, with_logits(37))  # and 4 for the pool's growth step
     memory.free = 41 * MIB + SMALL_BYTES
     assert reserve(budget, with_logits(37))
 
 
-def test_requests_in_flight_are_remembered_until_they_are_answered() -> None:
+def test_room_is_reserved_until_requests_are_answered() -> None:
     budget = ResponseBudget(Memory(total_mib=64, free_mib=40))
     ticket = reserve(budget, with_logits(20))
     with pytest.raises(Unavailable, match=r"24\.0 MiB may be needed by requests in flight"):
@@ -187,7 +187,7 @@ def test_requests_in_flight_are_remembered_until_they_are_answered() -> None:
     assert reserve(budget, with_logits(25))
 
 
-def test_requests_of_one_size_share_the_room() -> None:
+def test_requests_of_equal_size_share_room() -> None:
     budget = ResponseBudget(Memory(total_mib=64, free_mib=40))
     tickets = [reserve(budget, with_logits(30)) for _ in range(5)]
     assert len(set(tickets)) == 5
@@ -206,7 +206,7 @@ def test_a_size_that_was_sent_once_fits_again() -> None:
         reserve(budget, with_logits(31))
 
 
-def test_two_tensors_that_fitted_say_nothing_of_one_as_large_as_both() -> None:
+def test_room_for_two_tensors_is_not_room_for_one_as_large_as_both() -> None:
     memory = Memory(total_mib=64, free_mib=60)
     budget = ResponseBudget(memory)
     ticket = reserve(budget, with_logits(20))
@@ -219,7 +219,7 @@ def test_two_tensors_that_fitted_say_nothing_of_one_as_large_as_both() -> None:
         reserve(budget, with_logits(20))
 
 
-def test_a_response_is_not_sent_where_the_room_has_gone() -> None:
+def test_a_response_is_not_sent_without_room() -> None:
     memory = Memory(total_mib=64, free_mib=40)
     budget = ResponseBudget(memory)
     ticket = reserve(budget, with_logits(30))
@@ -228,10 +228,10 @@ def test_a_response_is_not_sent_where_the_room_has_gone() -> None:
     with pytest.raises(Unavailable, match="--shm-size"), budget.sending(ticket, sizes_with_logits(30)):
         sent.append(30)
     assert not sent
-    send(budget, ticket, 0)  # an error, say, is small
+    send(budget, ticket, 0)  # an error, for example, is small
 
 
-def test_a_response_that_could_not_be_sent_is_no_proof_of_room() -> None:
+def test_a_failed_send_does_not_count_as_room() -> None:
     memory = Memory(total_mib=64, free_mib=40)
     budget = ResponseBudget(memory)
     ticket = reserve(budget, with_logits(30))
@@ -243,11 +243,11 @@ def test_a_response_that_could_not_be_sent_is_no_proof_of_room() -> None:
         reserve(budget, with_logits(30))
 
 
-def test_the_real_shared_memory_is_looked_at() -> None:
+def test_the_real_shared_memory_is_measured() -> None:
     assert reserve(ResponseBudget(), with_logits(1))
 
 
-def test_additional_outputs_count_if_they_are_wanted() -> None:
+def test_additional_outputs_count_if_they_are_requested() -> None:
     offered = (OfferedOutput("last_hidden_state", True, 1 << 18), OfferedOutput("top_4_logits", True, 4))
     wanted = (WantedOutput("last_hidden_state", True),)
     request = make_request(additional_outputs=wanted, sampling=SamplingConfig(num_return_sequences=2))
@@ -262,7 +262,7 @@ def test_additional_outputs_count_if_they_are_wanted() -> None:
     assert streamed["generation_last_hidden_state"] == MAX_JOINED_LOGITS_BYTES
 
 
-def test_additional_outputs_that_would_not_fit_are_refused_at_admission() -> None:
+def test_additional_outputs_without_room_are_refused_at_admission() -> None:
     offered = (OfferedOutput("last_hidden_state", False, 1 << 18),)
     request = make_request(new=100, additional_outputs=(WantedOutput("last_hidden_state"),))
     budget = ResponseBudget(Memory())

@@ -1,4 +1,4 @@
-"""Factories with keyword defaults: inputs of requests, what they are read with, and results."""
+"""Factories with keyword defaults: inputs of requests, readers and contexts for them, and results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from inflight.core.request.request import EngineDescription, ModelLimits, Request
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
+from inflight.core.request.request import Request
 from inflight.core.request.response import SequenceResult
 from inflight.core.request.stop import FinishReason
 from inflight.prompt import Prompt, ReplyOptions
@@ -23,12 +24,12 @@ ALL_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs)
 
 
 def scalar(name: str, value: object, vocabulary: Vocabulary = Vocabulary.TOKENS) -> np.ndarray:
-    """A scalar as a model sees it: shape [1], in the table's type. `name` may be an alias."""
+    """Return a scalar as a model receives it: shape [1], in the table's type. `name` may be an alias."""
     return np.array([value], dtype=numpy_type(name, vocabulary))
 
 
 def array(name: str, value: object, vocabulary: Vocabulary = Vocabulary.TOKENS) -> np.ndarray:
-    """An array as a model sees it, the batch dimension included by the caller."""
+    """Return an array as a model receives it; the caller includes the batch dimension."""
     return np.array(value, dtype=numpy_type(name, vocabulary))
 
 
@@ -37,13 +38,13 @@ def numpy_type(name: str, vocabulary: Vocabulary = Vocabulary.TOKENS) -> type:
 
 
 def token_inputs(**tensors: object) -> dict[str, np.ndarray]:
-    """The inputs of a small request by ids; scalars may be given bare, None leaves a default out."""
+    """Return the inputs of a small request with ids; scalars may be Python values, None omits a default."""
     given: dict[str, object] = {"input_ids": [[5, 6, 7]], "request_output_len": 4} | tensors
     return as_inputs(given, Vocabulary.TOKENS)
 
 
 def text_inputs(**tensors: object) -> dict[str, np.ndarray]:
-    """The inputs of a small request in the words of `ensemble`."""
+    """Return the inputs of a small request with the names of `ensemble`."""
     given: dict[str, object] = {"text_input": b"hello", "max_tokens": 4} | tensors
     return as_inputs(given, Vocabulary.TEXT)
 
@@ -60,7 +61,7 @@ def as_inputs(given: dict[str, object], vocabulary: Vocabulary) -> dict[str, np.
 
 
 def wire(spec: TensorSpec, value: object) -> np.ndarray:
-    """One value in any row's shape: every element is `value`."""
+    """Return an array in the row's shape whose elements are all `value`."""
     shape = [3 if length == -1 else length for length in spec.dims]
     return np.full([1, *shape], value, dtype=NUMPY_TYPES[spec.dtype])
 
@@ -121,7 +122,7 @@ def make_prompt(
 def make_result(
     ids: Sequence[int] = (8, 9), reason: FinishReason = FinishReason.NOT_FINISHED, **changes: object
 ) -> SequenceResult:
-    """A result of one sequence; a reason makes it the last."""
+    """Return a result of one sequence; with a finish reason it is the last."""
     result = SequenceResult(
         (tuple(ids),),
         num_input_tokens=3,
@@ -135,7 +136,7 @@ def make_result(
 def make_beams(
     *beams: Sequence[int], reason: FinishReason = FinishReason.LENGTH, **changes: object
 ) -> SequenceResult:
-    """The beams of one search, best first."""
+    """Return the beams of one search, best first."""
     result = SequenceResult(
         tuple(tuple(ids) for ids in beams),
         num_input_tokens=3,

@@ -1,4 +1,4 @@
-"""The specification's map of tensors, and a GptManager that serves what comes of it."""
+"""The specification's map of tensors, and a GptManager that serves requests made from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def make_tensors(**tensors: np.ndarray) -> dict[str, np.ndarray]:
-    """The specification's two mandatory tensors, in its shapes."""
+    """Return the specification's two mandatory tensors in its shapes."""
     mandatory = {
         "input_ids": np.array([PROMPT], np.int32),
         "request_output_len": np.array([[6]], np.int32),
@@ -44,7 +44,7 @@ def to_request(**tensors: np.ndarray) -> Request:
 
 
 class Library:
-    """A program around a GptManager: its callbacks, and what they got."""
+    """A program around a GptManager: its callbacks, and the responses that they received."""
 
     def __init__(self) -> None:
         self.scheduler = Scheduler(SchedulingConfig(), LIMITS)
@@ -61,7 +61,7 @@ class Library:
         return requests
 
     def ask(self, request_id: int, **tensors: np.ndarray) -> list[Response]:
-        """Every response to one request."""
+        """Return every response to one request."""
         self._pending.put(
             InferenceRequest(request_id, make_tensors(**tensors)).to_request(self.scheduler.limits)
         )
@@ -82,7 +82,7 @@ def running() -> Iterator[Library]:
         library.manager.shutdown()
 
 
-def test_a_manager_serves_them() -> None:
+def test_a_gpt_manager_serves_inference_requests() -> None:
     with running() as library:
         (answer,) = library.ask(2**64 - 1)
         streamed = library.ask(2, streaming=np.array([True]))

@@ -1,4 +1,4 @@
-"""Retention and salt: what belongs together, and an error that names it where something is missing."""
+"""Retention and salt: required combinations of tensors, and an error that names a missing one."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_invalid_retention_tensors_are_refused_by_name(
     assert message in str(raised.value)
 
 
-def test_every_row_of_a_batch_has_its_own() -> None:
+def test_every_row_of_a_batch_has_its_own_salt_and_retention() -> None:
     first, second = requests_of(
         input_ids=[[1, 2], [3, 4]],
         request_output_len=np.array([4, 4], np.int32),

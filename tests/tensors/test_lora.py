@@ -1,4 +1,4 @@
-"""The tensors that say which adapter a request wants, and what is asked of the adapters."""
+"""The tensors that choose a request's adapter, and the commands about adapters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def weights(array: np.ndarray, dtype: str) -> LoraWeights:
 
 
 @pytest.mark.parametrize("vocabulary", Vocabulary)
-def test_by_id_by_name_and_by_neither(vocabulary: Vocabulary) -> None:
+def test_adapters_are_chosen_by_id_or_by_name(vocabulary: Vocabulary) -> None:
     assert read(vocabulary) is None
     assert read(vocabulary, lora_task_id=0) == LoraRequest(0)
     assert read(vocabulary, lora_task_id=2**64 - 1) == LoraRequest(2**64 - 1)
@@ -46,7 +46,7 @@ def test_by_id_by_name_and_by_neither(vocabulary: Vocabulary) -> None:
     assert read(vocabulary, lora_name=b"") is None
 
 
-def test_a_gpt_manager_takes_them_with_and_without_a_batch() -> None:
+def test_a_gpt_manager_takes_adapters_with_and_without_the_batch_dimension() -> None:
     tensors = {"lora_task_id": np.array(7, np.uint64), "lora_weights": ROWS, "lora_config": CONFIG}
     for whole in (True, False):
         sent = {name: array if whole or not array.ndim else array[0] for name, array in tensors.items()}
@@ -61,7 +61,7 @@ def test_weights_in_a_request_are_read(array: np.ndarray, dtype: str) -> None:
     )
 
 
-def test_three_columns_are_as_good_as_four() -> None:
+def test_lora_config_may_have_three_columns() -> None:
     found = read(lora_task_id=7, lora_weights=ROWS, lora_config=CONFIG[:, :, :3])
     assert found is not None and found.weights is not None and found.weights.config == ((1, 0, 2), (3, 1, 1))
 
@@ -199,7 +199,7 @@ def test_invalid_adapter_commands_are_refused_with_the_problem(text: object, pro
     assert message.startswith(f"lora_command {problem}") and len(message) < 600
 
 
-def test_a_batch_is_no_command() -> None:
+def test_a_batch_of_adapter_commands_is_refused() -> None:
     two = np.array([b'{"command": "list"}'] * 2, np.object_)
     with pytest.raises(InvalidArgument, match="lora_command takes one command, got a batch of 2"):
         read_adapter_command(make_rows({"lora_command": two}))

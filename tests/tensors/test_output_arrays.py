@@ -1,4 +1,4 @@
-"""Every output as an array: shapes by the table, ragged rows filled up, batches and beams."""
+"""Every output as an array: the table's shapes, padding of ragged rows, batches and beams."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def values(name: str, *outputs: Output) -> list:
     return array.tolist()
 
 
-# All but the answers to requests that have no engine's result, and what never comes.
+# All outputs except those of requests without an engine's result, and those that are never returned.
 SPECS = [spec for spec in OUTPUTS.specs if spec.name not in ("state", "adapters") and spec.built]
 
 # The values of FULL, by name.
@@ -100,7 +100,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_every_output_says_it_in_the_tables_rank(spec: TensorSpec) -> None:
+def test_every_output_has_the_rank_in_the_table(spec: TensorSpec) -> None:
     array = make_array(spec.name, [make_output()])
     assert array is not None
     assert array.tolist() == SAID[spec.name]
@@ -125,12 +125,12 @@ SILENT = {
 
 
 @pytest.mark.parametrize("spec", OUTPUTS.specs, ids=lambda spec: spec.name)
-def test_outputs_without_a_value_are_no_tensors(spec: TensorSpec) -> None:
+def test_outputs_without_a_value_are_left_out(spec: TensorSpec) -> None:
     array = make_array(spec.name, [make_output(make_result(), texts=None)])
     assert (array is None) == (spec.name in SILENT)
 
 
-def test_ragged_beams_are_filled_up() -> None:
+def test_ragged_beams_are_padded() -> None:
     beams = make_beams(
         (8, 9, 7),
         (6,),
@@ -151,7 +151,7 @@ def test_ragged_beams_are_filled_up() -> None:
     assert values("num_output_tokens", output) == [[3]]
 
 
-def test_without_a_pad_id_ids_are_filled_up_with_minus_one() -> None:
+def test_without_a_pad_id_ids_are_padded_with_minus_one() -> None:
     assert values("output_ids", make_output(make_beams((8, 9), (7,)))) == [[[8, 9], [7, -1]]]
 
 
@@ -175,7 +175,7 @@ def test_a_batch_of_different_shapes() -> None:
     assert values("num_input_tokens", *outputs) == [[4], [3]]
 
 
-def test_prompts_of_a_batch_may_want_different_numbers_of_alternatives() -> None:
+def test_prompts_of_a_batch_may_ask_for_different_numbers_of_top_log_probs() -> None:
     outputs = [
         make_output(
             make_result((8,), top_log_probs=((top(*ids),),)),
@@ -188,7 +188,7 @@ def test_prompts_of_a_batch_may_want_different_numbers_of_alternatives() -> None
     assert values("top_log_probs", *outputs) == [[[[0.0, 0.0, 0.0]]], [[[0.0, -0.5, -1.0]]]]
 
 
-def test_logits_of_a_batch_are_filled_up_with_zeros() -> None:
+def test_logits_of_a_batch_are_padded_with_zeros() -> None:
     outputs = [make_output(make_result(context_logits=tensor(3, 1.0))), make_output(make_result())]
     array = make_array("context_logits", outputs)
     assert array is not None and array.shape == (2, 3, VOCABULARY)
@@ -201,15 +201,15 @@ def test_one_tensor_of_logits_is_not_copied() -> None:
     assert np.shares_memory(array, np.frombuffer(logits.data, np.float32))
 
 
-def test_no_tokens_keep_the_number_of_alternatives() -> None:
-    """So that a client can join the arrays of a stream."""
+def test_top_log_probs_of_no_tokens_keep_the_number_of_candidates() -> None:
+    """So that a client can concatenate the arrays of a stream."""
     result = make_result((), top_log_probs=((),), log_probs=((),))
     array = make_array("top_log_probs", [make_output(result)])
     assert array is not None and array.shape == (1, 1, 0, 2)
 
 
 @pytest.mark.parametrize("name", ["generation_logits", "context_logits"])
-def test_no_rows_of_logits_keep_the_size_of_the_vocabulary(name: str) -> None:
+def test_logits_without_rows_keep_the_vocabulary_size(name: str) -> None:
     nothing = FloatTensor((0, 0), b"")
     result = make_result((), generation_logits=(nothing,), context_logits=nothing)
     array = make_array(name, [make_output(result)])

@@ -1,4 +1,4 @@
-"""Tensors of prompt tables: what they become, and what is said of wrong ones."""
+"""Tensors of prompt tables: their meaning, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "
 
 
 class Letters:
-    """A TextEncoder: an id for each letter."""
+    """A TextEncoder with an id for each letter."""
 
     def prompts(self, texts: list[str]) -> list[list[int]]:
         return [[ord(letter) for letter in text] for text in texts]
@@ -69,7 +69,7 @@ def test_ids_and_a_table() -> None:
     assert request.identity.extra_ids == (EXTRA, 0, EXTRA)
 
 
-def test_extra_ids_of_a_prompt_that_was_filled_up_are_cut_with_it() -> None:
+def test_extra_ids_of_a_padded_prompt_are_cut_with_it() -> None:
     request = request_of(
         input_ids=[[1000, 5, 0, 0]],
         input_lengths=2,
@@ -90,7 +90,7 @@ def test_the_rows_of_a_texts_table_come_first(extra_id: int | None) -> None:
     assert plain.input_token_ids == (97, 98) and plain.identity.extra_ids == ()
 
 
-def test_a_text_under_the_names_of_ids() -> None:
+def test_text_input_with_the_table_names_of_tensorrt_llm() -> None:
     sent = {"input_ids": None, "text_input": b"ab", "prompt_embedding_table": TABLE}
     request = request_of(**sent, prompt_table_extra_ids=[[7, 7, 7, 0, 0]])
     assert request.input_token_ids == (1000, 1001, 1002, 97, 98)
@@ -160,8 +160,8 @@ def test_a_table_of_finite_numbers() -> None:
     assert len(digests) == 2
 
 
-def test_text_has_nothing_of_the_rows() -> None:
-    """Not even where the tokenizer has more tokens than the model, and one that has the id of a row."""
+def test_output_text_ignores_ids_of_table_rows() -> None:
+    """Even if the tokenizer has more tokens than the model, including one with the id of a row."""
     tokenizer = Tokenizer.from_dir(DEMO_MODEL)
     assert tokenizer.decode([VOCABULARY_SIZE + 1])
     (prompt,) = prompts_of(

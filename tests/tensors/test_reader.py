@@ -1,4 +1,4 @@
-"""Shapes, types and aliases: what is read, and what is said when it cannot be."""
+"""Shapes, types and aliases: what is read, and the errors for invalid tensors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_only_row_of_a_reader_is_the_reader_itself() -> None:
     assert reader.rows() == [reader]
 
 
-def test_rows_must_be_of_one_number() -> None:
+def test_tensors_must_have_the_same_number_of_rows() -> None:
     inputs = {"input_ids": np.zeros([3, 4], np.int32), "end_id": np.array([1, 2], np.int32)}
     with pytest.raises(InvalidArgument, match="end_id has 2 rows and input_ids has 3"):
         make_reader(inputs).rows()
@@ -91,7 +91,7 @@ def test_texts_are_read_as_utf8_or_refused() -> None:
         make_reader({"bad_words": np.array([[b"\xff"]], np.object_)}).texts("bad_words")
 
 
-def test_where_one_at_a_time_is_taken_a_batch_is_refused_with_advice() -> None:
+def test_a_batch_is_refused_with_advice_if_only_one_row_is_read() -> None:
     with pytest.raises(Unsupported, match=r"input_ids has shape \[2, 3\].*Send 2 separate requests"):
         make_reader({"input_ids": np.zeros([2, 3], np.int32)}).array("input_ids")
     with pytest.raises(Unsupported, match=r"end_id has shape \[4\].*Send 4 separate requests"):
@@ -110,7 +110,7 @@ def test_a_wrong_type_names_both() -> None:
         make_reader({"end_id": np.array([1], np.int64)}).integer("end_id")
 
 
-def test_an_alias_is_the_same_tensor() -> None:
+def test_an_alias_names_the_same_tensor() -> None:
     assert make_reader({"seed": np.array([5], np.uint64)}).integer("random_seed") == 5
 
 
@@ -121,7 +121,7 @@ def test_both_names_must_agree() -> None:
         make_reader({"seed": six, "random_seed": five}).integer("random_seed")
 
 
-def test_a_refusal_says_what_came_and_what_would_do() -> None:
+def test_a_refusal_names_the_value_and_the_accepted_ones() -> None:
     with pytest.raises(Unsupported, match=r"lookahead_window_size .*got 4, expected it left out or 0$"):
         make_reader({"lookahead_window_size": np.array([[4]], np.int32)}).refuse_unbuilt()
     rows = np.array([[[5, 7, 3], [9, 2, 1]]], np.float16)

@@ -1,4 +1,4 @@
-"""Requests that stop another, or ask for a state or about adapters, are told apart from those that generate."""
+"""Requests that stop another, ask for the state or manage adapters are distinguished from generation requests."""
 
 from __future__ import annotations
 

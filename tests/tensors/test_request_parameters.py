@@ -1,4 +1,4 @@
-"""Request parameters beside tensors: every parameter, and an error that names it for every bad value."""
+"""Request parameters beside tensors: every parameter, and an error that names it for every invalid value."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def read(timeout_us: int = 0, **parameters: object) -> RequestParameters:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"Streaming": true, "model": "m", "priority": 3}'])
 def test_a_request_without_parameters_reads_none(text: str) -> None:
-    """Triton's own priority means something to Triton alone, should a server hand it on."""
+    """Triton's own priority has a meaning for Triton only, if a server passes it on at all."""
     assert read_request_parameters(text, 0, Vocabulary.TEXT) == NO_PARAMETERS
 
 
 @pytest.mark.parametrize("name", [*HARMLESS, "triton_enable_empty_final_response"])
 @pytest.mark.parametrize("vocabulary", Vocabulary)
-def test_parameters_that_clients_send_without_effect_pass(name: str, vocabulary: Vocabulary) -> None:
+def test_harmless_parameters_of_known_clients_are_accepted(name: str, vocabulary: Vocabulary) -> None:
     assert read_request_parameters(json.dumps({name: True}), 0, vocabulary) == NO_PARAMETERS
 
 
@@ -53,13 +53,13 @@ def test_parameters_that_clients_send_without_effect_pass(name: str, vocabulary:
     ],
 )
 def test_unknown_parameters_are_refused_by_name(vocabulary: Vocabulary, name: str, hint: str) -> None:
-    """HTTP generate makes a parameter of a key that it does not know, so that this is a misspelt input."""
+    """HTTP generate turns an unknown key into a parameter, so this is a misspelt input."""
     with pytest.raises(InvalidArgument) as raised:
         read_request_parameters(json.dumps({name: "7"}), 0, vocabulary)
     assert name in str(raised.value) and str(raised.value).endswith(hint)
 
 
-def test_parameters_that_the_server_was_told_to_ignore_are() -> None:
+def test_parameters_configured_as_ignored_are_ignored() -> None:
     text = '{"x-request-id": "5", "top_p": 1}'
     with pytest.raises(InvalidArgument, match="x-request-id"):
         read_request_parameters(text, 0, Vocabulary.TEXT, ("top_p",))
@@ -68,7 +68,7 @@ def test_parameters_that_the_server_was_told_to_ignore_are() -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "context_and_generation"])
-def test_both_phases_of_a_request_are_no_special_wish(kind: str) -> None:
+def test_asking_for_both_phases_of_a_request_has_no_effect(kind: str) -> None:
     assert read(triton_trtllm_request_type=kind) == NO_PARAMETERS
 
 
@@ -83,7 +83,7 @@ def test_a_priority(value: object) -> None:
     assert read(request_priority=value) == RequestParameters(priority=0.75)
 
 
-def test_a_priority_equals_the_tensor_that_says_the_same() -> None:
+def test_a_priority_parameter_equals_a_tensor_of_the_same_value() -> None:
     assert read(request_priority=0.7).priority == float(np.float32(0.7))
 
 
@@ -148,14 +148,14 @@ def test_several_end_ids(value: str, end_ids: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("value", [[1, 2], 7, "1;2", "1,,2", "two", True])
-def test_end_ids_that_are_none_are_named(value: object) -> None:
+def test_invalid_end_ids_are_refused_by_name(value: object) -> None:
     with pytest.raises(
         InvalidArgument, match=r"^request parameter end_ids must be a string of token ids .*got "
     ):
         read(end_ids=value)
 
 
-def test_whether_errors_begin_with_their_codes() -> None:
+def test_a_parameter_puts_the_code_before_an_error() -> None:
     error = TooLong(Name("end_id"), " is {12}")
     assert error_writer('{"error_codes": true}')(error) == "INVALID_ARG: end_id is {12}"
     assert error_writer('{"structured_errors": true}')(error) == "TOO_LONG: {end_id} is {{12}}"
@@ -169,13 +169,13 @@ def test_whether_errors_begin_with_their_codes() -> None:
         read(structured_errors=1)
 
 
-def test_an_integer_that_came_as_a_float_may_be_another() -> None:
-    """Triton's JSON has no integers beyond 2**63; the nearest float would be somebody else's id."""
+def test_large_integers_sent_as_floats_are_refused() -> None:
+    """Triton's JSON has no integers beyond 2**63; the nearest float may be another client's id."""
     with pytest.raises(InvalidArgument, match=r"client_id .*got 9\.2\d+e\+18; a string can hold"):
         read(client_id=float(2**63))
 
 
-def test_a_negative_timeout_is_said_as_it_was_sent() -> None:
+def test_an_error_shows_a_negative_timeout_as_sent() -> None:
     with pytest.raises(InvalidArgument, match=r"timeout must be .*, got -5$"):
         read(timeout_us=2**64 - 5)
 
@@ -189,17 +189,17 @@ def converted(parameters: RequestParameters, **tensors: object) -> list[Request]
 SAID = RequestParameters(priority=0.25, client_id=7, allotted_time_ms=900)
 
 
-def test_parameters_stand_in_for_tensors() -> None:
+def test_parameters_replace_absent_tensors() -> None:
     (request,) = converted(SAID)
     assert (request.priority, request.client_id, request.allotted_time_ms) == (0.25, 7, 900)
 
 
-def test_a_tensor_says_more_than_a_parameter() -> None:
+def test_a_tensor_overrides_a_parameter() -> None:
     (request,) = converted(SAID, priority=0.0, client_id=0, allotted_time_ms=0)
     assert (request.priority, request.client_id, request.allotted_time_ms) == (0.0, 0, 0)
 
 
-def test_several_end_ids_stand_in_for_one_and_for_the_default() -> None:
+def test_the_end_ids_parameter_replaces_the_default_and_not_the_tensor() -> None:
     several = RequestParameters(end_ids=(3, 4))
     assert converted(several)[0].end_ids == (3, 4)
     assert converted(several, end_id=5)[0].end_ids == (5,)
@@ -209,7 +209,7 @@ def test_several_end_ids_stand_in_for_one_and_for_the_default() -> None:
         converted(RequestParameters(end_ids=(3, 10**6)))
 
 
-def test_parameters_are_for_every_row_of_a_batch() -> None:
+def test_parameters_apply_to_every_row_of_a_batch() -> None:
     rows = {"input_ids": [[1], [2]], "request_output_len": np.array([4, 4], np.int32)}
     requests = converted(SAID, priority=np.array([0.5, 1.0], np.float32), **rows)
     assert [(r.priority, r.client_id) for r in requests] == [(0.5, 7), (1.0, 7)]

@@ -1,4 +1,4 @@
-"""From tensors to a Request: defaults, corners, and an error that names the tensor for everything else."""
+"""From tensors to a Request: defaults, corner cases, and errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tensors.factories import (
 
 
 class Codes:
-    """A TextEncoder: letters are their code points, words also come with a space before them."""
+    """A TextEncoder: letters become their code points; words also have a spelling with a leading space."""
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.tokens(text) for text in texts]
@@ -116,7 +116,7 @@ def test_streamed_text_never_starts_with_the_prompt() -> None:
     assert not convert_text(stream=True)[1].include_prompt
 
 
-# (what is sent, the class of the refusal, what it says)
+# (tensors, class of the error, its message)
 REFUSED: list[tuple[dict[str, object], type[InflightError], str]] = [
     (
         {"input_ids": None},
@@ -276,7 +276,7 @@ REFUSED_TEXT: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("tensors", "message"), REFUSED_TEXT, ids=lambda part: str(part)[:40])
-def test_refusals_in_the_words_of_ensemble(tensors: dict[str, object], message: str) -> None:
+def test_refusals_use_the_names_of_ensemble(tensors: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         convert_text(**tensors)
 
@@ -289,18 +289,18 @@ def test_streaming_needs_a_decoupled_model() -> None:
 
 
 @pytest.mark.parametrize("tensors", [{"text_input": b"a"}, {"text_input": b"a", "bad_words": [[b"b"]]}])
-def test_no_tokenizer_is_the_encoders_refusal(tensors: dict[str, object]) -> None:
+def test_text_without_a_tokenizer_is_refused(tensors: dict[str, object]) -> None:
     rows = make_rows(text_inputs(**tensors), Vocabulary.TEXT)
     with pytest.raises(Unsupported, match="no tokenizer"):
         convert(rows, make_context())
 
 
-def test_the_specifications_off_and_upstreams_are_the_same() -> None:
+def test_both_values_that_turn_no_repeat_ngram_size_off_are_accepted() -> None:
     for off in (0, 1 << 30):
         assert convert_tokens(no_repeat_ngram_size=off)[0].sampling.no_repeat_ngram_size == 0
 
 
-def test_a_bias_of_nothing_is_none() -> None:
+def test_a_bias_of_zeros_is_none() -> None:
     zeros = np.zeros([1, 1000], np.float32)
     assert convert_tokens(embedding_bias=zeros)[0].embedding_bias is None
     nothing = {"embedding_bias_words": [[b""]], "embedding_bias_weights": [[0.0]]}
@@ -315,14 +315,14 @@ def test_a_bias_of_minus_infinity_is_kept() -> None:
     assert bias is not None and np.frombuffer(bias.data, np.float32)[3] == -np.inf
 
 
-def test_text_that_stops_makes_the_engine_stream() -> None:
-    """Somebody has to look at the text while it is being made; the client gets one response all the same."""
+def test_stop_strings_make_the_engine_stream() -> None:
+    """The server searches the text while it is generated; the client still gets one response."""
     request, options = convert_tokens(stop_words=[[b"x"]], stop_words_list=np.array([[[5], [1]]], np.int32))
     assert request.streaming and not options.streaming
     assert request.stop_words == ((5,),)
 
 
-def test_a_beam_search_stops_at_ids() -> None:
+def test_a_beam_search_gets_stop_strings_as_ids() -> None:
     request, options = convert_tokens(stop_words=[[b"x"]], beam_width=2)
     assert not request.streaming
     assert request.stop_words == ((120,), (32, 120))

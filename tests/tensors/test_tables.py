@@ -1,4 +1,4 @@
-"""Every row of the table both ways: what it makes of a request, or that only its neutral values pass."""
+"""Every row of the table: its effect on a request, or that only its neutral values are accepted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCABULARY_SIZE = 1000
 
 
 class Codes:
-    """A TextEncoder: letters are their code points, words also come with a space before them."""
+    """A TextEncoder: letters become their code points; words also have a spelling with a leading space."""
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         return [[len(text)] for text in texts]
@@ -132,7 +132,7 @@ def test_unsupported_tensors_are_accepted_at_their_neutral_values(spec: TensorSp
                 assert converted(vocabulary, **{name: value}) == plain
 
 
-def test_the_decoders_prompt_that_upstreams_preprocessing_always_sends_asks_for_nothing() -> None:
+def test_decoder_input_ids_with_only_the_pad_id_are_ignored() -> None:
     plain = converted(pad_id=7)
     assert converted(pad_id=7, decoder_input_ids=[[7]], decoder_input_lengths=1) == plain
     for pad_id, ids in ((7, [[8]]), (7, [[7, 7]]), (None, [[7]])):
@@ -179,7 +179,7 @@ def neutral_values(spec: TensorSpec) -> list[np.ndarray]:
     return [empty]
 
 
-def test_neutral_values_are_said_as_a_client_has_to_send_them() -> None:
+def test_messages_give_neutral_values_as_clients_send_them() -> None:
     assert str(INPUTS["lookahead_window_size"].neutral) == "0"
     assert str(INPUTS["encoder_input_features"].neutral) == "an empty tensor"
     assert str(INPUTS["image_url_input"].neutral) == '""'
@@ -202,7 +202,7 @@ SPECIFIED_WORDS = ((5, 7, 3), (9, 2))
 BIAS = np.frombuffer(bias({7: 2.0}).data, np.float32).reshape(1, -1)
 DRAFT_LOGITS = np.ones([1, 2, VOCABULARY_SIZE], np.float32)
 
-# (name, value, where it lands, what is there then)
+# (name, value, field that it sets, the field's value)
 LANDINGS = [
     ("input_ids", [[1, 2]], "input_token_ids", (1, 2)),
     ("input_lengths", 2, "input_token_ids", (5, 6)),
@@ -264,7 +264,7 @@ LOGIT_BIAS = {"logit_bias_ids": [[4, 9]], "logit_bias_values": [[1.5, -np.inf]]}
 
 GUIDE = {"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"a+"}
 
-# Those that mean something in company alone: (name, tensors, where they land, what is there then).
+# Tensors that have an effect only with others: (name, tensors, field that they set, the field's value).
 COMPANIONS = [
     (
         "embedding_bias_words",
@@ -300,7 +300,7 @@ COMPANIONS = [
     ("guided_decoding_guide_type", GUIDE, "guide", Guide(GuideKind.REGEX, "a+")),
     ("guided_decoding_guide", GUIDE, "guide.text", "a+"),
 ]
-# Tensors that only ask for an output.
+# Tensors that only request an output.
 ASKING = {
     "return_num_input_tokens",
     "return_num_output_tokens",
@@ -392,14 +392,14 @@ def test_each_tensor_of_ensemble_sets_its_field_of_the_request(
     assert landed(converted(Vocabulary.TEXT, **given, **{name: value}), path) == expected
 
 
-def test_llmapis_best_of_is_one() -> None:
+def test_llmapis_best_of_must_be_at_most_one() -> None:
     assert converted(Vocabulary.TEXT, sampling_param_best_of=1) == converted(Vocabulary.TEXT)
     with pytest.raises(Unsupported, match=r"^sampling_param_best_of is not available .*got 2, .* 0 or 1$"):
         converted(Vocabulary.TEXT, sampling_param_best_of=2)
 
 
 def test_most_built_inputs_have_one_name_in_both_vocabularies() -> None:
-    """The others are the renamed ones above, and those that only make sense for ids."""
+    """The others are the renamed tensors above, and tensors that only make sense for ids."""
     renamed = {spec.name for spec in INPUTS.specs if spec.built and spec.name not in spec.text_names}
     assert renamed == {
         "request_output_len",
@@ -422,12 +422,12 @@ def test_most_built_inputs_have_one_name_in_both_vocabularies() -> None:
 
 
 ASKED_FOR = [spec for spec in OUTPUTS.specs if spec.asked_by]
-# Outputs that come unasked, when there is something to say.
+# Outputs that are returned without being requested, if there is a value.
 UNASKED = {"output_ids", "sequence_length", "text_output", "finish_reason"}
 TOLD_APART = {"batch_index", "sequence_index"}
 
 
-def test_every_output_is_asked_for_comes_unasked_or_tells_responses_apart() -> None:
+def test_every_output_is_requested_or_default_or_distinguishes_responses() -> None:
     assert {spec.name for spec in ASKED_FOR} | UNASKED | TOLD_APART == {
         spec.name for spec in OUTPUTS.specs if spec.built
     }
@@ -452,8 +452,8 @@ def test_a_flag_asks_for_its_outputs(spec: TensorSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", OUTPUTS.specs, ids=lambda spec: spec.name)
-def test_a_flag_decides_and_no_name_does(spec: TensorSpec) -> None:
-    """A Triton ensemble names whatever it hands on: without the flag nothing is computed for it."""
+def test_an_outputs_flag_decides_and_not_its_name(spec: TensorSpec) -> None:
+    """A Triton ensemble names every output that it passes on: without the flag nothing is computed for it."""
     vocabulary, named = vocabulary_of(spec), frozenset({spec.name})
     for unset in ({}, {spec.asked_by: type(asking_value(spec))()}) if spec.asked_by else ():
         request, options = converted(vocabulary, outputs=named, **unset)
@@ -467,13 +467,13 @@ def test_a_flag_decides_and_no_name_does(spec: TensorSpec) -> None:
     assert asked == flagged
 
 
-def test_a_finish_reason_that_is_not_wanted_is_not_told_by_its_name_either() -> None:
+def test_an_unwanted_finish_reason_is_left_out_even_if_named() -> None:
     _, options = converted(Vocabulary.TEXT, outputs=frozenset({"finish_reason"}), return_finish_reason=False)
     assert not options.outputs
 
 
 @pytest.mark.parametrize("spec", ASKED_FOR, ids=lambda spec: spec.name)
-def test_a_flag_is_not_worked_for_where_other_outputs_are_named(spec: TensorSpec) -> None:
+def test_a_flag_has_no_effect_if_only_other_outputs_are_named(spec: TensorSpec) -> None:
     value = asking_value(spec)
     vocabulary, nobody = vocabulary_of(spec), frozenset({"finish_reason"})
     request, options = converted(vocabulary, outputs=nobody, **{spec.asked_by: value})
@@ -481,8 +481,8 @@ def test_a_flag_is_not_worked_for_where_other_outputs_are_named(spec: TensorSpec
     assert request.output == converted(vocabulary, outputs=nobody)[0].output
 
 
-def test_all_outputs_of_a_config_pbtxt_that_declares_fewer_are_none_named() -> None:
-    """So that nobody pays for logits that upstream's config.pbtxt happens to declare."""
+def test_naming_all_declared_outputs_counts_as_naming_none() -> None:
+    """Logits that tensorrtllm_backend's config.pbtxt declares are then not computed for every request."""
     declared = ["output_ids", "sequence_length", "context_logits", "a_newer_one"]
     naming = Naming.from_triton(frozenset(declared), Vocabulary.TOKENS, declared)
     (prompt,) = convert(make_rows(token_inputs()), make_context(naming=naming, encoder=Codes()))
@@ -490,12 +490,12 @@ def test_all_outputs_of_a_config_pbtxt_that_declares_fewer_are_none_named() -> N
     assert not prompt.request.output.return_context_logits
 
 
-def test_the_number_of_alternatives_is_the_clients() -> None:
+def test_the_client_sets_the_number_of_top_log_probs() -> None:
     named = converted(outputs=frozenset({"top_log_probs"}), num_top_log_probs=7)[0]
     assert named.output.num_top_log_probs == 7
 
 
-def test_sequences_are_told_apart_where_they_come_apart() -> None:
+def test_separate_responses_of_sequences_have_a_sequence_index() -> None:
     several = {"num_return_sequences": 2, "runtime_top_k": 4}
     assert "sequence_index" in converted(**several)[1].outputs
     assert "sequence_index" not in converted(beam_width=2, num_return_sequences=2)[1].outputs

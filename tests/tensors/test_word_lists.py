@@ -9,7 +9,7 @@ from inflight.errors import InvalidArgument
 from inflight.tensors.word_lists import MAX_WORD_IDS, pack_words, read_word_list
 
 
-def test_a_list_is_bounded() -> None:
+def test_the_number_of_ids_in_a_list_is_limited() -> None:
     longest = np.zeros([2, MAX_WORD_IDS], np.int32)
     longest[1] = -1
     longest[1, 0] = MAX_WORD_IDS

@@ -1,1 +1,1 @@
-"""LoRA adapters beside the loop: what their tensors mean, where they come from, and the cache that keeps them."""
+"""LoRA adapters outside of the loop: the meaning of their tensors, their sources, and their cache."""

@@ -1,8 +1,8 @@
-"""Adapters on the host: `inflight.core.ports.AdapterCache`, with a limit in bytes.
+"""Adapters in host memory: `inflight.core.ports.AdapterCache`, with a limit in bytes.
 
-Owns which adapters are stored, who uses them, and which are read. What is read, checked and hashed is so on a
-thread of its own, so that the loop never waits for it; the loop thread calls `submit`, `update` and `forget`. Any
-thread lists, loads and unloads. Knows neither files nor models: it is given a function that loads an adapter.
+Owns which adapters are stored, in use, and being read. Reading, checking and hashing run on a thread of the
+cache, so that the loop never waits for them; the loop thread calls `submit`, `update` and `forget`. Any
+thread lists, loads and unloads. Knows neither files nor models: it gets a function that loads an adapter.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from inflight.errors import (
 _log = logging.getLogger(__name__)
 
 _MOST_PROBLEMS = 4096
-"""Of how many adapters it is remembered why they cannot be used."""
+"""Most adapters whose errors are kept."""
 
 _State = Literal["loading", "idle", "in use", "unloading"]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """An adapter that the cache has, or reads.
+    """A stored adapter, or one that is being read.
 
     Attributes:
-        task_id: The id it is stored under; None for one with a name or a path.
+        task_id: Its task id; None for one with a name or a path.
         name: Its name; "": none.
-        path: As requests give it, below `lora_dir`; "": none.
-        state: loading: it is being read. idle: may be evicted. in use: by requests. unloading: unloaded, and still
-            in use by requests that were there before.
-        rank: Its largest rank; 0 while it is being read.
-        num_bytes: What it takes on the host.
-        users: Requests that use it, or wait for it.
+        path: Its path below `lora_dir`, as in requests; "": none.
+        state: loading: it is being read. idle: it may be evicted. in use: requests use it. unloading: it was
+            unloaded, and earlier requests still use it.
+        rank: Its largest low-rank dimension; 0 while it is being read.
+        num_bytes: Its size in host memory.
+        users: Number of requests that use it or wait for it.
     """
 
     task_id: int | None
@@ -87,28 +87,31 @@ class _HeldAdapter:
 
 @dataclass(eq=False, slots=True)
 class _Load:
-    """An adapter that is being read, or is to be: who waits for it, with the weights that they have brought."""
+    """An adapter to read, with the requests that wait for it, some of which have brought its weights."""
 
     waiting: dict[int, LoraRequest] = field(default_factory=dict[int, LoraRequest])
-    is_ordered: bool = False  # by `load`
+    is_ordered: bool = False  # requested by `HostAdapterCache.load`
     done: Future[AdapterInfo] = field(default_factory=lambda: Future[AdapterInfo]())
 
 
 class HostAdapterCache:
-    """Stores adapters, evicts the least recently used, and says whose requests may begin.
+    """Cache of adapters that evicts the least recently used, and reports which requests may start.
 
-    An adapter is known by what requests call it: a task id, a name or a path. Of requests that bring weights for
-    the same id at the same time, one's are stored; if those are wrong, its request fails, and another's are tried.
-    What comes for an id that is stored is not looked at. `update` tells of an adapter when it is first used.
+    Its keys are the requests' names of adapters: a task id, a name or a path. If several waiting requests
+    have brought weights for one id, those of one are stored; if they are invalid, that request fails, and the
+    next one's are tried. Weights for an id that is stored are ignored. `update` reports an adapter when it is
+    first used.
 
     Args:
-        load: Reads and checks what a request without weights names, or what one with weights has brought. Called
-            on this object's thread, and by `prefetch`. An error that it raises ends the requests that wait.
-        max_bytes: What all adapters may take together (lora_cache_host_memory_bytes); as much again may wait.
+        load: Reads and checks the adapter that a request names, or the weights that it has brought. Called on
+            the cache's thread, and by `prefetch`. An error that it raises ends the requests that wait for the
+            adapter.
+        max_bytes: Largest size of all adapters together (lora_cache_host_memory_bytes); waiting weights may
+            take the same size again.
         notify: Called when there is an update; on any thread.
 
     Attributes:
-        waiting_weights: What requests have brought that is not stored yet; whoever takes requests adds it.
+        waiting_weights: Weights in requests that are not stored yet; added where requests are received.
     """
 
     def __init__(
@@ -122,18 +125,16 @@ class HostAdapterCache:
         self._entries: dict[LoraRequest, _HeldAdapter] = {}
         self._idle: OrderedDict[LoraRequest, _HeldAdapter] = OrderedDict()  # least recently used first
         self._unloading: list[_HeldAdapter] = []
-        self._used: dict[int, _HeldAdapter] = {}  # by the ids of requests that have not ended
+        self._used: dict[int, _HeldAdapter] = {}  # by ids of requests that have not ended
         self._loads: dict[LoraRequest, _Load] = {}
-        self._waiting: dict[int, LoraRequest] = {}  # by request id: what it waits for
+        self._waiting: dict[int, LoraRequest] = {}  # by request id
         self._num_bytes = 0
         self._idle_bytes = 0
         self._next_handle = 0
         self._stored: list[StoredAdapter] = []
         self._events: dict[int, AdapterEvent] = {}  # by request id
         self._dropped: list[int] = []
-        self._problems: dict[
-            str, str
-        ] = {}  # by name: why the folder could not be read when that was last tried
+        self._problems: dict[str, str] = {}  # by name: why the folder was refused when it was last read
         self._is_closed = False
         self._jobs: queue.SimpleQueue[LoraRequest | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="adapter-cache", daemon=True)
@@ -180,7 +181,7 @@ class HostAdapterCache:
     # ---------------------------------------------------------------- any thread
 
     def list_adapters(self) -> tuple[AdapterInfo, ...]:
-        """The adapters that are stored and those that are being loaded."""
+        """Return the stored adapters and those being loaded."""
         with self._lock:
             stored = [entry.info for entry in (*self._entries.values(), *self._unloading)]
             loading = [
@@ -190,17 +191,17 @@ class HostAdapterCache:
         return (*stored, *loading)
 
     def problems(self) -> dict[str, str]:
-        """By name, why those adapters cannot be used whose folders were tried and refused."""
+        """Return why adapters were refused, by name, for folders that were read."""
         with self._lock:
             return dict(self._problems)
 
     def load(self, name: str) -> Future[AdapterInfo]:
-        """Store a named adapter before a request wants it.
+        """Store a named adapter before a request needs it.
 
-        One that is stored already is as if it had just been used. Its folder is read again after `unload` only.
+        A stored adapter becomes the most recently used; its folder is read again only after `unload`.
 
         Returns:
-            What becomes of it; the error is the one that requests would get.
+            A future of the stored adapter; its error is the one that requests would get.
 
         Raises:
             Unavailable: After `close`.
@@ -221,15 +222,15 @@ class HostAdapterCache:
         return load.done
 
     def unload(self, adapter: str | int) -> None:
-        """Forget an adapter: who asks for it from now on, by this name or id, has it read again, or misses it.
+        """Forget an adapter: later requests with this name or id have it read again, or fail.
 
-        Requests that use it go on with it; what it takes is free when the last of them has ended.
+        Requests that use it continue; its memory is freed when the last of them has ended.
 
         Args:
             adapter: A name, a path, or a task id.
 
         Raises:
-            NotFound: It is not stored.
+            NotFound: The adapter is not stored.
         """
         if isinstance(adapter, str):
             keys = LoraRequest(name=adapter), LoraRequest(path=adapter)
@@ -250,7 +251,7 @@ class HostAdapterCache:
         self._notify()
 
     def prefetch(self, task_ids: Iterable[int]) -> None:
-        """Store adapters as long as there is room, and wait until that is done; one that is wrong is warned of."""
+        """Store adapters on the calling thread while there is room; log a warning for invalid ones."""
         for task_id in task_ids:
             key = LoraRequest(task_id=task_id)
             found = self._try_to_read(key)
@@ -269,7 +270,7 @@ class HostAdapterCache:
                     self._store(key, found)
 
     def close(self) -> None:
-        """End the thread; what it reads is read to its end. Idempotent."""
+        """End the thread after the adapter that it is reading. Idempotent."""
         with self._lock:
             self._is_closed = True
         self._jobs.put(None)
@@ -287,7 +288,7 @@ class HostAdapterCache:
             try:
                 while self._attempt(key):
                     pass
-            except Exception as error:  # a bug: who waits has to hear of it, and others' adapters are read on
+            except Exception as error:  # a bug: end the waiting requests, and go on reading
                 _log.exception("the adapter cache failed with the LoRA adapter %s", key.label)
                 with self._lock:
                     self._give_up(
@@ -297,9 +298,9 @@ class HostAdapterCache:
                 self._notify()
 
     def _attempt(self, key: LoraRequest) -> bool:
-        """Try to store an adapter; whether there is another try to be made.
+        """Try to store an adapter; return whether to try again.
 
-        Weights that requests have brought come first, one request's after the other's; the folder comes last.
+        Weights from requests are tried first, one request after the other; the folder is tried last.
         """
         with self._lock:
             load = self._loads[key]
@@ -321,14 +322,14 @@ class HostAdapterCache:
             return error
         except InflightError as error:
             return BadAdapter(f"LoRA adapter {lora.label}: ", *error.args)
-        except Exception as error:  # whatever a reader of files raises, it is these requests' error alone
+        except Exception as error:  # of any class: only the requests for this adapter fail
             _log.warning("the LoRA adapter %s could not be loaded", lora.label, exc_info=True)
             return StepFailed(without_places(f"LoRA adapter {lora.label} could not be loaded: {error!r}"))
 
     # ---------------------------------------------------------------- under the lock
 
     def _load_for(self, key: LoraRequest) -> _Load:
-        """The load of an adapter that is not stored; starts one if none is under way."""
+        """Return the load of an adapter that is not stored; start one if there is none."""
         if key not in self._loads:
             self._loads[key] = _Load()
             self._jobs.put(key)
@@ -337,7 +338,7 @@ class HostAdapterCache:
     def _settle(
         self, key: LoraRequest, load: _Load, request_id: int | None, found: CheckedAdapter | RequestError
     ) -> bool:
-        """Tell who waits for an adapter what came of a try; whether nobody waits for another one."""
+        """Settle the requests that a try decided; return whether the load has ended."""
         if isinstance(found, CheckedAdapter):
             try:
                 self._make_room(key, len(found.weights.weights.buffer))
@@ -368,7 +369,7 @@ class HostAdapterCache:
         return False
 
     def _note_problem(self, name: str, error: RequestError) -> None:
-        """Remember why a folder cannot be used, until it is read again; not if it is gone, or memory is short."""
+        """Store why a folder was refused, until it is read again; not if it is missing or memory is short."""
         was = self._problems.pop(name, "")
         if isinstance(error, NotFound | Unavailable):
             return
@@ -389,7 +390,7 @@ class HostAdapterCache:
             load.done.set_exception(error)
 
     def _make_room(self, key: LoraRequest, size: int) -> None:
-        """Evict what has not been used for longest until there is room. Raises if what is in use leaves none."""
+        """Evict least recently used adapters until there is room; raise if those in use leave too little."""
         full = f"PEFT Cache is full. Could not store taskId={key.label}: it takes {size} bytes"
         setting = f"lora_cache_host_memory_bytes, which is {self._max_bytes}"
         if size > self._max_bytes:
@@ -404,7 +405,7 @@ class HostAdapterCache:
             self._drop(entry)
 
     def _store(self, key: LoraRequest, checked: CheckedAdapter) -> _HeldAdapter:
-        """Keep an adapter that there is room for; nobody uses it yet."""
+        """Store an adapter, for which there must be room, as idle."""
         adapter = StoredAdapter(self._next_handle, checked.digest, key.task_id, checked.rank, checked.weights)
         self._next_handle += 1
         entry = _HeldAdapter(key, adapter)
@@ -414,7 +415,7 @@ class HostAdapterCache:
         return entry
 
     def _use(self, request_id: int, entry: _HeldAdapter) -> None:
-        """A request has its adapter, which stays until the request is forgotten."""
+        """Assign an adapter to a request, until the request is forgotten."""
         self.waiting_weights.remove(request_id)
         if not entry.users:
             del self._idle[entry.key]
@@ -427,7 +428,7 @@ class HostAdapterCache:
         self._events[request_id] = AdapterEvent(request_id, entry.adapter.handle)
 
     def _retire(self, entry: _HeldAdapter) -> None:
-        """Nobody uses an adapter any more: it may be evicted, and goes at once if it was unloaded."""
+        """Handle the end of an adapter's last user: make it idle, or drop it if it was unloaded."""
         if entry.is_unloaded:
             self._unloading.remove(entry)
             self._drop(entry)
@@ -436,7 +437,7 @@ class HostAdapterCache:
             self._idle_bytes += entry.num_bytes
 
     def _drop(self, entry: _HeldAdapter) -> None:
-        """An adapter that nobody can ask for any more gives its memory back."""
+        """Free the memory of an adapter that is in no index any more."""
         self._num_bytes -= entry.num_bytes
         if entry.is_announced:
             self._dropped.append(entry.adapter.handle)

@@ -1,4 +1,4 @@
-"""The adapter commands of clients: `inflight.core.ports.Adapters` over the cache and the folders. Any thread."""
+"""Clients' adapter commands: `inflight.core.ports.Adapters` over cache and folders. Any thread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from inflight.errors import InvalidArgument, Unavailable
 
 
 class AdapterCommands:
-    """Lists, loads and unloads, and keeps watch over weights that wait.
+    """Lists, loads and unloads adapters, and counts waiting weights.
 
     Args:
-        cache: Keeps adapters.
-        folders: Where those with names are; a `load` with a path names another.
+        cache: Cache of adapters.
+        folders: Folders of named adapters; a `load` with a path adds one.
 
     Attributes:
-        cache: Given; closed by whoever closes the engine.
+        cache: The given cache; the owner of the engine closes it.
     """
 
     def __init__(self, cache: HostAdapterCache, folders: AdapterFolders) -> None:
@@ -61,7 +61,7 @@ class AdapterCommands:
         self.cache.unload(name if task_id is None else task_id)
 
     def _load_as(self, name: str, path: str) -> Future[AdapterInfo]:
-        """Load a folder under a new name, which it keeps unless it cannot be read."""
+        """Load a folder under a new name, and keep the name unless the folder cannot be read."""
         folder, known = self._folders.find(LoraRequest(path=path)), self._folders.named().get(name)
         if known not in (None, folder):
             raise InvalidArgument(f"the adapter {name} has a folder already, which is not {path!r}")

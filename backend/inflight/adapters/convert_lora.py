@@ -1,4 +1,4 @@
-"""`scripts/convert_lora`: a PEFT folder as the two files that requests of TensorRT-LLM's clients bring."""
+"""`scripts/convert_lora`: converts a PEFT folder to the two files of TensorRT-LLM's converter."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from inflight.models.registry import read_model_description
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Convert the folder that the command line names; returns the exit status."""
+    """Convert the folder named on the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="scripts/convert_lora",
         description=f"Write a PEFT folder's adapter as {WEIGHTS_FILE} and {CONFIG_FILE}: the tensors lora_weights "
         "and lora_config of a request. As the folder N of lora_prefetch_dir they are the adapter of task id N.",
     )
     parser.add_argument(
-        "folder", type=Path, metavar="PEFT_FOLDER", help="what PEFT's save_pretrained has made"
+        "folder", type=Path, metavar="PEFT_FOLDER", help="the folder written by PEFT's save_pretrained"
     )
     parser.add_argument(
-        "out", type=Path, metavar="OUT", help="the folder for both files; made if it is missing"
+        "out", type=Path, metavar="OUT", help="the folder for both files; created if it is missing"
     )
     parser.add_argument(
         "--model",
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--storage-type",
         choices=ITEM_SIZES,
         default="float16",
-        help="of the numbers; lora_weights has to be declared so (default: %(default)s)",
+        help="type of the numbers; lora_weights must have the same (default: %(default)s)",
     )
     given = parser.parse_args(arguments)
     try:

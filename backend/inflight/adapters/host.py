@@ -1,4 +1,4 @@
-"""A server's adapter cache, put together from its parameters. Loading thread."""
+"""Construction of a server's adapter cache from its parameters. Loading thread."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def make_adapter_cache(
     notify: Callable[[], None],
     folders: AdapterFolders,
 ) -> HostAdapterCache:
-    """The cache of rank 0, with what its prefetch folder has, as far as there is room.
+    """Return rank 0's cache, filled from its prefetch folder as far as there is room.
 
     Args:
-        model: What adapters are checked against.
+        model: Model against which adapters are checked.
         max_rank: lora_cache_max_adapter_size.
-        max_bytes: lora_cache_host_memory_bytes; None: 1 GiB, or as much as one adapter of the largest rank takes.
-        dtype: In which requests bring weights, for the size of the largest adapter.
+        max_bytes: lora_cache_host_memory_bytes; None: 1 GiB, or the size of one adapter of the largest rank
+            if larger.
+        dtype: Type of weights in requests, for the size of the largest adapter.
         notify: Wakes the loop; called on any thread.
-        folders: What the server's operator has named.
+        folders: Folders named by the server's operator.
 
     Raises:
-        ConfigError: There is no room for one adapter of the largest rank, or a folder is not there.
+        ConfigError: There is no room for one adapter of the largest rank, or a folder does not exist.
     """
     largest = largest_adapter_bytes(model.decoder, max_rank, ITEM_SIZES[dtype])
     if max_bytes is None:

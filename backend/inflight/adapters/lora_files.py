@@ -1,6 +1,6 @@
-"""Adapters as TensorRT-LLM's converter writes them: a folder's two files of arrays.
+"""Adapters in the format of TensorRT-LLM's converter: two files of arrays in a folder.
 
-bfloat16, which numpy does not have, is two bytes a number without a meaning (`V2`) in these files.
+For bfloat16, which numpy lacks, these files have two raw bytes (`V2`) for each number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMPY_TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "V2"}
 
 
 def read_lora_files(folder: Path) -> LoraWeights:
-    """Read both files. Raises InvalidArgument, with the file's name, if one is missing or damaged."""
+    """Read both files; raise InvalidArgument, naming the file, if one is missing or damaged."""
     weights, config = (_read(folder / name) for name in (WEIGHTS_FILE, CONFIG_FILE))
     try:
         return read_lora_tensors(weights, config)
@@ -31,7 +31,7 @@ def read_lora_files(folder: Path) -> LoraWeights:
 
 
 def write_lora_files(adapter: LoraWeights, folder: Path) -> None:
-    """Write both files, of shapes [1, rows, width] and [1, rows, columns]; `folder` is made if it is missing."""
+    """Write both files, of shapes [1, rows, width] and [1, rows, columns], creating `folder` if necessary."""
     folder.mkdir(parents=True, exist_ok=True)
     matrix = adapter.weights
     kind = _NUMPY_TYPES[matrix.dtype]

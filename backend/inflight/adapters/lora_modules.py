@@ -1,7 +1,7 @@
-"""The modules that an adapter's rows change: TensorRT-LLM's ids, and how wide each is in a model. Pure.
+"""The modules that an adapter's rows change: TensorRT-LLM's ids, and their sizes in a model. Pure.
 
-Source: TensorRT-LLM's `LoraModuleType` and its converter of PEFT folders. In a gated MLP, `mlp_h_to_4h` is what
-the activation is applied to (`gate_proj`), and `mlp_gate` what it gates (`up_proj`), whatever their names suggest.
+Source: TensorRT-LLM's `LoraModuleType` and its converter of PEFT folders. In a gated MLP, contrary to their
+names, `mlp_h_to_4h` is the input of the activation (`gate_proj`), and `mlp_gate` the factor (`up_proj`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from inflight.models.decoder_config import DecoderConfig
 
 
 class Module(IntEnum):
-    """Ids of the first column of `lora_config`."""
+    """Module ids in the first column of `lora_config`."""
 
     ATTN_QKV = 0
     ATTN_Q = 1
@@ -38,7 +38,7 @@ class Module(IntEnum):
 
     @property
     def text(self) -> str:
-        """Its name as TensorRT-LLM writes it."""
+        """Return its name in TensorRT-LLM's form."""
         return self.name.lower()
 
 
@@ -51,29 +51,29 @@ PROJECTIONS = {
 """The modules of each projection of `inflight.models.Layer`, by its field, in the order of the outputs."""
 
 SPLIT_MODULES = tuple(sorted(chain.from_iterable(PROJECTIONS.values())))
-"""What every adapter comes down to on a device: a fused module is its parts, each with the same A."""
+"""The modules of adapters on a device: a fused module is split into its parts, each with the same A."""
 
 FUSED_MODULES = {
     Module.ATTN_QKV: PROJECTIONS["qkv"],
-    # TensorRT-LLM's converter stores what is gated first, then what the activation is applied to.
+    # TensorRT-LLM's converter stores the factor first, then the activation's input.
     Module.MLP_GATE_UP: (Module.MLP_GATE, Module.MLP_H_TO_4H),
 }
-"""The parts of modules that are several in one matrix, in the order of the rows of B."""
+"""The parts of fused modules, in the order of the rows of B."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleSize:
-    """A linear layer's inputs and outputs."""
+    """Numbers of inputs and outputs of a linear layer."""
 
     inner: int
     outer: int
 
 
 def module_sizes(decoder: DecoderConfig) -> dict[Module, ModuleSize]:
-    """The modules of a decoder that adapters may change.
+    """Return the modules of a decoder that adapters may change, with their sizes.
 
-    Of one with experts, those of its attention. Of one with latent attention or recurrent layers none: their
-    projections have no ids.
+    With experts, these are the modules of its attention. With latent attention or recurrent layers there are
+    none: their projections have no ids.
     """
     if decoder.latent is not None or decoder.recurrent is not None:
         return {}
@@ -97,14 +97,14 @@ def module_sizes(decoder: DecoderConfig) -> dict[Module, ModuleSize]:
 
 
 def projections(decoder: DecoderConfig) -> dict[str, tuple[Module, ...]]:
-    """The `PROJECTIONS` of a decoder that adapters may change, with the modules that it has of each."""
+    """Return the `PROJECTIONS` of a decoder that adapters may change, with the modules that exist."""
     sizes = module_sizes(decoder)
     found = {name: tuple(each for each in modules if each in sizes) for name, modules in PROJECTIONS.items()}
     return {name: modules for name, modules in found.items() if modules}
 
 
 def rank_bytes(decoder: DecoderConfig, item_size: int) -> int:
-    """Bytes that one rank of every module of every layer takes."""
+    """Return the size of one low-rank dimension of all modules and layers, in bytes."""
     sizes = module_sizes(decoder)
     widths = sum(sizes[module].inner + sizes[module].outer for module in SPLIT_MODULES if module in sizes)
     return decoder.num_layers * widths * item_size

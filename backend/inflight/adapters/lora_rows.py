@@ -1,7 +1,7 @@
-"""An adapter's rows checked against the model, and brought into one order. Pure but for numpy.
+"""Check of an adapter's rows against the model, and their conversion to one order. Pure but for numpy.
 
-Source: the checks of TensorRT-LLM's `loraValidateRequestTensors`, in its words where it has any, each followed by
-what came and what was expected.
+Source: the checks of TensorRT-LLM's `loraValidateRequestTensors`, with its messages where it has any, each
+followed by the received and the expected value.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
 
 @dataclass(frozen=True, slots=True)
 class CheckedAdapter:
-    """An adapter that fits the model.
+    """An adapter that fits the model, in canonical form.
 
     Attributes:
-        rank: Its largest rank.
-        digest: Of its content, 16 bytes: the order of rows and their padding do not matter.
-        weights: In memory of its own: rows in the order of layers and modules, four columns of configuration, no
-            more padding than the longest row needs.
+        rank: Its largest low-rank dimension.
+        digest: 16-byte hash of its content; the order of rows and their padding do not matter.
+        weights: A copy of the weights: rows in the order of layers and modules, four columns of
+            configuration, padded only to the longest row.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class CheckedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _LoraRow:
-    """A row of `lora_config`, and where its numbers are."""
+    """A row of `lora_config`, and the size of its numbers."""
 
     index: int
     module: Module
@@ -50,15 +50,15 @@ class _LoraRow:
 
     @property
     def used(self) -> int:
-        """How many numbers it has, without padding."""
+        """Return the number of values in the row, without padding."""
         return self.rank * (self.size.inner + self.size.outer) + self.has_magnitude * self.size.outer
 
 
 def check_adapter(weights: LoraWeights, decoder: DecoderConfig, max_rank: int) -> CheckedAdapter:
-    """Check an adapter's rows against the model.
+    """Check an adapter's rows against the model, and return it in canonical form.
 
     Raises:
-        InvalidArgument: A row does not fit, stands there twice, or holds numbers that are none.
+        InvalidArgument: A row does not fit the model, is a duplicate, or has values that are not finite.
     """
     if not weights.config:
         raise InvalidArgument(
@@ -87,7 +87,7 @@ def check_adapter(weights: LoraWeights, decoder: DecoderConfig, max_rank: int) -
 
 
 def largest_adapter_bytes(decoder: DecoderConfig, max_rank: int, item_size: int) -> int:
-    """Bytes of an adapter of the largest rank that changes every linear layer, magnitudes and padding included."""
+    """Return the bytes of the largest adapter: all layers at full rank, with magnitudes and padding."""
     sizes = [size for module, size in module_sizes(decoder).items() if module in SPLIT_MODULES]
     width = max(max_rank * (size.inner + size.outer) + size.outer for size in sizes)
     return decoder.num_layers * len(sizes) * width * item_size
@@ -168,7 +168,7 @@ def _check_numbers(
     padding: NDArray[np.unsignedinteger[Any]],
     dtype: str,
 ) -> None:
-    """Raise InvalidArgument unless all numbers of a row are finite, and those behind them zeros."""
+    """Raise InvalidArgument unless all values of a row are finite, and its padding is zero."""
     where = f"row {row.index} of lora_weights ({row.module.text} of layer {row.layer})"
     mask = used.dtype.type(_EXPONENTS[dtype])
     if (used & mask == mask).any():

@@ -1,8 +1,8 @@
-"""The arrays `lora_weights` and `lora_config`, as requests and files bring them, to `LoraWeights`.
+"""Conversion of the arrays `lora_weights` and `lora_config`, from requests or files, to `LoraWeights`.
 
-Owns how the two have to fit each other. What their rows mean, and whether these fit the model, `lora_rows.py`
-finds out. Texts of errors begin as TensorRT-LLM's do, for clients that match on them. Needs numpy alone, so that
-front ends may use it. Any thread.
+Owns how the two arrays must fit each other; `lora_rows.py` checks their rows against the model. Texts of
+errors begin as TensorRT-LLM's do, for clients that match them. Needs only numpy, so that front ends may use
+it. Any thread.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from inflight.errors import InvalidArgument
 _BOTH = "Request for LoRA inference must have both lora_weights and lora_keys"
 _BATCH = "Expected batch dimension to be 1 for each lora request"
 _COLUMNS = (3, 4)
-_WITHOUT_MEANING = ("V", 2)  # numpy has no bfloat16: TensorRT-LLM's files have two bytes a number
+_WITHOUT_MEANING = ("V", 2)  # numpy has no bfloat16: TensorRT-LLM's files have two raw bytes for each number
 
 
 def read_lora_tensors(
     weights: NDArray[Any] | None, config: NDArray[Any] | None, dtype: str | None = None
 ) -> LoraWeights:
-    """The two tensors of a request by itself, as TensorRT-LLM's files have them.
+    """Convert the two tensors of one request, in the form of TensorRT-LLM's files.
 
     Args:
-        weights: [1, rows, width], of a type that `lora_weights` takes.
+        weights: [1, rows, width], of a type that `lora_weights` accepts.
         config: [1, rows, 3 or 4], integers: module id, layer, rank, and whether magnitudes follow (DoRA).
-        dtype: What the numbers of `weights` are, where its own type does not say so.
+        dtype: Type of the numbers in `weights`, if their own type does not determine it.
 
     Raises:
-        InvalidArgument: One is missing, or a shape or type is wrong.
+        InvalidArgument: A tensor is missing, or a shape or type is wrong.
     """
     if weights is None or config is None:
         missing = "lora_weights" if weights is None else "lora_config"
@@ -53,15 +53,15 @@ def read_lora_tensors(
 
 
 def lora_weights(weights: NDArray[Any], config: NDArray[Any], dtype: str | None = None) -> LoraWeights:
-    """The weights of an adapter; their numbers are copied.
+    """Return an adapter's weights, with a copy of the numbers.
 
     Args:
-        weights: [rows, width], float32, float16, or the bits of bfloat16: uint16, or two bytes without a meaning.
+        weights: [rows, width], float32, float16, or the bits of bfloat16: uint16, or two raw bytes.
         config: [rows, 3 or 4], integers.
-        dtype: What the numbers of `weights` are, where its own type does not say so.
+        dtype: Type of the numbers in `weights`, if their own type does not determine it.
 
     Raises:
-        InvalidArgument: The arrays do not fit each other; the message names the tensors and their shapes.
+        InvalidArgument: The arrays do not fit each other; the error names the tensors and their shapes.
     """
     if config.dtype.kind not in "iu":
         raise InvalidArgument(
@@ -87,7 +87,7 @@ def lora_weights(weights: NDArray[Any], config: NDArray[Any], dtype: str | None 
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name of a type of numbers, as `Matrix` has it."""
+    """Return the name of a type of numbers, as in `Matrix`."""
     if dtype == BFLOAT16 or (dtype.kind, dtype.itemsize) == _WITHOUT_MEANING:
         return "bfloat16"
     if dtype in (np.dtype(np.float32), np.dtype(np.float16)):

@@ -1,8 +1,8 @@
-"""adapter_config.json of a PEFT folder: which layers it changes, by how much, and what a row cannot express.
+"""adapter_config.json of a PEFT folder: target layers, scales, and the fields that rows cannot express.
 
 Source: PEFT 0.21's `LoraConfig`, and its rules for patterns (`get_pattern_key`) and target modules
-(`check_target_module_exists`). A field that is neither honoured nor listed as harmless may change what is
-computed, so an adapter that has one is not loaded, unless the value means nothing: null, false, "" or empty.
+(`check_target_module_exists`). A field that is neither implemented nor listed as harmless may change the
+computation, so an adapter with such a field is refused, unless its value is null, false, "" or empty.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _HARMLESS = """
 """
 HONOURED = frozenset(_HONOURED.split())
 HARMLESS = frozenset(_HARMLESS.split())
-"""Where it comes from, how it was trained, and details of what is refused by another field.
+"""Fields about an adapter's origin and training, and details of features that another field refuses.
 
-`fan_in_fan_out` says how the model's own weights are stored, which the model knows; the configurations of
-initializations matter to the fields that `init_lora_weights` names.
+`fan_in_fan_out` is about how the model's own weights are stored, which the model knows; the configurations of
+initializations only matter to values of `init_lora_weights`.
 """
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
@@ -42,7 +42,7 @@ _CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The fields that decide what a row holds. See PEFT's documentation of `LoraConfig` for their meaning."""
+    """The fields that determine a row. PEFT's documentation of `LoraConfig` has their meaning."""
 
     r: int
     lora_alpha: float
@@ -57,7 +57,7 @@ class PeftConfig:
 
     @classmethod
     def load(cls, folder: Path) -> PeftConfig:
-        """Read a folder's file. Raises InvalidArgument, with the field's name, for what cannot be served."""
+        """Read a folder's file; raise InvalidArgument, naming the field, for an unsupported value."""
         try:
             values: Any = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -70,7 +70,7 @@ class PeftConfig:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> PeftConfig:
-        """Read the file's object; raises InvalidArgument as `load`."""
+        """Read the file's object; raise InvalidArgument like `load`."""
         _refuse(values)
         read = _Reader(values)
         layers = values.get("layers_to_transform")
@@ -91,17 +91,17 @@ class PeftConfig:
         )
 
     def rank(self, module: str) -> int:
-        """The rank of a module, by its name in the base model, as `model.layers.0.self_attn.q_proj`."""
+        """Return the rank of a module, by its name in the base model: `model.layers.0.self_attn.q_proj`."""
         return self.rank_pattern.get(_pattern_key(self.rank_pattern, module), self.r)
 
     def scale(self, module: str) -> float:
-        """The factor that B A is multiplied by."""
+        """Return the factor of B A."""
         rank = self.rank(module)
         alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def is_target(self, module: str) -> bool:
-        """Whether the adapter changes a module of this name, by PEFT's rules."""
+        """Return whether the adapter changes a module of this name, by PEFT's rules."""
         if _is_named(self.exclude_modules, module):
             return False
         if self.target_modules is None:
@@ -111,7 +111,7 @@ class PeftConfig:
         is_listed = not isinstance(self.target_modules, str)
         if not (is_listed and self.layers_to_transform) or module in self.target_modules:
             return True
-        # The first number behind a name is the layer's.
+        # The first number after a name is the layer's.
         patterns = [rf"(?:^|.*?\.){each}" for each in self.layers_pattern] or [r".*?\.[^.]*"]
         matches = (re.match(rf"{each}\.(\d+)\.", module) for each in patterns)
         match = next((each for each in matches if each is not None), None)
@@ -142,7 +142,7 @@ def _refuse(values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Typed access to fields; errors name field, what came and what was expected."""
+    """Typed access to fields; errors have the field, the received and the expected value."""
 
     values: Mapping[str, Any]
 
@@ -163,7 +163,7 @@ class _Reader:
         return value
 
     def names(self, field: str, default: Any) -> Any:
-        """A regular expression, or a list of names."""
+        """Return a regular expression or a list of names."""
         value = self.values.get(field)
         if isinstance(value, str):
             self._check_expression(field, value)
@@ -199,12 +199,12 @@ def _is_bool(value: Any) -> bool:
 
 
 def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:
-    """The first pattern that matches the end of a module's name from a dot on; "" if none does."""
+    """Return the first pattern that matches the end of a module's name from a dot on, or ""."""
     return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", module)), "")
 
 
 def _is_named(names: str | tuple[str, ...], module: str) -> bool:
-    """Whether a regular expression matches a whole name, or the name ends with one of the names, from a dot on."""
+    """Return whether a regular expression matches the whole name, or a name its end from a dot on."""
     if isinstance(names, str):
         return bool(names) and re.fullmatch(names, module) is not None
     return any(module == each or module.endswith(f".{each}") for each in names)

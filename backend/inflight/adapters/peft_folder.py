@@ -1,8 +1,8 @@
-"""A PEFT folder (adapter_config.json, adapter_model.safetensors or .bin) as rows of `lora_weights`.
+"""PEFT folders (adapter_config.json, adapter_model.safetensors or .bin) as rows of `lora_weights`.
 
-What linear layers are called comes from `models/families/`. B is multiplied by the adapter's scale, so that
-nothing behind this knows of alphas. Magnitudes of DoRA are divided by the norms of the rows of W + B A, which
-takes the model's weights: of the layers that the adapter changes, and of no others, one at a time.
+`models/families/` has the names of linear layers. B is multiplied by the adapter's scale, so that no later
+code needs alphas. Magnitudes of DoRA are divided by the norms of the rows of W + B A, for which the model's
+weights are read: only of layers that the adapter changes, one at a time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _PREFIX = "base_model.model."
 _ROLE = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)(\.weight)?$")
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _FUSED = {FUSED_QKV: Module.ATTN_QKV, FUSED_GATE_UP: Module.MLP_GATE_UP}
-"""What some versions of a model call layers that its family has apart."""
+"""Fused names, in some versions of a model, of layers that its family has as separate ones."""
 _ROWS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A linear layer, by its name in the base model, as `model.layers.0.self_attn.q_proj`."""
+    """A linear layer, by its name in the base model, like `model.layers.0.self_attn.q_proj`."""
 
     name: str
     module: Module
@@ -49,7 +49,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _PeftRow:
-    """A folder's matrices of one linear layer: A [rank, in], B [out, rank], magnitudes [out]."""
+    """The matrices of one linear layer in a folder: A [rank, in], B [out, rank], magnitudes [out]."""
 
     place: _Place
     a: Tensor
@@ -60,19 +60,20 @@ class _PeftRow:
 def read_peft_folder(
     folder: Path, model: ModelDescription | None = None, dtype: str | None = None
 ) -> LoraWeights:
-    """Read an adapter that PEFT has saved.
+    """Read an adapter saved by PEFT.
 
     Args:
-        folder: Has adapter_config.json and adapter_model.safetensors or adapter_model.bin.
-        model: What it is for. Without one names may be of any family, shapes are not checked, and DoRA is refused.
-        dtype: Of the result: float32, float16 or bfloat16; None: as stored, of several types one that holds all.
+        folder: Contains adapter_config.json, and adapter_model.safetensors or adapter_model.bin.
+        model: The adapter's model. None: names of any family, shapes are not checked, and DoRA is refused.
+        dtype: Type of the result: float32, float16 or bfloat16; None: the stored one, or one that holds all
+            of them.
 
     Returns:
         A row for each linear layer, by layer and module.
 
     Raises:
-        InvalidArgument: A file is missing or damaged, a tensor does not fit, or a field of adapter_config.json
-            says what rows cannot; the message names it.
+        InvalidArgument: A file is missing or damaged, a tensor does not fit, or rows cannot express a field
+            of adapter_config.json; the error names it.
     """
     config = PeftConfig.load(folder)
     rows = _rows(_read_tensors(folder), [model.names] if model else [each.names for each in FAMILIES])
@@ -98,32 +99,32 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     if name is None:
         raise InvalidArgument(f"neither {_SAFETENSORS} nor {_PICKLED} is there, beside {CONFIG_FILE}")
     try:
-        # Not mapped: whoever writes over a mapped file while it is read would end the process.
+        # Not memory-mapped: overwriting a mapped file while it is read would end the process.
         data = (folder / name).read_bytes()
         found: Any = (
             load(data) if name == _SAFETENSORS else torch.load(BytesIO(data), "cpu", weights_only=True)
         )
-    except Exception as error:  # of a library that reads what may be anything
+    except Exception as error:  # of any class, for damaged files
         raise InvalidArgument(f"{name} cannot be read: {error}") from None
     if not (is_object(found) and all(isinstance(each, Tensor) for each in found.values())):
         raise InvalidArgument(f"{name} holds something else than tensors by name")
     return found
 
 
-# ---------------------------------------------------------------------- which layers the tensors are of
+# ---------------------------------------------------------------------- layers of the tensors
 
 
 def modules_by_name(names: WeightNames) -> dict[str, Module]:
-    """The modules that a family's linear layers are, by the layers' names in a decoder layer.
+    """Return a family's linear layers by their names in a decoder layer, as modules.
 
-    Not among them is a matrix of queries, keys and values that has them head by head: rows of adapters have them
-    one after another.
+    Without matrices in which queries, keys and values alternate by head: adapters' rows have them one after
+    another.
     """
     attention, mlp = names.attention, names.mlp
-    if attention.latent is not None:  # of which nothing can be changed
+    if attention.latent is not None:  # adapters cannot change it
         return {}
     qkv = PROJECTIONS["qkv"] if len(attention.qkv) > 1 else (Module.ATTN_QKV,)
-    # In a gated MLP the first is what the activation is applied to, as is the only one of a plain MLP.
+    # In a gated MLP, the first one is the activation's input, as is the only one of a plain MLP.
     up = PROJECTIONS["up"][: len(mlp.up)]
     found = dict(zip((*attention.qkv, *mlp.up), (*qkv, *up), strict=True))
     found |= {name: module for name, module in _FUSED.items() if name in found}
@@ -133,7 +134,7 @@ def modules_by_name(names: WeightNames) -> dict[str, Module]:
 
 
 def _place(name: str, families: Iterable[WeightNames]) -> _Place | None:
-    """The linear layer of this name; None if rows cannot change what it names."""
+    """Return the linear layer with this name; None if rows cannot change it."""
     for names in families:
         modules = modules_by_name(names)
         if len(names.mlp.up) > 1:
@@ -183,7 +184,7 @@ def _known(families: Iterable[WeightNames]) -> set[str]:
 
 
 def _check_row(row: _PeftRow, config: PeftConfig) -> None:
-    """Raise InvalidArgument unless shapes, rank and magnitudes are as the configuration says."""
+    """Raise InvalidArgument unless shapes, rank and magnitudes agree with the configuration."""
     name, rank = row.place.name, config.rank(row.place.name)
     a, b = list(row.a.shape), list(row.b.shape)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
@@ -211,7 +212,7 @@ def _check_row(row: _PeftRow, config: PeftConfig) -> None:
 
 
 def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescription) -> None:
-    """Raise InvalidArgument unless shapes are the model's, and all layers there that the adapter is to change."""
+    """Raise InvalidArgument unless shapes are the model's, and all target layers have tensors."""
     sizes = module_sizes(model.decoder)
     for row in rows:
         name, module, layer = row.place.name, row.place.module, row.place.layer
@@ -242,14 +243,14 @@ def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescripti
 
 
 def _numbers(row: _PeftRow, config: PeftConfig, norms: _Norms | None, dtype: torch.dtype) -> Tensor:
-    """A row of `lora_weights`, without padding."""
+    """Return a row of `lora_weights`, without padding."""
     b = row.b.float() * config.scale(row.place.name)
     parts = [row.a, b]
     if norms is not None:
         assert row.magnitude is not None, "checked"
         parts.append(row.magnitude.float().reshape(-1) / norms.of(row.place, row.a.float(), b))
     if row.place.module is Module.MLP_GATE_UP:
-        # The converter's order: what is gated first, then what the activation is applied to.
+        # The converter's order: the factor first, then the activation's input.
         half = b.shape[0] // 2
         parts[1:] = [torch.cat((each[half:], each[:half])) for each in parts[1:]]
     numbers = torch.cat([each.to(dtype).reshape(-1) for each in parts])
@@ -273,12 +274,12 @@ def _packed(numbers: list[Tensor], rows: list[_PeftRow], dtype: torch.dtype) -> 
 
 
 def _as_array(tensor: Tensor) -> NDArray[Any]:
-    """The tensor as an array that shares its memory."""
+    """Return the tensor as an array that shares its memory."""
     return tensor.numpy()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  torch has no types
 
 
 def _widest(tensors: Iterable[Tensor]) -> torch.dtype:
-    """A type that holds the numbers of all."""
+    """Return a type that can hold the values of all tensors."""
     first, *others = {each.dtype for each in tensors}
     for each in others:
         first = torch.promote_types(first, each)
@@ -287,13 +288,13 @@ def _widest(tensors: Iterable[Tensor]) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Norms:
-    """Norms of the rows of W + B A: what PEFT divides the magnitudes of DoRA by."""
+    """Norms of the rows of W + B A, by which PEFT divides the magnitudes of DoRA."""
 
     checkpoint: Checkpoint
     names: WeightNames
 
     def of(self, place: _Place, a: Tensor, b: Tensor) -> Tensor:
-        """[out], of a linear layer, A [rank, in] and the scaled B [out, rank], in float32."""
+        """Return the float32 norms [out] for a linear layer, A [rank, in] and the scaled B [out, rank]."""
         stored = self.checkpoint.read(self._stored_name(place))
         weight = stored.T if self.names.transposed else stored
         norms = torch.empty(len(weight))
@@ -305,7 +306,7 @@ class _Norms:
         return norms
 
     def _stored_name(self, place: _Place) -> str:
-        """A checkpoint without its output projection leaves out the prefix of all names."""
+        """Return the stored name; a checkpoint without output projection has no prefix in its names."""
         name = f"{self.names.base}{place.name.removeprefix(self.names.base)}.weight"
         for each in (name, name.removeprefix(self.names.base)):
             if each in self.checkpoint.tensors:

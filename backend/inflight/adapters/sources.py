@@ -1,7 +1,7 @@
 """The sources of adapters: requests, `--lora NAME=FOLDER`, `lora_dir` and `lora_prefetch_dir`.
 
-A folder is one that PEFT has saved, or one with the two files of TensorRT-LLM's converter. Nothing is looked for
-before somebody asks for it, so that thousands of adapters cost nothing. Called on the adapter cache's thread.
+A folder is PEFT's, or has the two files of TensorRT-LLM's converter. Folders are read only on demand, so that
+thousands of adapters cost nothing. Called on the adapter cache's thread.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolders:
-    """The folders that a server's operator has named.
+    """The adapter folders named by a server's operator.
 
     Attributes:
-        names: By the name that requests give, as `--lora NAME=FOLDER` has it; clients' commands add others.
-        lora_dir: The adapter NAME of requests is its folder NAME; below it are the folders of `lora_path`.
+        names: Folders by name in requests, from `--lora NAME=FOLDER`; clients' commands add others.
+        lora_dir: Its folder NAME is the adapter NAME of requests; `lora_path` is a folder below it.
         prefetch_dir: Its folder N is the adapter of task id N.
     """
 
@@ -37,7 +37,7 @@ class AdapterFolders:
     prefetch_dir: Path | None = None
 
     def check(self) -> None:
-        """Raise ConfigError if a folder is not there. What is in them is found out when it is needed."""
+        """Raise ConfigError if a folder does not exist. Their contents are checked on demand."""
         for setting, folder in (
             *((f"--lora {name}", folder) for name, folder in self.names.items()),
             ("lora_dir", self.lora_dir),
@@ -47,7 +47,7 @@ class AdapterFolders:
                 raise ConfigError(f"{setting} is {str(folder)!r}, expected a folder")
 
     def find(self, lora: LoraRequest) -> Path:
-        """The folder of the adapter that a request names. NotFound or InvalidArgument if there is none."""
+        """Return the folder of the adapter that a request names; raise NotFound or InvalidArgument."""
         if lora.name:
             return self._by_name(lora.name)
         if lora.path:
@@ -61,16 +61,16 @@ class AdapterFolders:
         return folder
 
     def named(self) -> dict[str, Path]:
-        """All folders that have names, by name."""
+        """Return all folders with names, by name."""
         in_dir = sorted(self.lora_dir.iterdir()) if self.lora_dir is not None else ()
         return {folder.name: folder for folder in in_dir if _is_folder(folder)} | dict(self.names)
 
     def prefetched_ids(self) -> list[int]:
-        """The task ids of which the prefetch folder has adapters, in order. Warns of folders with other names."""
+        """Return the prefetch folder's task ids, in order; log a warning for folders with other names."""
         ids: list[int] = []
         for folder in sorted(self.prefetch_dir.iterdir()) if self.prefetch_dir is not None else ():
             if folder.is_dir():
-                # A number with zeros before it would not be found again by the id.
+                # A number with leading zeros would not be found by its id.
                 if folder.name.isascii() and folder.name.isdigit() and str(int(folder.name)) == folder.name:
                     ids.append(int(folder.name))
                 else:
@@ -99,7 +99,7 @@ class AdapterFolders:
         folder = _below(root, path)
         try:
             folder = None if folder is None else folder.resolve()
-        except (OSError, RuntimeError):  # a circle of links
+        except (OSError, RuntimeError):  # circular links
             folder = None
         if folder is None or root not in folder.parents:
             raise InvalidArgument(
@@ -111,7 +111,7 @@ class AdapterFolders:
 
 
 def _below(folder: Path, name: str) -> Path | None:
-    """A folder's entry of this name, which somebody has sent; None if no file can be called so."""
+    """Return a folder's entry with a name from a client; None if no file can have the name."""
     try:
         return None if "\0" in name else folder / native(name)
     except UnicodeError:
@@ -121,17 +121,17 @@ def _below(folder: Path, name: str) -> Path | None:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a name that is too long, a folder that may not be read
+    except OSError:  # such as a name that is too long, or a folder without permission
         return False
 
 
 class AdapterLoader:
-    """Reads adapters and checks them against the model.
+    """Reader of adapters, which checks them against the model.
 
     Args:
-        model: What they are for; its weights are read where DoRA takes them.
+        model: The adapters' model; its weights are read for DoRA.
         max_rank: Largest rank.
-        folders: Where those are that a request names.
+        folders: Folders of adapters that requests name.
     """
 
     def __init__(self, model: ModelDescription, max_rank: int, folders: AdapterFolders) -> None:
@@ -140,7 +140,7 @@ class AdapterLoader:
         self._folders = folders
 
     def __call__(self, lora: LoraRequest) -> CheckedAdapter:
-        """The adapter that a request brings or names. Raises a RequestError that says what is wrong with it."""
+        """Return the adapter that a request brings or names; raise a RequestError for an invalid one."""
         if lora.weights is not None:
             return self._checked(lora.weights)
         folder = self._folders.find(lora)

@@ -1,7 +1,7 @@
-"""How many bytes of weights requests have brought that are not stored yet; past a limit, requests are refused.
+"""The size of weights in requests that are not stored yet; requests beyond a limit are refused.
 
-A request's weights count from its arrival until the adapter cache has stored them, does not want them, or the
-request has ended. Any thread.
+A request's weights count from its arrival until the adapter cache has stored or rejected them, or the request
+has ended. Any thread.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from inflight.errors import Unavailable
 
 
 class WaitingWeights:
-    """The weights that wait, by request.
+    """Sizes of waiting weights by request.
 
     Args:
-        max_bytes: What they may take together; the weights of one request alone may always wait.
+        max_bytes: Largest size together; the weights of a single request may always wait.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -26,11 +26,11 @@ class WaitingWeights:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all waiting weights together."""
+        """Return the size of all waiting weights together, in bytes."""
         return self._num_bytes
 
     def add(self, request_id: int, num_bytes: int) -> None:
-        """Count the weights of a request that has come; raises Unavailable if others leave no room for them."""
+        """Count the weights of an arrived request; raise Unavailable if others leave no room for them."""
         with self._lock:
             if self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
                 raise Unavailable(
@@ -42,6 +42,6 @@ class WaitingWeights:
             self._num_bytes += num_bytes
 
     def remove(self, request_id: int) -> None:
-        """A request's weights wait no longer; nothing happens if it has brought none."""
+        """Stop counting a request's weights; do nothing if it has brought none."""
         with self._lock:
             self._num_bytes -= self._sizes.pop(request_id, 0)

@@ -10,9 +10,10 @@ from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.stats import IterationCounts
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
+from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.guide import Guide, GuideEvent
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription, IterationInput, Request
+from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch

@@ -20,8 +20,9 @@ from dataclasses import replace
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
+from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription, Request
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.frames import (

@@ -29,15 +29,9 @@ from inflight.core.ports import EngineClient, SendResponseCallback, WaitUntilSen
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.drafted import DraftedRequest
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import (
-    EngineDescription,
-    ExternalDraft,
-    FloatTensor,
-    ModelLimits,
-    OutputOptions,
-    Request,
-)
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.response import PerfMetrics, Response, SequenceResult
 from inflight.core.request.results import ended_before_start
 from inflight.core.request.sampling_config import DRAWING, SamplingConfig

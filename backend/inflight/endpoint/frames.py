@@ -23,7 +23,8 @@ from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.stats import IterationCounts, MemoryUsage
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
-from inflight.core.request.request import EngineDescription, FloatTensor, Request
+from inflight.core.request.engine_description import EngineDescription
+from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.response import Response, ReturnedOutput, SequenceResult
 from inflight.core.request.stop import StopReason
 from inflight.errors import InflightError, error_from_kind

@@ -24,8 +24,9 @@ from inflight.config import SEQUENCES_PER_ITERATION
 from inflight.core.ports import Adapters, SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
+from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription, Request
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.results import ended_before_start
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason, StopReason, StopSignal

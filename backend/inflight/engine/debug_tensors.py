@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class DebugTensorsPerIteration:
-    """TensorRT-LLM's class of the same name.
+class IterationTensors:
+    """The recorded tensors of one iteration.
 
     Attributes:
         iter: Number of the iteration.
@@ -61,7 +61,7 @@ class DebugTensors:
         self._folder = None if max_iterations else folder
         self._rank = rank
         self._lock = threading.Lock()
-        self._kept: deque[DebugTensorsPerIteration] = deque(maxlen=max_iterations)
+        self._kept: deque[IterationTensors] = deque(maxlen=max_iterations)
 
     @classmethod
     def from_config(cls, config: EngineConfig, pp_rank: int, tp_rank: int) -> DebugTensors | None:
@@ -108,9 +108,9 @@ class DebugTensors:
             self._save(self._folder, (*self._rank, f"iteration_{iteration}"), found)
             return
         with self._lock:
-            self._kept.append(DebugTensorsPerIteration(iteration, found))
+            self._kept.append(IterationTensors(iteration, found))
 
-    def latest(self) -> list[DebugTensorsPerIteration]:
+    def latest(self) -> list[IterationTensors]:
         """Return the iterations recorded since the last call, oldest first; always empty if they go to files."""
         with self._lock:
             kept = list(self._kept)

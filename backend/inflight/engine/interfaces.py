@@ -121,7 +121,7 @@ class BlockCache(Protocol):
         ...
 
     def clear(self, block_ids: Tensor) -> None:
-        """Zero blocks."""
+        """Fill blocks with zeros, so that no sequence reads what another one has left there."""
         ...
 
     def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:

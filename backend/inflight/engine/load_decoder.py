@@ -29,7 +29,7 @@ from inflight.engine.layers.quantized_linear import Quantizing
 from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, load_weights
+from inflight.models import DecoderConfig, PlainWeights, load_weights
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import load_weights_into, quantized_kinds, stored_dtype
 from inflight.models.registry import ModelDescription, UnknownFamily, read_model_description
@@ -94,19 +94,7 @@ def load_decoder(
         )
     except CannotBuild as reason:
         _settle_for_torch(config, device, reason)
-        if config.dtype in QUANTIZED:
-            _say_unpacked(config, model, dtype, otherwise="")
-            weights = load_weights_into(Quantizing(config.dtype, dtype, device), model, dtype, device, part)
-        elif keeps_levels(config, model, device):
-            levels = KeptLevels()
-            weights = load_weights_into(KeepingLevels(dtype, device), model, dtype, device, part, levels)
-            _log.info(
-                "quantized projections stay as the checkpoint has them (%s); --dtype unpacks them", levels
-            )
-            levels.warn(_log)
-        else:
-            _say_unpacked(config, model, dtype, "torch's operators would unpack them for every product")
-            weights = load_weights(model, dtype, device, part)
+        weights = _load_for_torch(config, model, dtype, device, part)
         held = part.held_config(model.decoder)
         attention = find_attention(config, held, windows, dtype, device)
         operations = find_operations(held, dtype, device, find_rounding(config.kv_cache_dtype))
@@ -137,6 +125,24 @@ def load_decoder(
         collectives,
         find_rounding(config.kv_cache_dtype),
     )
+
+
+def _load_for_torch(
+    config: EngineConfig, model: ModelDescription, dtype: torch.dtype, device: torch.device, part: Part
+) -> PlainWeights:
+    """Read the weights of `part` for torch's operators, quantized where the configuration or the checkpoint says
+    so."""
+    if config.dtype in QUANTIZED:
+        _say_unpacked(config, model, dtype, otherwise="")
+        return load_weights_into(Quantizing(config.dtype, dtype, device), model, dtype, device, part)
+    if not keeps_levels(config, model, device):
+        _say_unpacked(config, model, dtype, "torch's operators would unpack them for every product")
+        return load_weights(model, dtype, device, part)
+    levels = KeptLevels()
+    weights = load_weights_into(KeepingLevels(dtype, device), model, dtype, device, part, levels)
+    _log.info("quantized projections stay as the checkpoint has them (%s); --dtype unpacks them", levels)
+    levels.warn(_log)
+    return weights
 
 
 def _take_transformers(

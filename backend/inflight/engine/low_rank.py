@@ -85,7 +85,7 @@ def _taken_apart(
 
 
 def _cut(module: Module, whole: LowRank, decoder: DecoderConfig, shard: Shard) -> LowRank:
-    """Return a shard's slice."""
+    """Return what a shard has of a module's matrices."""
     begin, end = _slice(module, decoder, shard)
     if module in _ROW_PARALLEL:
         return LowRank(whole.a[:, begin:end], whole.b, whole.magnitude)

@@ -1,10 +1,11 @@
-"""TensorRT-LLM's Executor API, with its names: `import inflight.executor as trtllm`.
+"""TensorRT-LLM's Executor API, under its names: `import inflight.executor as trtllm`.
 
     executor = trtllm.Executor("path/to/checkpoint", trtllm.ModelType.DECODER_ONLY, trtllm.ExecutorConfig())
     request_id = executor.enqueue_request(trtllm.Request([1, 2, 3, 4], max_tokens=10))
     print(executor.await_responses(request_id)[0].result.output_token_ids)
 
-The classes here need neither torch nor an engine; those of `_WITH_ENGINE` are imported when they are first used.
+These classes need neither torch nor an engine, except those in `_WITH_ENGINE`, which are imported at first
+use.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ from inflight.executor_stats import (
 )
 
 _WITH_ENGINE: dict[str, str] = {"Executor": "inflight.executor.executor"}
-"""By name: the module that has it. These import an engine."""
+"""Module of each class whose import loads an engine, by class name."""
 
 __all__ = [
     "AdditionalModelOutput",
@@ -157,7 +158,7 @@ __all__ = [
 
 try:
     __version__ = version("inflight")
-except PackageNotFoundError:  # the sources are used as they are
+except PackageNotFoundError:  # the package is used from its sources, without installation
     __version__ = "0"
 
 

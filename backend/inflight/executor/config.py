@@ -1,4 +1,4 @@
-"""How an executor is set up: `ExecutorConfig` and its parts."""
+"""Configuration of an executor: `ExecutorConfig` and its parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOT_EMPTY = Range("at least one", lambda values: len(values) > 0)
 
 @dataclass(frozen=True)
 class DynamicBatchConfig(Frozen):
-    """Whether batch size and tokens of an iteration are tuned as the server runs."""
+    """Whether to tune the batch size and the tokens of an iteration while the server runs."""
 
     enable_batch_size_tuning: bool
     enable_max_num_tokens_tuning: bool
@@ -36,12 +36,12 @@ class DynamicBatchConfig(Frozen):
 
 @dataclass(frozen=True)
 class SchedulerConfig(Frozen):
-    """The scheduler's policies.
+    """Policies of the scheduler.
 
     Attributes:
-        capacity_scheduler_policy: Who may hold KV blocks.
-        context_chunking_policy: Who gets the tokens of an iteration that are left for contexts.
-        dynamic_batch_config: Tuning.
+        capacity_scheduler_policy: Which sequences may hold KV blocks.
+        context_chunking_policy: Which contexts get the remaining tokens of an iteration.
+        dynamic_batch_config: Tuning at run time.
     """
 
     capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
@@ -51,7 +51,7 @@ class SchedulerConfig(Frozen):
 
 @dataclass(frozen=True)
 class RuntimeDefaults(Frozen):
-    """A model's own settings of its KV cache, used where a KvCacheConfig leaves them out."""
+    """A model's own KV cache settings, for fields that a KvCacheConfig leaves out."""
 
     max_attention_window: list[int] | None = None
     sink_token_length: int | None = None
@@ -59,24 +59,25 @@ class RuntimeDefaults(Frozen):
 
 @dataclass
 class KvCacheConfig(Typed):
-    """The KV cache.
+    """Configuration of the KV cache.
 
     Attributes:
         enable_block_reuse: Share blocks of equal prefixes.
-        max_tokens: Its size in tokens; by memory without one.
-        max_attention_window: Tokens that a layer attends to, repeated over the layers.
-        sink_token_length: First tokens that stay in every window.
-        free_gpu_memory_fraction: Share of the free memory that it takes (0.9).
+        max_tokens: Size in tokens; None: from memory.
+        max_attention_window: Attention window of each layer, in tokens; repeated if there are more layers.
+        sink_token_length: Number of first tokens that stay in every window.
+        free_gpu_memory_fraction: Share of free memory for the cache (0.9).
         host_cache_size: Bytes of host memory for offloaded blocks.
-        onboard_blocks: Copy offloaded blocks back before they are used.
-        cross_kv_cache_fraction: The part of it for cross attention.
-        secondary_offload_min_priority: Blocks of a lower priority are not offloaded.
-        event_buffer_max_size: Most events that are kept; 0: none are.
-        enable_partial_reuse: Reuse a block of which only the beginning is equal.
-        copy_on_partial_reuse: By a copy of it.
-        use_uvm: In memory that host and device share.
-        attention_dp_events_gather_period_ms: How often events of several ranks are collected.
-        max_gpu_total_bytes: Most bytes that it takes; 0: no bound.
+        onboard_blocks: Copy offloaded blocks back before use.
+        cross_kv_cache_fraction: Share of the cache for cross attention.
+        secondary_offload_min_priority: Blocks of lower priority are not offloaded.
+        event_buffer_max_size: Most events to keep; 0: none.
+        enable_partial_reuse: Reuse a block if only its beginning matches.
+        copy_on_partial_reuse: Copy a block that matches in part.
+        use_uvm: Use memory shared by host and device.
+        attention_dp_events_gather_period_ms: Interval in milliseconds at which events of several ranks are
+            collected.
+        max_gpu_total_bytes: Largest size in bytes; 0: no limit.
     """
 
     enable_block_reuse: bool = True
@@ -102,7 +103,7 @@ class KvCacheConfig(Typed):
             self.fill_empty_fields_from_runtime_defaults(runtime_defaults)
 
     def fill_empty_fields_from_runtime_defaults(self, runtime_defaults: RuntimeDefaults) -> None:
-        """Take windows and sink tokens from the model where this says nothing about them."""
+        """Take windows and sink tokens from the model where this object has none."""
         if self.max_attention_window is None:
             self.max_attention_window = runtime_defaults.max_attention_window
         if self.sink_token_length is None:
@@ -111,10 +112,10 @@ class KvCacheConfig(Typed):
 
 @dataclass
 class OrchestratorConfig(Typed):
-    """How the ranks of an orchestrator are started.
+    """Start of the ranks in orchestrator mode.
 
     Attributes:
-        is_orchestrator: Whether this process is the one that takes requests.
+        is_orchestrator: Whether this process takes requests.
         worker_executable_path: TensorRT-LLM's program of a rank; ranks here run this package.
         orch_leader_comm: An MPI communicator.
         spawn_processes: Whether this process starts the ranks.
@@ -128,15 +129,15 @@ class OrchestratorConfig(Typed):
 
 @dataclass
 class ParallelConfig(Typed):
-    """How ranks are started and which devices they have.
+    """Start of the ranks, and their devices.
 
     Attributes:
-        communication_type: How ranks talk to each other.
-        communication_mode: Who starts them.
+        communication_type: How ranks communicate.
+        communication_mode: Which process starts the ranks.
         device_ids: GPUs, one for each rank of a host.
         participant_ids: MPI ranks that take part.
-        orchestrator_config: In orchestrator mode.
-        num_nodes: Hosts.
+        orchestrator_config: Settings of orchestrator mode.
+        num_nodes: Number of hosts.
     """
 
     communication_type: CommunicationType = CommunicationType.MPI
@@ -149,14 +150,14 @@ class ParallelConfig(Typed):
 
 @dataclass(frozen=True)
 class PeftCacheConfig(Frozen):
-    """The cache of adapters.
+    """Configuration of the cache of adapters.
 
     Attributes:
-        optimal_adapter_size: Ranks of a page of the device's memory.
-        max_adapter_size: Largest rank of an adapter.
-        device_cache_percent: Its share of free device memory (0.05).
-        host_cache_size: Its bytes of host memory (1 GiB).
-        lora_prefetch_dir: Folder of adapters that are loaded at the start.
+        optimal_adapter_size: Low-rank dimensions in a page of device memory.
+        max_adapter_size: Largest low-rank dimension of an adapter.
+        device_cache_percent: Share of free device memory for the cache (0.05).
+        host_cache_size: Host memory for the cache in bytes (1 GiB).
+        lora_prefetch_dir: Folder of adapters to load at start.
     """
 
     num_host_module_layer: int = 0
@@ -175,7 +176,7 @@ class PeftCacheConfig(Frozen):
 
 @dataclass
 class DecodingConfig(Typed):
-    """How tokens are chosen where requests do not say it. Setting one of the last three sets the mode too."""
+    """Sampling defaults for requests. Assigning one of the last three fields sets the mode too."""
 
     decoding_mode: DecodingMode | None = None
     lookahead_decoding_config: LookaheadDecodingConfig | None = None
@@ -195,7 +196,7 @@ class DecodingConfig(Typed):
             raise InvalidValue("EagleConfig is set, but DecodingMode is not set to Eagle")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_made = "eagle_config" in vars(self)  # the constructor assigns it last
+        is_made = "eagle_config" in vars(self)  # the constructor assigns this field last
         if is_made and name == "decoding_mode" and value in _SET_BY_CONFIGURATION:
             raise InvalidValue(
                 f"Decoding mode {value.name} is set by assigning its configuration, or by the constructor"
@@ -215,13 +216,13 @@ _SET_BY_CONFIGURATION = (*_MODE_OF.values(), DecodingMode.ExplicitDraftTokens())
 
 @dataclass
 class DebugConfig(Typed):
-    """The tensors of an iteration that are kept for debugging.
+    """Tensors of iterations to keep for debugging.
 
     Attributes:
         debug_input_tensors: All inputs of the model.
         debug_output_tensors: All outputs of the model.
         debug_tensor_names: Tensors by name.
-        debug_tensors_max_iterations: How many iterations are kept to be fetched; 0: they are written to files.
+        debug_tensors_max_iterations: Number of iterations to keep for fetching; 0: write them to files.
     """
 
     debug_input_tensors: bool = False
@@ -235,12 +236,12 @@ class DebugConfig(Typed):
 
 @dataclass(eq=False)
 class LogitsPostProcessorConfig(Typed):
-    """Callables that may change logits before a token is chosen.
+    """Callables that may change logits before sampling.
 
     Attributes:
         processor_map: By name; called with (request id, logits, tokens so far, stream, client id) of one request.
-        processor_batched: Called with lists of the same, of all requests that name it.
-        replicate: Whether it is called on every rank of the first tensor-parallel group, or on rank 0 alone.
+        processor_batched: Called with lists of these, for all requests that name it.
+        replicate: Whether every rank of the first tensor-parallel group calls it, or only rank 0.
     """
 
     processor_map: dict[str, Callable[..., Any] | None] | None = None
@@ -250,7 +251,7 @@ class LogitsPostProcessorConfig(Typed):
 
 @dataclass
 class ExtendedRuntimePerfKnobConfig(Typed):
-    """Switches of TensorRT's kernels, and of CUDA graphs."""
+    """Switches of TensorRT's kernels and of CUDA graphs."""
 
     multi_block_mode: bool = True
     enable_context_fmha_fp32_acc: bool = False
@@ -260,24 +261,24 @@ class ExtendedRuntimePerfKnobConfig(Typed):
 
 @dataclass
 class SpeculativeDecodingConfig(Typed):
-    """Drafts from another engine; `fast_logits`: it sends their logits over MPI."""
+    """Drafts from another engine; with `fast_logits`, it sends their logits over MPI."""
 
     fast_logits: bool = False
 
 
 @dataclass
 class GuidedDecodingConfig(Typed):
-    """The library and the tokenizer that turn guides into masks over the vocabulary.
+    """Library and tokenizer that compile guides to masks over the vocabulary.
 
     Attributes:
-        backend: The library that does it.
-        encoded_vocab: Tokens by their ids; the checkpoint's without.
-        tokenizer_str: JSON of a Hugging Face tokenizer; the checkpoint's without.
-        stop_token_ids: Tokens that end a guided output; the checkpoint's without.
+        backend: The library.
+        encoded_vocab: Tokens by id; None: the checkpoint's.
+        tokenizer_str: JSON of a Hugging Face tokenizer; None: the checkpoint's.
+        stop_token_ids: Tokens that end a guided output; None: the checkpoint's.
     """
 
     class GuidedDecodingBackend(Numbered):
-        """The library that says which tokens a guide allows next."""
+        """Libraries that compile guides."""
 
         XGRAMMAR = 0
         LLGUIDANCE = 1
@@ -290,7 +291,7 @@ class GuidedDecodingConfig(Typed):
 
 @dataclass
 class CacheTransceiverConfig(Typed):
-    """How KV blocks are sent to another server."""
+    """Transfer of KV blocks to another server."""
 
     backend: CacheTransceiverBackendType | None = None
     max_tokens_in_buffer: int | None = None
@@ -299,34 +300,34 @@ class CacheTransceiverConfig(Typed):
 
 @dataclass(eq=False)
 class ExecutorConfig(Typed):
-    """Everything that an executor is set up with. docs/executor-fields.md says what each field does here.
+    """All settings of an executor. docs/executor-fields.md describes each field's effect here.
 
     Attributes:
         max_beam_width: Most beams of a search.
-        scheduler_config: Who runs when.
-        kv_cache_config: The KV cache.
+        scheduler_config: Policies of the scheduler.
+        kv_cache_config: Configuration of the KV cache.
         enable_chunked_context: Split long prompts over iterations.
-        normalize_log_probs: Log probabilities of the distribution that a token was drawn from.
-        iter_stats_max_iterations: Iterations whose statistics are kept to be fetched.
-        request_stats_max_iterations: The same with statistics of every request.
+        normalize_log_probs: Return log probs of the distribution that a token was sampled from.
+        iter_stats_max_iterations: Number of iterations whose statistics are kept for fetching.
+        request_stats_max_iterations: The same for statistics of every request.
         batching_type: STATIC ends a batch before it starts the next.
         max_batch_size: Most sequences that run at once.
         max_num_tokens: Most tokens in one iteration.
-        parallel_config: Several ranks.
-        peft_cache_config: The cache of adapters.
+        parallel_config: Configuration of several ranks.
+        peft_cache_config: Configuration of the cache of adapters.
         logits_post_processor_config: Callables that may change logits.
-        decoding_config: How tokens are chosen where requests do not say it.
+        decoding_config: Sampling defaults for requests.
         use_gpu_direct_storage: Read weights past the host.
-        gpu_weights_percent: The part of the weights that is kept on the device.
-        max_queue_size: Most sequences that wait; None or 0: no bound.
+        gpu_weights_percent: Share of the weights that stays on the device.
+        max_queue_size: Most waiting sequences; None or 0: no limit.
         extended_runtime_perf_knob_config: Switches of kernels.
-        debug_config: Tensors to be looked at.
-        recv_poll_period_ms: How long a leader sleeps between looks for requests.
+        debug_config: Tensors to keep for debugging.
+        recv_poll_period_ms: Interval in milliseconds at which a leader looks for requests.
         max_seq_idle_microseconds: How long a slot may be idle.
         spec_dec_config: Drafts from another engine.
-        guided_decoding_config: Formats that outputs have to have.
+        guided_decoding_config: Compilation of guides.
         additional_model_outputs: Tensors of the model that requests may ask for.
-        cache_transceiver_config: Disaggregated serving.
+        cache_transceiver_config: Configuration of disaggregated serving.
         gather_generation_logits: Whether requests may ask for generation logits.
         mm_embedding_offloading: Keep image embeddings on the host.
         enable_trt_overlap: Overlap iterations.
@@ -369,7 +370,7 @@ class ExecutorConfig(Typed):
 
     @property
     def logits_post_processor_map(self) -> dict[str, Callable[..., Any] | None] | None:
-        """Name of version 0.12 for `logits_post_processor_config.processor_map`."""
+        """Name in version 0.12 of `logits_post_processor_config.processor_map`."""
         config = self.logits_post_processor_config
         return None if config is None else config.processor_map
 
@@ -379,7 +380,7 @@ class ExecutorConfig(Typed):
 
     @property
     def logits_post_processor_batched(self) -> Callable[..., Any] | None:
-        """Name of version 0.12 for `logits_post_processor_config.processor_batched`."""
+        """Name in version 0.12 of `logits_post_processor_config.processor_batched`."""
         config = self.logits_post_processor_config
         return None if config is None else config.processor_batched
 

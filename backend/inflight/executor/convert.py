@@ -1,7 +1,7 @@
-"""From the Executor API's classes to what the engine takes: a request, and the parameters that it is loaded with.
+"""Conversion of the Executor API's classes to an engine's request, and to the parameters that load it.
 
-Owns what each field means here. Fields that mean nothing are `fields.py`'s, which refuses them or says so; call
-its checker first. Plain functions, any thread.
+Owns the meaning of each field here. Fields without effect belong to `fields.py`, whose checker refuses or
+logs them; call it first. Plain functions, any thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, CapacityPolicy, Chunkin
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.adapter import ITEM_SIZES, LoraRequest, PromptTable
+from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.guide import Guide, GuideKind
-from inflight.core.request.request import ExternalDraft, FloatTensor, ModelLimits, OutputOptions
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
@@ -42,10 +43,10 @@ from inflight.executor.request import (
 from inflight.executor.sampling import AdditionalModelOutput, OutputConfig
 
 DEFAULT_MAX_BATCH_SIZE = 64
-"""Sequences that run at once where the configuration does not say it, and has room for them."""
+"""Number of sequences that run at once if the configuration has room for them and names no other number."""
 
 OWN_POST_PROCESSOR_NAME = "callable of the request"
-"""The engine's name of what calls `Request.logits_post_processor`; no request may give it as a name."""
+"""Reserved name under which the engine calls `Request.logits_post_processor`."""
 
 _MS = timedelta(milliseconds=1)
 
@@ -54,14 +55,15 @@ _MS = timedelta(milliseconds=1)
 
 
 def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) -> CoreRequest:
-    """The request as the engine takes it.
+    """Convert a request to the engine's.
 
-    A callable of its own gets the name OWN_POST_PROCESSOR_NAME; whoever submits it makes the callable known.
-    `return_all_generated_tokens` is for whoever makes the results.
+    A request's own callable gets the name OWN_POST_PROCESSOR_NAME; the caller must register the callable when
+    it submits the request. The caller also handles `return_all_generated_tokens`, which affects results only.
 
     Raises:
-        InvalidArgument: The engine cannot serve it; the message says why. A client gets it as a Response.
-        ExecutorError: It names a logits post-processor that the engine does not have.
+        InvalidArgument: The engine cannot serve the request, for the given reason. Clients get it in a
+            Response.
+        ExecutorError: The request names a logits post-processor that the engine does not have.
     """
     check_post_processor(request, limits.logits_post_processors)
     sampling = to_core_sampling(request)
@@ -101,7 +103,7 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
 
 
 def to_core_sampling(request: Request) -> CoreSamplingConfig:
-    """How its tokens are chosen; what it leaves open has TensorRT-LLM's defaults."""
+    """Return a request's sampling config, with TensorRT-LLM's defaults for missing values."""
     given = {
         name: value
         for name, control in CONTROLS.items()
@@ -110,7 +112,7 @@ def to_core_sampling(request: Request) -> CoreSamplingConfig:
     if request.num_return_sequences > 1:
         given.setdefault("num_return_sequences", request.num_return_sequences)
     given.setdefault("early_stopping", 1)
-    # Without an end id there is nothing that a least length could hold back.
+    # Without an end id, a minimum length has no effect.
     given.setdefault("min_length", 1 if _end_ids(request) else 0)
     return CoreSamplingConfig(**given)
 
@@ -166,14 +168,14 @@ def _identity(request: Request) -> PrefixIdentity:
 
 
 def to_float_tensor(tensor: Any) -> FloatTensor:
-    """A tensor of torch's or numpy's, on whatever device, as float32."""
+    """Return a torch or numpy tensor, on any device, as float32."""
     on_host = tensor.detach().cpu().float().numpy() if hasattr(tensor, "detach") else tensor
     array = np.ascontiguousarray(on_host, np.float32)
     return FloatTensor(array.shape, array.tobytes())
 
 
 def to_host_array(tensor: Any) -> NDArray[Any]:
-    """A tensor of torch's or numpy's as an array; of bfloat16, which numpy does not have, its bits as uint16."""
+    """Return a torch or numpy tensor as an array; bfloat16, which numpy lacks, becomes its bits as uint16."""
     if not hasattr(tensor, "detach"):
         return np.asarray(tensor)
     on_host = tensor.detach().cpu()
@@ -185,9 +187,9 @@ def to_host_array(tensor: Any) -> NDArray[Any]:
 
 
 def to_lora_request(lora: LoraConfig | str | None) -> LoraRequest | None:
-    """The adapter of a request: a configuration, or the name of an adapter that the parameters name.
+    """Return the adapter of a request, from a configuration or the name of one of the parameters' adapters.
 
-    Raises InvalidArgument for weights that cannot be an adapter's.
+    Raises InvalidArgument for weights that are not an adapter's.
     """
     if lora is None or isinstance(lora, str):
         return LoraRequest(name=lora) if lora else None
@@ -224,7 +226,7 @@ def _milliseconds(duration: timedelta | None) -> int | None:
 
 
 def _allotted_time_ms(time: timedelta | None) -> int:
-    """Whole milliseconds; 0 stands for no deadline, so that no time at all is one millisecond."""
+    """Return whole milliseconds, at least 1, since 0 means no deadline; None becomes 0."""
     if time is None:
         return 0
     if time < timedelta(0):
@@ -236,7 +238,7 @@ def _allotted_time_ms(time: timedelta | None) -> int:
 
 
 def check_post_processor(request: Request, known: tuple[str, ...]) -> None:
-    """Raise ExecutorError unless an engine that has post-processors of these names has the request's."""
+    """Raise ExecutorError unless an engine with post-processors of these names has the request's."""
     name = request.logits_post_processor_name
     if request.logits_post_processor is not None and OWN_POST_PROCESSOR_NAME not in known:
         raise NotSupported(
@@ -265,7 +267,7 @@ def _additional_outputs(outputs: list[AdditionalModelOutput] | None) -> tuple[Wa
 
 
 def _model_outputs(config: ExecutorConfig) -> dict[str, Any]:
-    """Fields of EngineConfig: the outputs of the model that requests may ask for."""
+    """Return the fields of EngineConfig for outputs of the model that requests may ask for."""
     if config.additional_model_outputs is None:
         return {}
     outputs = _additional_outputs(config.additional_model_outputs)
@@ -278,7 +280,7 @@ def _model_outputs(config: ExecutorConfig) -> dict[str, Any]:
 
 
 def _debug_fields(debug: DebugConfig | None) -> dict[str, Any]:
-    """Fields of EngineConfig."""
+    """Return the fields of EngineConfig for debug tensors."""
     if debug is None:
         return {}
     known = (*DEBUG_INPUTS, *DEBUG_OUTPUTS)
@@ -308,17 +310,17 @@ _LAUNCH_MODES = {CommunicationMode.LEADER: "leader", CommunicationMode.ORCHESTRA
 
 
 def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | None = None) -> Parameters:
-    """The parameters that an engine is loaded with and its scheduler works by.
+    """Return the parameters that load an engine and configure its scheduler.
 
     Args:
-        config: The configuration. `max_queue_size`, `parallel_config.orchestrator_config` and what is kept to be
-            fetched beside statistics are the executor's own.
-        model_path: The checkpoint folder, or one of plans.
-        base: Everything that the configuration does not say, such as data type, size of blocks and number of
-            ranks; parameters' defaults without it. Of several ranks, `parallel_config` says who starts them.
+        config: The configuration. The executor itself handles `max_queue_size`,
+            `parallel_config.orchestrator_config`, and reports for fetching other than statistics.
+        model_path: Folder of the checkpoint or of plans.
+        base: Values that the configuration does not have, such as data type, block size and number of ranks;
+            None: parameters' defaults. `parallel_config` decides which process starts several ranks.
 
     Raises:
-        InvalidValue: It names a tensor that there is not.
+        InvalidValue: It names a tensor that does not exist.
     """
     base = base or Parameters()
     most = num_slots(model_path) if is_engine_folder(model_path) else None
@@ -371,9 +373,9 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
 
 
 def _default_batch_size(config: ExecutorConfig, tokens_per_block: int, most: int | None) -> int:
-    """Sequences that run at once where nobody says: no more than an iteration and the KV cache have room for.
+    """Return the default number of running sequences, within the room of an iteration and the KV cache.
 
-    `most`: as many as plans were built for.
+    `most`: the number that plans were built for; None without plans.
     """
     bounds = [DEFAULT_MAX_BATCH_SIZE if most is None else most]
     if config.max_num_tokens is not None:
@@ -385,7 +387,7 @@ def _default_batch_size(config: ExecutorConfig, tokens_per_block: int, most: int
 
 
 def _cache_fields(cache: KvCacheConfig) -> dict[str, Any]:
-    """Fields of EngineConfig. A share of memory holds for whatever device the model is on."""
+    """Return the fields of EngineConfig for the KV cache. The share of memory applies to GPU and CPU."""
     fields: dict[str, Any] = {
         "max_tokens_in_paged_kv_cache": cache.max_tokens,
         "max_attention_window_size": tuple(cache.max_attention_window or ()),
@@ -406,7 +408,7 @@ _PEFT_FIELDS = {"host_cache_size": "lora_cache_host_memory_bytes", "lora_prefetc
 
 
 def _said(peft: PeftCacheConfig, base: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of `base` that the configuration says: those that it leaves at their defaults, `base` says."""
+    """Return the fields of `base` whose values in the configuration are not the defaults."""
     defaults = PeftCacheConfig()
     values = {name: getattr(peft, name) for name in names if getattr(peft, name) != getattr(defaults, name)}
     return {names[name]: value for name, value in values.items()}

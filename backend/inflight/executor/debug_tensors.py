@@ -1,4 +1,4 @@
-"""Tensors kept to be looked at, as a client fetches them."""
+"""Debug tensors in the form that clients fetch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class DebugTensorsPerIteration:
-    """Tensors of the iteration whose number is `iter`, by name."""
+    """Debug tensors of iteration number `iter`, by name."""
 
     iter: int = 0
     debug_tensors: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -1,8 +1,8 @@
-"""The engine of an executor: in this process, in ranks of which this process is one, or in ranks it starts.
+"""The engine of an executor: in this process, in ranks that include this process, or in ranks that it starts.
 
-The ranks are the server's (`inflight.ranks`). In leader mode mpirun or srun has started this program several
-times: rank 0 takes requests, the others follow it and end when it does. In orchestrator mode this process starts
-the ranks, talks to rank 0 over the engine endpoint, and starts the ranks again when one is lost.
+The ranks are the server's (`inflight.ranks`). In leader mode, mpirun or srun starts this program several
+times: rank 0 takes requests; the others follow it and end when it ends. In orchestrator mode, this process
+starts the ranks, talks to rank 0 over the engine endpoint, and restarts the ranks if one is lost.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from inflight.ranks.launch import num_ranks_around
 from inflight.ranks.orchestrator import Orchestrator, Surroundings
 
 if TYPE_CHECKING:
-    from inflight.engine.debug_tensors import DebugTensorsPerIteration
+    from inflight.engine.debug_tensors import IterationTensors
 
 _log = logging.getLogger(__name__)
 
 
 class ExecutorEngine(Protocol):
-    """An engine that was started for an executor."""
+    """An executor's running engine."""
 
     @property
     def client(self) -> EngineClient | None:
-        """Takes requests; None on a rank that does not."""
+        """The client of the engine; None on a rank that takes no requests."""
         ...
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
-        """The debug tensors that the iterations since the last call have written on this rank, oldest first."""
+    def latest_debug_tensors(self) -> list[IterationTensors]:
+        """Return the debug tensors of iterations since the last call, on this rank, oldest first."""
         ...
 
     def close(self) -> None:
-        """End what is in flight and the engine; on a rank that follows, wait for rank 0's end. Idempotent."""
+        """End requests in flight and the engine; a following rank waits for rank 0's end. Idempotent."""
         ...
 
 
 def start(parameters: Parameters, parallel: ParallelConfig | None, load: LoadModel) -> ExecutorEngine:
-    """Start an engine; takes as long as the model takes to load.
+    """Start an engine and return it when its model is loaded.
 
     Args:
-        parameters: What it is loaded with. The number of ranks is ignored where mpirun has said it, unless it is
-            more than one.
-        parallel: Who starts the ranks.
+        parameters: Parameters of the engine. If they have one rank and mpirun started several, mpirun's
+            number counts.
+        parallel: Which process starts the ranks.
         load: Loads the model, or this rank's part of it. Ranks in other processes load it as the server does.
 
     Raises:
-        ConfigError: It cannot be loaded; of several ranks, all raise.
-        NotSupported: `parallel` asks for something that does not exist here.
+        ConfigError: The engine cannot be loaded; with several ranks, all of them raise.
+        NotSupported: `parallel` asks for a feature that does not exist here.
     """
     parallel = parallel or ParallelConfig()
     if parallel.communication_mode is CommunicationMode.ORCHESTRATOR:
@@ -82,7 +82,7 @@ def start(parameters: Parameters, parallel: ParallelConfig | None, load: LoadMod
 
 
 def _for_ranks(parameters: Parameters, num_ranks: int) -> Parameters:
-    """The parameters with a number of ranks; where they name none, all ranks share every layer."""
+    """Return the parameters with a number of ranks; without one of their own, all ranks share every layer."""
     if parameters.tensor_parallel_size * parameters.pipeline_parallel_size > 1:
         return parameters
     return replace(parameters, tensor_parallel_size=num_ranks)
@@ -116,7 +116,7 @@ class _InProcess:
     def client(self) -> EngineClient:
         return self._running.client
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+    def latest_debug_tensors(self) -> list[IterationTensors]:
         return self._running.latest_debug_tensors()
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ def _take_part(parameters: Parameters, load: LoadModel) -> ExecutorEngine:
 
 
 class _Leading:
-    """Rank 0. When another rank is lost, every request is answered with the reason, and none is taken any more."""
+    """Rank 0. If another rank is lost, it answers every request with the reason and takes no more."""
 
     def __init__(self) -> None:
         self.running: RunningEngine | None = None
@@ -159,25 +159,25 @@ class _Leading:
         assert self.running is not None, "it is used once it runs"
         return self.running.client
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+    def latest_debug_tensors(self) -> list[IterationTensors]:
         return [] if self.running is None else self.running.latest_debug_tensors()
 
     def lose(self, error: Unavailable) -> None:
-        """Another rank is lost; on the heartbeat's thread."""
+        """Fail all requests because another rank is lost; on the heartbeat's thread."""
         _log.error("the engine is lost: %s", error)
         self._is_lost = True
         if self.running is not None:
             self.running.fail(error)
 
     def close(self) -> None:
-        if self._is_lost:  # the others cannot be told, and the loop may wait for them for ever
+        if self._is_lost:  # the others cannot be notified, and the loop may wait for them forever
             self.client.close()
         elif self.running is not None:
             self.running.close(0.0)
 
 
 class _Following:
-    """A rank other than 0, which takes no requests."""
+    """A rank other than 0; it takes no requests."""
 
     def __init__(self, rank: FollowingRank) -> None:
         self._rank: FollowingRank | None = rank
@@ -186,7 +186,7 @@ class _Following:
     def client(self) -> None:
         return None
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+    def latest_debug_tensors(self) -> list[IterationTensors]:
         return []
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class _Following:
 
 
 def _end_at_once(error: Unavailable) -> None:
-    """On a rank that follows and has lost another one: its loop may wait in MPI for ever."""
+    """End this following rank because another rank is lost: its loop may wait in MPI forever."""
     _log.error("this rank ends: %s", error)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -223,7 +223,7 @@ class _Orchestrated:
     def client(self) -> EngineClient:
         return self._orchestrator.client
 
-    def latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+    def latest_debug_tensors(self) -> list[IterationTensors]:
         _log.warning("debug tensors stay with the ranks that an orchestrator starts: it has none")
         return []
 
@@ -232,22 +232,22 @@ class _Orchestrated:
 
 
 class _NoGuard:
-    """Nobody watches over this process. Ranks without a supervisor end by themselves, should it be killed."""
+    """A guard that does nothing. Ranks without a supervisor end by themselves if this process is killed."""
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def dismiss(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class _NoPublisher:
-    """Statistics are fetched (`EngineClient.reports`) and not sent."""
+    """A publisher that does nothing: statistics are fetched with `EngineClient.reports`."""
 
     def put(
         self, stats: IterationCounts, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
     ) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def start_over(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""

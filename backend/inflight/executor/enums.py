@@ -1,5 +1,4 @@
-"""The enumerations of the Executor API, and how tokens may be chosen (DecodingMode). Names and numbers are
-TensorRT-LLM's."""
+"""The enumerations of the Executor API, and DecodingMode. Names and numbers are TensorRT-LLM's."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ __all__ = [
 
 
 class Numbered(Enum):
-    """An enumeration whose members can be made integers, as the bindings' could."""
+    """An enumeration whose members convert to integers, as in TensorRT-LLM's bindings."""
 
     def __int__(self) -> int:
         return self.value
@@ -37,7 +36,7 @@ class Numbered(Enum):
 
 
 class ModelType(Numbered):
-    """The parts that a model consists of."""
+    """The parts of a model."""
 
     DECODER_ONLY = 0
     ENCODER_ONLY = 1
@@ -52,7 +51,7 @@ class BatchingType(Numbered):
 
 
 class CapacitySchedulerPolicy(Numbered):
-    """The policy that says which sequences may hold KV blocks: see `inflight.config.CapacitySchedulerPolicy`."""
+    """Policies for which sequences may hold KV blocks: see `inflight.config.CapacitySchedulerPolicy`."""
 
     MAX_UTILIZATION = 0
     GUARANTEED_NO_EVICT = 1
@@ -60,27 +59,27 @@ class CapacitySchedulerPolicy(Numbered):
 
 
 class ContextChunkingPolicy(Numbered):
-    """The policy that divides an iteration's remaining tokens among contexts."""
+    """Policies for dividing an iteration's remaining tokens among contexts."""
 
     FIRST_COME_FIRST_SERVED = 0
     EQUAL_PROGRESS = 1
 
 
 class CommunicationType(Numbered):
-    """How ranks talk to each other."""
+    """Transports between ranks."""
 
     MPI = 0
 
 
 class CommunicationMode(Numbered):
-    """LEADER: ranks were started by mpirun, rank 0 takes requests. ORCHESTRATOR: this process starts the ranks."""
+    """LEADER: mpirun starts the ranks, and rank 0 takes requests. ORCHESTRATOR: this process starts them."""
 
     LEADER = 0
     ORCHESTRATOR = 1
 
 
 class RequestType(Numbered):
-    """The phases of a request that are computed here; the last two are for disaggregated serving."""
+    """The phases of a request computed here; the last two are for disaggregated serving."""
 
     REQUEST_TYPE_CONTEXT_AND_GENERATION = 0
     REQUEST_TYPE_CONTEXT_ONLY = 1
@@ -88,7 +87,7 @@ class RequestType(Numbered):
 
 
 class KvCacheTransferMode(Numbered):
-    """How KV blocks are written to files."""
+    """Methods of writing KV blocks to files."""
 
     DRAM = 0
     GDS = 1
@@ -96,7 +95,7 @@ class KvCacheTransferMode(Numbered):
 
 
 class CacheTransceiverBackendType(Numbered):
-    """How disaggregated servers send each other KV blocks."""
+    """Transports of KV blocks between disaggregated servers."""
 
     DEFAULT = 0
     MPI = 1
@@ -105,7 +104,7 @@ class CacheTransceiverBackendType(Numbered):
 
     @staticmethod
     def from_string(text: str) -> CacheTransceiverBackendType:
-        """The member of that name, in capitals or in small letters; raises InvalidValue for any other text."""
+        """Return the member with that name, in capitals or small letters; raise InvalidValue otherwise."""
         for member in CacheTransceiverBackendType:
             if text in (member.name, member.name.lower()):
                 return member
@@ -114,10 +113,10 @@ class CacheTransceiverBackendType(Numbered):
 
 @dataclass(frozen=True)
 class DecodingMode:
-    """How an engine chooses tokens. Made by its factories, `DecodingMode.TopK()`.
+    """How an engine chooses tokens. Created by its factories, such as `DecodingMode.TopK()`.
 
     Attributes:
-        name: The factory's name.
+        name: Name of the factory.
     """
 
     name: str
@@ -127,85 +126,85 @@ class DecodingMode:
 
     @classmethod
     def Auto(cls) -> DecodingMode:
-        """By each request's sampling configuration."""
+        """Return the mode in which each request's sampling configuration decides."""
         return cls("Auto")
 
     @classmethod
     def TopK(cls) -> DecodingMode:
-        """Among the k likeliest tokens."""
+        """Return the mode that samples from the k likeliest tokens."""
         return cls("TopK")
 
     @classmethod
     def TopP(cls) -> DecodingMode:
-        """Among the likeliest tokens whose probability reaches p."""
+        """Return the mode that samples from the likeliest tokens with probability p together."""
         return cls("TopP")
 
     @classmethod
     def TopKTopP(cls) -> DecodingMode:
-        """Among the top_k likeliest tokens, those whose probability reaches p."""
+        """Return the mode that applies top-k, then top-p."""
         return cls("TopKTopP")
 
     @classmethod
     def BeamSearch(cls) -> DecodingMode:
-        """By beam search."""
+        """Return the mode of beam search."""
         return cls("BeamSearch")
 
     @classmethod
     def Medusa(cls) -> DecodingMode:
-        """With drafts from Medusa heads."""
+        """Return the mode with drafts from Medusa heads."""
         return cls("Medusa")
 
     @classmethod
     def Lookahead(cls) -> DecodingMode:
-        """With drafts from lookahead decoding."""
+        """Return the mode with drafts from lookahead decoding."""
         return cls("Lookahead")
 
     @classmethod
     def ExplicitDraftTokens(cls) -> DecodingMode:
-        """With drafts from a recurrent drafter."""
+        """Return the mode with drafts from a recurrent drafter."""
         return cls("ExplicitDraftTokens")
 
     @classmethod
     def Eagle(cls) -> DecodingMode:
-        """With drafts from EAGLE heads."""
+        """Return the mode with drafts from EAGLE heads."""
         return cls("Eagle")
 
     def isAuto(self) -> bool:
-        """Whether requests decide."""
+        """Return whether requests decide."""
         return self.name == "Auto"
 
     def isTopK(self) -> bool:
-        """Whether top-k is among the ways."""
+        """Return whether the mode includes top-k."""
         return self.name in ("TopK", "TopKTopP")
 
     def isTopP(self) -> bool:
-        """Whether top-p is among the ways."""
+        """Return whether the mode includes top-p."""
         return self.name in ("TopP", "TopKTopP")
 
     def isTopKorTopP(self) -> bool:
-        """Whether the mode samples by top-k, top-p or both."""
+        """Return whether the mode samples by top-k, top-p or both."""
         return self.isTopK() or self.isTopP()
 
     def isTopKandTopP(self) -> bool:
-        """Whether the mode samples by top-k and top-p together."""
+        """Return whether the mode samples by top-k and top-p together."""
         return self.isTopK() and self.isTopP()
 
     def isBeamSearch(self) -> bool:
-        """Whether the mode is beam search."""
+        """Return whether the mode is beam search."""
         return self.name == "BeamSearch"
 
     def isMedusa(self) -> bool:
-        """Whether the mode is Medusa."""
+        """Return whether the mode is Medusa."""
         return self.name == "Medusa"
 
     def isLookahead(self) -> bool:
-        """Whether the mode is lookahead decoding."""
+        """Return whether the mode is lookahead decoding."""
         return self.name == "Lookahead"
 
     def isExplicitDraftTokens(self) -> bool:
-        """Whether the mode is a recurrent drafter."""
+        """Return whether the mode is a recurrent drafter."""
         return self.name == "ExplicitDraftTokens"
 
     def isEagle(self) -> bool:
-        """Whether the mode is EAGLE."""
+        """Return whether the mode is EAGLE."""
         return self.name == "Eagle"

@@ -1,4 +1,4 @@
-"""The errors of the Executor API: RuntimeErrors, as in TensorRT-LLM's bindings, and InflightErrors."""
+"""Errors of the Executor API: InflightErrors that are RuntimeErrors too, as in TensorRT-LLM's bindings."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _FIELD_OF_TENSOR = {
     "prompt_table_extra_ids": "prompt_tuning_config.input_token_extra_ids",
     "lora_task_id": "lora_config.task_id",
 }
-"""Errors of the engine name its tensors; programs know the fields of a Request."""
+"""Field of a Request by tensor: errors of the engine name tensors, and programs know fields."""
 
 
 def in_fields(error: _E) -> _E:
-    """An error of the engine, which names tensors, as one that names fields of a Request or its SamplingConfig."""
+    """Convert an error of the engine, which names tensors, to one that names fields of a Request."""
     return error.with_names(lambda name: _FIELD_OF_TENSOR.get(name, name))
 
 
 class ExecutorError(InflightError, RuntimeError):
-    """A call that cannot be answered as it was made."""
+    """A failed call of the API."""
 
 
 class InvalidValue(ExecutorError, ValueError):
@@ -44,6 +44,6 @@ class InvalidValue(ExecutorError, ValueError):
 
 
 class NotSupported(ExecutorError):
-    """Something that TensorRT-LLM's API has and this engine does not do."""
+    """A feature of TensorRT-LLM's API that this engine does not have."""
 
     code = "UNSUPPORTED"

@@ -1,7 +1,7 @@
-"""`Executor`: takes requests, and hands out their responses to whoever asks for them.
+"""`Executor`: takes requests, and returns their responses to the threads that ask for them.
 
-One object has one engine (`engines.py`): the GptManager's loop turns requests into responses, which wait until
-a client fetches them (`enqueued.py`). Any thread may call any method. Specification: TensorRT-LLM's Executor API.
+Each object has one engine (`engines.py`). The GptManager's loop makes responses, which wait in `enqueued.py`
+until they are fetched. Any thread may call any method. Specification: TensorRT-LLM's Executor API.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from inflight.config import Parameters
 from inflight.core.ports import EngineClient
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter import LoraRequest
+from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription, OutputOptions
+from inflight.core.request.request import OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.delivery import Delivery
-from inflight.errors import ConfigError, InflightError, InvalidArgument, Unavailable
+from inflight.errors import ConfigError, InflightError, InvalidArgument, Unavailable, Unsupported
 from inflight.executor import engines, reports
 from inflight.executor.config import ExecutorConfig
 from inflight.executor.convert import to_core_request, to_lora_request, to_parameters
@@ -62,33 +63,34 @@ _log = logging.getLogger(__name__)
 _NO_ENCODER = "no model here has one"
 
 Lora = LoraConfig | str
-"""An adapter, or the name of one that the parameters name."""
+"""An adapter, or the name of one of the parameters' adapters."""
 
 Timeout = timedelta | float | None
-"""How long to wait: a timedelta, or seconds; None: as long as it takes."""
+"""A time to wait: a timedelta, or seconds; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A request that is about to be enqueued.
+    """A request before it is enqueued.
 
     Attributes:
-        request: For the engine; None if it cannot be served.
-        error: Then, why not.
+        request: The engine's request; None if the engine cannot serve it.
+        error: Then the reason.
         answers: Its answers.
-        post_processor: The callable that it brings.
+        post_processor: Its own callable; None: none.
     """
 
     request: CoreRequest | None
-    error: InvalidArgument | None
+    error: InvalidArgument | Unsupported | None
     answers: Answers
     post_processor: Callable[..., Any] | None = None
 
 
 class Executor:
-    """In-flight batching over one model, from construction, which takes as long as the model takes to load.
+    """In-flight batching over one model, from construction, which loads the model.
 
-    As a context manager it is shut down at the end; else when nobody has it any more, or the interpreter ends.
+    A context manager shuts it down at its end; otherwise it is shut down when it is garbage-collected, or
+    when the interpreter ends.
     """
 
     @overload
@@ -124,20 +126,19 @@ class Executor:
     def __init__(self, *args: Any, **keywords: Any) -> None:
         """Load a model and start to serve it.
 
-        With several ranks, all that mpirun has started construct an Executor; the constructor of a rank other than
-        0 returns when the model is loaded, and its `shutdown` waits for rank 0's.
+        With several ranks, all processes that mpirun started construct an Executor; the constructor of a rank
+        other than 0 returns when its model is loaded, and its `shutdown` waits for rank 0's.
 
         Args:
-            *args: The checkpoint, a folder as Hugging Face has it, or a name of the hub, which is fetched; the
-                type, DECODER_ONLY; the configuration.
-            **keywords: The same by name; `parameters`: what the engine is loaded with beside what the
-                configuration says, such as `Parameters(tensor_parallel_size=2)`; and `revision`: branch, tag or
-                commit of what is fetched.
+            *args: The checkpoint, as a folder in Hugging Face's format or a name on the hub, which is
+                fetched; the type, DECODER_ONLY; the configuration.
+            **keywords: The same by name; `parameters`: values that the configuration does not have, such as
+                `Parameters(tensor_parallel_size=2)`; `revision`: branch, tag or commit to fetch.
 
         Raises:
-            ExecutorError: The model cannot be loaded; the message says why.
-            NotSupported: It is one of the forms for encoders or engines in memory, or the configuration asks for
-                something that is not built.
+            ExecutorError: The model cannot be loaded, for the given reason.
+            NotSupported: The arguments are for encoders or engines in memory, or the configuration asks for a
+                feature that does not exist here.
         """
         path, config, base = _constructor_arguments(args, keywords)
         self._fields = FieldChecker()
@@ -175,35 +176,35 @@ class Executor:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Cancel what is in flight, wake whoever waits for responses, and end the engine. Idempotent.
+        """Cancel requests in flight, wake waiting threads, and end the engine. Idempotent.
 
-        On a rank that takes no requests this waits for the end of the one that does.
+        On a rank that takes no requests, this waits for the end of rank 0.
         """
         self._is_shut_down = True
         self._finalizer()
 
     def can_enqueue_requests(self) -> bool:
-        """Whether this process takes requests and is not shut down."""
+        """Return whether this process takes requests and is not shut down."""
         return not self._is_shut_down and self._engine.client is not None
 
     # ---------------------------------------------------------------- requests
 
     def enqueue_request(self, request: Request) -> int:
-        """Queue a request and return the id of its responses; as `enqueue_requests`."""
+        """Queue a request and return its id; see `enqueue_requests`."""
         return self.enqueue_requests([request])[0]
 
     def enqueue_requests(self, requests: Iterable[Request]) -> list[int]:
-        """Queue requests: all, or none if this raises. What an engine had taken before it was lost is cancelled.
+        """Queue all requests, or none if this raises: requests that a lost engine had taken are cancelled.
 
         A request that the engine cannot serve gets a response with an error.
 
         Returns:
-            For each request the id that its responses will have.
+            The request ids, in order, which the responses also have.
 
         Raises:
             ExecutorError: The executor is shut down, takes no requests on this rank, or has `max_queue_size`
                 sequences waiting.
-            NotSupported: A request asks for something that is not built.
+            NotSupported: A request asks for a feature that does not exist here.
         """
         client = self._client("Shutdown called, cannot enqueue requests")
         prepared = [self._prepare(request) for request in requests]
@@ -223,11 +224,11 @@ class Executor:
         return [handle.request_id for handle in handles]
 
     async def stream(self, request: Request, *, lora: str | None = None) -> AsyncIterator[Response]:
-        """Enqueue a request and yield its responses as tokens come; `streaming` need not be set.
+        """Enqueue a request and yield its responses as tokens are generated; `streaming` need not be set.
 
-        Its adapter is that of `request.lora_config`, or one that the parameters name, `lora`. Leaving the loop
-        early, or cancelling its task, cancels the request. Its responses come here alone: `await_responses` does
-        not see them.
+        Its adapter is `request.lora_config`, or `lora`, the name of one of the parameters' adapters. Leaving
+        the loop early, or cancelling its task, cancels the request. `await_responses` does not return its
+        responses.
 
         Raises:
             ExecutorError: As `enqueue_requests`.
@@ -244,7 +245,7 @@ class Executor:
         has_news = asyncio.Event()
 
         def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(has_news.set)
 
         delivery: Delivery[EngineAnswer] = Delivery(joins=False, on_news=tell)
@@ -274,23 +275,24 @@ class Executor:
         return_log_probs: bool = False,
         progress: bool | None = None,
     ) -> Generation | list[Generation]:
-        """Generate for one prompt or for several, and return when all are done.
+        """Generate for one prompt or several; return when all have ended.
 
         Args:
             prompts: A text, token ids, or a list of either.
             max_tokens: Most tokens to generate for each sequence.
-            sampling_config: How tokens are chosen; the likeliest without one.
-            stop: Texts that end an output; they are no part of its text.
-            end_id: Token that ends an output; without one, those that the checkpoint names; -1: none.
-            lora: For all prompts; or one for each, None for the bare model.
+            sampling_config: Sampling controls; None: greedy.
+            stop: Stop strings, which are not part of an output's text.
+            end_id: Token id that ends an output; None: the checkpoint's end ids; -1: none.
+            lora: Adapter for all prompts, or one for each; None: the bare model.
             return_log_probs: Whether sequences have their `cum_log_prob`.
-            progress: Whether to show a bar on stderr; None: if that is a terminal and there is much to do.
+            progress: Whether to show a bar on stderr; None: if stderr is a terminal and the call is long.
 
         Returns:
-            A Generation for one prompt, a list of them for a list.
+            A Generation for one prompt, a list for a list.
 
         Raises:
-            ExecutorError: A prompt cannot be served, or the executor is shut down. The others are cancelled.
+            ExecutorError: A prompt cannot be served, or the executor is shut down. The other prompts are
+                cancelled.
         """
         client = self._client("Shutdown called, cannot enqueue requests")
         listed = as_list(prompts)
@@ -325,9 +327,9 @@ class Executor:
         return generated[0] if is_one_prompt(prompts) else generated
 
     def cancel_request(self, id: int) -> None:
-        """End a request: its last response has what was generated, and the finish reason CANCELLED.
+        """End a request; its last response has the tokens so far, and the finish reason CANCELLED.
 
-        One that has ended, or that nobody has enqueued, is ignored.
+        Ignores ids of requests that have ended or were not enqueued.
         """
         self._client().stop(id, StopReason.CANCELLED)
 
@@ -343,17 +345,17 @@ class Executor:
     def await_responses(self, ids: Sequence[int], timeout: Timeout = ...) -> list[list[Response]]: ...
 
     def await_responses(self, *args: Any, **keywords: Any) -> list[Response] | list[list[Response]]:
-        """Wait for responses and take them.
+        """Wait for responses and return them.
 
         Args:
-            *args: Whose responses: nothing, for those of all requests, an id or several; then how long to wait, a
-                timedelta or seconds. Without a timeout this waits until there is a response, of several requests
-                until each has one. Several share one timeout.
+            *args: Nothing, for all requests, one id or several; then a timeout, as a timedelta or seconds.
+                Without a timeout this waits until there is a response; for several requests, until each has
+                one. Several requests share one timeout.
             **keywords: The same by name: `id`, `ids`, `timeout`.
 
         Returns:
-            The responses, oldest first, by request if several ids were given; none where the time was up, or the
-            executor was shut down meanwhile. A request whose final response has been taken gets an error.
+            The responses, oldest first, in a list for each request if several ids were given; empty after the
+            timeout or a shutdown. A request whose final response was fetched before gets an error.
         """
         self._client()
         asked, timeout = _whose(args, keywords)
@@ -375,28 +377,34 @@ class Executor:
         return [answer.to_response() for answer in self._enqueued.take(timeout_s, request_id)]
 
     def get_num_responses_ready(self, id: int | None = None) -> int:
-        """How many responses wait to be taken, of one request or of all."""
+        """Return the number of responses ready to be fetched, of one request or of all."""
         self._client()
         return self._enqueued.count(id)
 
-    # ---------------------------------------------------------------- what there is to tell
+    # ---------------------------------------------------------------- reports
 
     def get_latest_iteration_stats(self) -> list[IterationStats]:
-        """Statistics of iterations since the last call, oldest first: `iter_stats_max_iterations` at most."""
+        """Return statistics of iterations since the last call, oldest first.
+
+        At most `iter_stats_max_iterations` of them are kept.
+        """
         told = self._reports(ReportKind.ITERATIONS)
         return [iteration_stats(each, told.memory) for each in told.iterations]
 
     def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
-        """The same of every request, `request_stats_max_iterations` at most."""
+        """Return statistics of requests in iterations since the last call, oldest first.
+
+        At most `request_stats_max_iterations` of them are kept.
+        """
         return [request_stats(each) for each in self._reports(ReportKind.REQUESTS).requests]
 
     def get_latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
-        """Debug tensors of iterations since the last call, oldest first, as `debug_config` says."""
+        """Return debug tensors of iterations since the last call, oldest first, as set in `debug_config`."""
         self._client()
         return [reports.debug_tensors(each) for each in self._engine.latest_debug_tensors()]
 
     def get_kv_cache_event_manager(self) -> reports.KVCacheEventManager | None:
-        """The source of KV cache events; None unless `event_buffer_max_size` keeps some."""
+        """Return the source of KV cache events; None if `event_buffer_max_size` is 0."""
         client = self._client()
         if not self._has_kv_events:
             return None
@@ -408,7 +416,7 @@ class Executor:
         except Unavailable as error:
             raise ExecutorError(str(error)) from error
 
-    # ---------------------------------------------------------------- for all of these
+    # ---------------------------------------------------------------- helpers
 
     def _client(self, shut_down: str = "Shutdown called") -> EngineClient:
         if self._is_shut_down:
@@ -436,10 +444,10 @@ class Executor:
         limits = self._described().limits
         try:
             converted = to_core_request(request, limits)
-        except InvalidArgument as error:
+        except (InvalidArgument, Unsupported) as error:
             nothing = ResponseOptions(False, False, 0, 0, request.client_id, OutputOptions())
             return _Prepared(None, error, Answers(nothing, 1))
-        if self._is_static and converted.streaming:  # as TensorRT-LLM does it
+        if self._is_static and converted.streaming:  # as in TensorRT-LLM
             whole = replace(converted.output, exclude_input_from_output=True)
             converted = replace(converted, streaming=False, output=whole)
         repeats = request.return_all_generated_tokens
@@ -466,9 +474,9 @@ class Executor:
     def _submit(
         self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[EngineAnswer], None]
     ) -> RequestHandle:
-        """Give an announced request to the engine, or its refusal to `hand_on`; returns its handle.
+        """Submit an announced request to the engine, or pass its refusal to `hand_on`; return its handle.
 
-        Raises ExecutorError if the engine does not take it; then it is announced no longer.
+        Raises ExecutorError if the engine does not take the request, which is then retracted.
         """
         answers, enqueued, own = prepared.answers, self._enqueued, self._own_post_processors
         core, post_processor = prepared.request, prepared.post_processor
@@ -499,7 +507,7 @@ class Executor:
 def _constructor_arguments(
     args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[str, ExecutorConfig, Parameters | None]:
-    """The folder, the configuration and the parameters; raises NotSupported for the forms that there are not."""
+    """Return the folder, configuration and parameters; raise NotSupported for unsupported forms."""
     in_memory = any("buffer" in name for name in keywords)
     if in_memory or (args and isinstance(args[0], bytes | bytearray | memoryview)):
         raise NotSupported("an engine in memory is not supported: expected the folder of a checkpoint")
@@ -529,7 +537,7 @@ def _from_folder(
 
 
 def _checkpoint(model: str, revision: str | None) -> str:
-    """The folder of a checkpoint; it is fetched where `model` is a name of the hub."""
+    """Return the folder of a checkpoint; fetch it if `model` is a name on the hub."""
     try:
         return readable(str(find_checkpoint(native(model), revision)))
     except ConfigError as error:
@@ -539,7 +547,7 @@ def _checkpoint(model: str, revision: str | None) -> str:
 def _whose(
     args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[int | Sequence[int] | None, timedelta | float | None]:
-    """The request ids and the timeout in the arguments of `await_responses`; ids are None for all requests."""
+    """Return the request ids and the timeout in `await_responses`'s arguments; ids None: all requests."""
     unknown = keywords.keys() - {"id", "ids", "timeout"}
     if unknown or len(args) + len(keywords) > 2:
         raise TypeError("await_responses takes an id or several ids, or neither, and a timeout")
@@ -558,7 +566,7 @@ def _whose(
 
 
 def _adapters(lora: Lora | Sequence[Lora | None] | None, num_prompts: int) -> list[LoraRequest | None]:
-    """The adapter of each prompt of `generate`; weights for all prompts are copied once."""
+    """Return the adapter of each prompt of `generate`; weights shared by all prompts are copied once."""
     try:
         if lora is None or isinstance(lora, Lora):
             return [to_lora_request(lora)] * num_prompts

@@ -1,7 +1,8 @@
-"""The treatment of each field of the Executor API, declared once: it works, is ignored, or is refused.
+"""The treatment of each field of the Executor API: it works, is ignored, or is refused.
 
-`FieldChecker` raises for what is refused and logs what is ignored; docs/executor-fields.md is written from the
-same table (`fields_page.py`). A value that asks for nothing, the default or one of `neutral`, passes in silence.
+`FieldChecker` raises for refused fields and logs ignored ones; docs/executor-fields.md is generated from the
+same table (`fields_page.py`). A neutral value, the default or one of `neutral`, is neither refused nor
+logged.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class FieldNote:
     """A field's treatment, and the reason for it.
 
     Attributes:
-        owner: The class that has it.
-        name: The field.
-        treatment: What becomes of it.
-        text: What it does, or why it does nothing: the sentence of the error, or of the log.
-        neutral: Values that ask for nothing, beside the default and None.
+        owner: Class of the field.
+        name: Name of the field.
+        treatment: Its treatment.
+        text: Its effect, or the reason why it has none, for errors and the log.
+        neutral: Values without effect, besides the default and None.
     """
 
     owner: type
@@ -72,7 +73,7 @@ class FieldNote:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A FieldNote before it has an owner and a name."""
+    """A FieldNote without owner and name."""
 
     treatment: Treatment
     text: str
@@ -92,7 +93,7 @@ def _refused(text: str, *neutral: Any) -> _Note:
 
 
 def _of(owner: type, **notes: _Note) -> list[FieldNote]:
-    """The notes of one class, by the names of its fields."""
+    """Return the notes of one class; keywords are names of its fields."""
     return [FieldNote(owner, name, note.treatment, note.text, note.neutral) for name, note in notes.items()]
 
 
@@ -101,10 +102,12 @@ _NO_IMAGES = "no model here takes images, sound or video"
 
 _ONE_SERVER = "context and generation are computed in one place; nothing is handed over to another server"
 _NO_OFFLOADING = "KV blocks are not offloaded to the host"
-_OWN_DRAFTS = "drafts come with a request (external_draft_tokens_config); this way of drafting is not built"
-_NO_TUNER = "nothing tunes batch size or tokens of an iteration as the engine runs"
+_OWN_DRAFTS = (
+    "drafts come with a request (external_draft_tokens_config); this method of drafting is not implemented"
+)
+_NO_TUNER = "batch size and tokens of an iteration are not tuned while the engine runs"
 _TENSORRT = "it is a switch of TensorRT's kernels"
-_ALWAYS_COPIED = "a block that only begins as a prompt goes on is always found, and copied"
+_ALWAYS_COPIED = "a block of which only the beginning matches is always found, and copied"
 
 _SAMPLES = tuple(
     make()
@@ -123,42 +126,42 @@ _SAMPLES = tuple(
 _REQUEST = _of(
     Request,
     input_token_ids=_works("the prompt"),
-    max_tokens=_works("most tokens to generate; with the prompt, at most what the model's positions reach"),
-    streaming=_works("responses as tokens come"),
-    sampling_config=_works("copied, as every configuration is: later changes to yours change nothing"),
+    max_tokens=_works("most tokens to generate; together with the prompt, at most the model's positions"),
+    streaming=_works("responses while tokens are generated"),
+    sampling_config=_works("copied, like every configuration: later changes to the original have no effect"),
     output_config=_works("copied too"),
     end_id=_works("not part of the output; None and -1: none"),
-    pad_id=_ignored("beams come back as lists of their own lengths, with nothing to fill up"),
+    pad_id=_ignored("beams are returned as lists of their own lengths, without padding"),
     position_ids=_refused("positions count from 0 in every model here"),
-    bad_words=_works("the prompt counts as what stands before"),
-    stop_words=_works("part of the output; a prompt's tokens are no part of one"),
+    bad_words=_works("tokens of the prompt count as preceding tokens"),
+    stop_words=_works("part of the output; tokens of the prompt do not match"),
     embedding_bias=_works("float, one for each token of the vocabulary"),
     external_draft_tokens_config=_works("verified in one pass"),
     prompt_tuning_config=_works("rows for prompt tokens from vocab_size on; see PromptTuningConfig"),
     multimodal_input=_refused(_NO_IMAGES),
     multimodal_embedding=_refused(_NO_IMAGES),
     mrope_config=_refused(_NO_IMAGES),
-    lora_config=_works("weights come with its first request; later ones need its task_id alone"),
+    lora_config=_works("the adapter's first request needs weights; later ones only its task_id"),
     lookahead_config=_refused(_OWN_DRAFTS),
     kv_cache_retention_config=_works("by priority, then by last use"),
     logits_post_processor_name=_works("a name of LogitsPostProcessorConfig.processor_map, or `batched`"),
-    logits_post_processor=_works("for this request alone; not with several ranks"),
+    logits_post_processor=_works("for this request only; not with several ranks"),
     encoder_input_token_ids=_refused(_NO_ENCODER),
-    client_id=_works("comes back in every response; clients of one priority get equal shares of the engine"),
-    return_all_generated_tokens=_works("of a streamed beam search always, since beams change"),
-    priority=_works("waiting requests of a higher one go first"),
+    client_id=_works("in every response; clients of equal priority get equal shares of the engine"),
+    return_all_generated_tokens=_works("always on for a streamed beam search, since beams change"),
+    priority=_works("waiting requests of higher priority start first"),
     request_type=_refused(_ONE_SERVER, RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION),
     context_phase_params=_refused(_ONE_SERVER),
     encoder_input_features=_refused(_NO_ENCODER),
     encoder_output_length=_refused(_NO_ENCODER),
     cross_attention_mask=_refused(_NO_ENCODER),
-    num_return_sequences=_works("that of SamplingConfig, if it has none of its own"),
+    num_return_sequences=_works("used if SamplingConfig has none"),
     eagle_config=_refused(_OWN_DRAFTS),
     skip_cross_attn_blocks=_refused(_NO_ENCODER),
     guided_decoding_params=_works(
-        "not with beams; without GuidedDecodingConfig by the checkpoint's tokenizer"
+        "not with beams; without GuidedDecodingConfig, the checkpoint's tokenizer is used"
     ),
-    language_adapter_uid=_refused("a request has one adapter, that of lora_config"),
+    language_adapter_uid=_refused("a request has one adapter, set by lora_config"),
     allotted_time_ms=_works("from arrival, rounded down to milliseconds, at least one"),
     cache_salt_id=_works("0 and None are the same salt"),
 )
@@ -176,22 +179,22 @@ _PARTS_OF_REQUESTS = [
     ),
     *_of(
         OutputConfig,
-        return_log_probs=_works("of which distribution, ExecutorConfig.normalize_log_probs says"),
-        return_context_logits=_works("then no part of the prompt is reused"),
-        return_generation_logits=_works("as the model made them; not of a streamed beam search"),
-        exclude_input_from_output=_works("of a request that is not streamed"),
+        return_log_probs=_works("ExecutorConfig.normalize_log_probs selects their distribution"),
+        return_context_logits=_works("if set, no part of the prompt is reused"),
+        return_generation_logits=_works("the model's own, unprocessed; not for a streamed beam search"),
+        exclude_input_from_output=_works("applies to requests that are not streamed"),
         return_encoder_output=_refused(_NO_ENCODER),
         return_perf_metrics=_works("times of a monotonic clock"),
-        additional_model_outputs=_works("of those that ExecutorConfig names"),
+        additional_model_outputs=_works("tensors that ExecutorConfig names"),
     ),
     *_of(
         AdditionalModelOutput,
-        name=_works("of a tensor of the model"),
-        gather_context=_works("for the prompt's positions too; then no part of the prompt is reused"),
+        name=_works("name of a tensor of the model"),
+        gather_context=_works("also for the prompt's positions; if set, no part of the prompt is reused"),
     ),
     *_of(
         ExternalDraftTokensConfig,
-        tokens=_works("as many as leave room for one more in max_tokens"),
+        tokens=_works("fewer than max_tokens"),
         logits=_works("[tokens, vocab_size]; tokens are then accepted by chance"),
         acceptance_threshold=_works("accepted at this ratio instead"),
         fast_logits=_refused("logits come with the request; no draft engine sends them", False),
@@ -199,21 +202,21 @@ _PARTS_OF_REQUESTS = [
     *_of(
         LoraConfig,
         task_id=_works("weights of one that is known are ignored: a new version needs a new id"),
-        weights=_works("float32, float16 or bfloat16, whatever the model's type is"),
+        weights=_works("float32, float16 or bfloat16, independent of the model's type"),
         config=_works("rows of 3 or 4 numbers; modules that the model does not have are an error"),
     ),
     *_of(
         PromptTuningConfig,
-        embedding_table=_works("float32, float16 or bfloat16; a part of what KV blocks are found by"),
+        embedding_table=_works("float32, float16 or bfloat16; part of the keys of KV blocks"),
         input_token_extra_ids=_works(
-            "a part of it too; needed by nobody, as the table's content tells it apart"
+            "part of the keys of KV blocks; not needed, since the table's content is too"
         ),
     ),
     *_of(
         KvCacheRetentionConfig,
         token_range_retention_configs=_works("ranges of the prompt"),
-        decode_retention_priority=_works("of blocks of generated tokens"),
-        decode_duration_ms=_works("counts from when nobody holds a block"),
+        decode_retention_priority=_works("priority of blocks of generated tokens"),
+        decode_duration_ms=_works("counts from the time when no sequence holds the block"),
         transfer_mode=_refused("KV blocks are not written to files", KvCacheTransferMode.DRAM),
         directory=_refused("KV blocks are not written to files", ""),
     ),
@@ -247,7 +250,7 @@ _CONFIGURATION = _of(
     max_queue_size=_works("requests beyond it are refused as they are enqueued; None and 0: no bound"),
     extended_runtime_perf_knob_config=_works("see ExtendedRuntimePerfKnobConfig"),
     debug_config=_works("see DebugConfig"),
-    recv_poll_period_ms=_ignored("nobody polls for requests: they wake the engine"),
+    recv_poll_period_ms=_ignored("requests wake the engine, which does not poll"),
     max_seq_idle_microseconds=_ignored("a slot is free as soon as its sequence has ended"),
     spec_dec_config=_works("see SpeculativeDecodingConfig"),
     guided_decoding_config=_works("see GuidedDecodingConfig"),
@@ -255,7 +258,7 @@ _CONFIGURATION = _of(
     cache_transceiver_config=_works("see CacheTransceiverConfig"),
     gather_generation_logits=_ignored("requests may always ask for generation logits"),
     mm_embedding_offloading=_ignored(_NO_IMAGES),
-    enable_trt_overlap=_ignored("iterations overlap wherever that changes nothing"),
+    enable_trt_overlap=_ignored("iterations overlap wherever the results stay the same"),
     fail_fast_on_attention_window_too_large=_ignored("a window takes no room of its own in the KV cache"),
 )
 
@@ -272,10 +275,10 @@ _PARTS_OF_CONFIGURATION = [
         KvCacheConfig,
         enable_block_reuse=_works("blocks are found by the content of the whole prefix"),
         max_tokens=_works("a whole number of blocks, one for each sequence at least"),
-        max_attention_window=_works("memory is not saved by it"),
-        sink_token_length=_works("as a part of the window"),
+        max_attention_window=_works("it saves no memory"),
+        sink_token_length=_works("counts as part of the window"),
         free_gpu_memory_fraction=_works(
-            "of the free memory where the model is, GPU or CPU; by default 0.9 of the one's, 0.5 of the other's"
+            "share of the free memory of the model's device; by default 0.9 on a GPU, 0.5 on a CPU"
         ),
         host_cache_size=_refused(_NO_OFFLOADING, 0),
         onboard_blocks=_ignored(_NO_OFFLOADING),
@@ -292,7 +295,7 @@ _PARTS_OF_CONFIGURATION = [
     ),
     *_of(
         ParallelConfig,
-        communication_type=_works("MPI is the only one"),
+        communication_type=_works("MPI is the only value"),
         communication_mode=_works("LEADER under mpirun or srun; ORCHESTRATOR starts the ranks itself"),
         device_ids=_works("GPUs, one for each rank of a host"),
         participant_ids=_works("all ranks, in order; in orchestrator mode it says how many there are"),
@@ -302,19 +305,19 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         OrchestratorConfig,
         is_orchestrator=_refused("the process that makes the Executor is the orchestrator"),
-        worker_executable_path=_ignored("ranks run this package; any path will do"),
+        worker_executable_path=_ignored("ranks run this package; any path is accepted"),
         orch_leader_comm=_refused("the orchestrator talks to its ranks by a socket of its own"),
         spawn_processes=_refused(
-            "an orchestrator starts its ranks itself; LEADER is for ranks that are started"
+            "an orchestrator starts its ranks itself; LEADER is for ranks started by mpirun"
         ),
     ),
     *_of(
         PeftCacheConfig,
-        num_host_module_layer=_ignored("host_cache_size says how much the host keeps"),
-        num_device_module_layer=_ignored("device_cache_percent says how much the device keeps"),
-        optimal_adapter_size=_works("ranks that a page of the device's memory has room for"),
+        num_host_module_layer=_ignored("host_cache_size is the size in host memory"),
+        num_device_module_layer=_ignored("device_cache_percent is the size on the device"),
+        optimal_adapter_size=_works("low-rank dimensions that fit into a page of device memory"),
         max_adapter_size=_works("adapters of a larger rank are refused"),
-        num_put_workers=_ignored("adapters are stored as their requests come"),
+        num_put_workers=_ignored("adapters are stored when their requests arrive"),
         num_ensure_workers=_ignored(
             "adapters are copied to the device by the iteration that needs them first"
         ),
@@ -328,14 +331,13 @@ _PARTS_OF_CONFIGURATION = [
         ),
         host_cache_size=_works("bytes; 1 GiB by default"),
         lora_prefetch_dir=_works(
-            "its folders are called by task ids; read at the start, and when one is missing"
+            "folders named by task ids; read at the start, and when a request needs one"
         ),
     ),
     *_of(
         DecodingConfig,
         decoding_mode=_refused(
-            "every request says for itself how its tokens are chosen; drafts are chosen by no other way than "
-            "external_draft_tokens_config",
+            "each request sets its own sampling; drafts come only from external_draft_tokens_config",
             *_SAMPLES,
         ),
         lookahead_decoding_config=_refused(_OWN_DRAFTS),
@@ -345,14 +347,16 @@ _PARTS_OF_CONFIGURATION = [
     *_of(
         LogitsPostProcessorConfig,
         processor_map=_works(
-            "called with or without the client id, by how many arguments one takes; not in orchestrator mode"
+            "called with the client id if it takes five arguments; not in orchestrator mode"
         ),
-        processor_batched=_works("once in an iteration, for all that ask for it; not in orchestrator mode"),
+        processor_batched=_works(
+            "called once in an iteration for all requests that name it; not in orchestrator mode"
+        ),
         replicate=_works("on every rank that has logits, or on one"),
     ),
     *_of(
         DebugConfig,
-        debug_input_tensors=_works("the inputs of every iteration"),
+        debug_input_tensors=_works("all inputs of every iteration"),
         debug_output_tensors=_works("the outputs of every iteration"),
         debug_tensor_names=_works("input_ids, positions, sequence_length, logits"),
         debug_tensors_max_iterations=_works("0: into files; else fetched, but not in orchestrator mode"),
@@ -362,7 +366,7 @@ _PARTS_OF_CONFIGURATION = [
         multi_block_mode=_ignored(_TENSORRT),
         enable_context_fmha_fp32_acc=_ignored(_TENSORRT),
         cuda_graph_mode=_ignored("on a GPU, iterations of up to 1,024 rows are recorded in any case", False),
-        cuda_graph_cache_size=_ignored("every number of rows that was recorded stays so"),
+        cuda_graph_cache_size=_ignored("all recordings are kept"),
     ),
     *_of(
         SpeculativeDecodingConfig,
@@ -384,14 +388,14 @@ _PARTS_OF_CONFIGURATION = [
 ]
 
 FIELDS: tuple[FieldNote, ...] = (*_REQUEST, *_PARTS_OF_REQUESTS, *_CONFIGURATION, *_PARTS_OF_CONFIGURATION)
-"""Every field of everything that a client hands in."""
+"""All fields of requests and configurations."""
 
 
 # ---------------------------------------------------------------------- the check
 
 
 class FieldChecker:
-    """Refuses and logs. One for each executor, so that each logs what it ignores once."""
+    """Checker of fields, which refuses or logs. One for each executor, which logs each ignored field once."""
 
     def __init__(self) -> None:
         self._notes = {
@@ -400,7 +404,7 @@ class FieldChecker:
         self._logged: set[str] = set()
 
     def check(self, given: Request | ExecutorConfig) -> None:
-        """Raise NotSupported for the first refused field that asks for something, and log what is ignored."""
+        """Raise NotSupported for the first refused field with an effective value, and log ignored ones."""
         for owner, each in _all_fields(given):
             note = self._notes.get((type(owner), each.name))
             if note is None or not _asks(getattr(owner, each.name), each, note):
@@ -420,17 +424,17 @@ class FieldChecker:
 
 
 def check_model_type(model_type: ModelType) -> None:
-    """Raise NotSupported unless it is a model without an encoder."""
+    """Raise NotSupported unless the model type has no encoder."""
     if model_type is not ModelType.DECODER_ONLY:
         raise NotSupported(f"ModelType.{model_type.name} is not supported: {_NO_ENCODER}")
 
 
 def _all_fields(owner: Any) -> Iterator[tuple[Any, Field[Any]]]:
-    """Every field of an object of the API and of those in it."""
+    """Yield every field of an object of the API and of the objects in it."""
     for each in fields(owner):
         yield owner, each
         value = getattr(owner, each.name)
-        # Objects stand alone or in a list of their like. Other lists may be long: a prompt is one.
+        # Objects are alone or in a list of their own kind. Other lists, such as prompts, may be long.
         parts = value if isinstance(value, list) else [value]
         if parts and isinstance(parts[0], Typed | Frozen):
             for part in parts:
@@ -438,7 +442,7 @@ def _all_fields(owner: Any) -> Iterator[tuple[Any, Field[Any]]]:
 
 
 def _asks(value: Any, each: Field[Any], note: FieldNote) -> bool:
-    """Whether a value asks for something. A tensor, which cannot be compared, does."""
+    """Return whether a value is not neutral. A tensor, which cannot be compared, is not."""
     if value is None:
         return False
     default = each.default if each.default_factory is MISSING else each.default_factory()

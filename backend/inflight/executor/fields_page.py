@@ -1,4 +1,4 @@
-"""docs/executor-fields.md, written from the table of fields so that they cannot disagree. Pure."""
+"""Generator of docs/executor-fields.md from the table of fields. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from inflight.executor.fields import FIELDS, FieldNote, Treatment
 
 _HEAD = """# Fields of the Executor API
 
-What each field of `inflight.executor` does here. What is **refused** raises `NotSupported` with this reason,
-when an `Executor` is made or a request enqueued. What is *ignored* changes nothing but time and memory, and is
-logged once. The default never is either.
+The effect of each field of `inflight.executor` here. A **refused** field raises `NotSupported` with the
+given reason when an `Executor` is created or a request enqueued. An *ignored* field affects only time and
+memory, and is logged once. Default values are neither refused nor logged.
 
 `scripts/write_configs` writes this page.
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_HEAD]
     for owner, notes in groupby(FIELDS, key=lambda note: note.owner.__name__):
         parts += [f"## {owner}\n", *_rows(notes), ""]
@@ -36,7 +36,7 @@ def _rows(notes: Iterator[FieldNote]) -> Iterator[str]:
 
 def _prefix(note: FieldNote) -> str:
     accepted = ", ".join(str(value) or '""' for value in note.neutral)
-    beside = f" (but for {accepted})" if accepted else ""
+    beside = f" (except {accepted})" if accepted else ""
     return {
         Treatment.WORKS: "",
         Treatment.IGNORED: f"*ignored*{beside}: ",

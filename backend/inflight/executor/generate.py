@@ -1,7 +1,7 @@
 """`Executor.generate`: prompts in, texts out, in one call.
 
-Prompts are answered side by side; as many are handed to the engine as it has room for. Text is made, and stop
-strings are found, where the server does it too (`inflight.serving`). Everything here runs on the caller's thread.
+Prompts run concurrently, as many as the engine has room for. Text and stop strings are handled by the
+server's code (`inflight.serving`). Everything here runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inflight.serving.reply import NewText, Reply, new_text
 from inflight.text.tokenizer import Tokenizer
 
 _LONG = 1000
-"""A call that may generate so many tokens shows a progress bar."""
+"""Number of tokens from which a call shows a progress bar."""
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """One prompt or several, as text or as token ids."""
@@ -34,13 +34,13 @@ Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class GeneratedSequence:
-    """One of the outputs for a prompt.
+    """One output of a prompt.
 
     Attributes:
-        token_ids: What was generated, up to the token that completes a stop string.
-        text: The same as text, without a stop string; "" if the model has no tokenizer.
+        token_ids: Generated tokens, up to the one that completes a stop string.
+        text: Their text, without the stop string; "" if the model has no tokenizer.
         finish_reason: Why it ended.
-        cum_log_prob: Sum of the log probabilities of its tokens, or a beam's score; None if not wanted.
+        cum_log_prob: Sum of its tokens' log probs, or a beam's score; None if not requested.
     """
 
     token_ids: tuple[int, ...]
@@ -51,11 +51,11 @@ class GeneratedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answer to one prompt.
+    """The outputs of one prompt.
 
     Attributes:
-        prompt_token_ids: The prompt.
-        sequences: num_return_sequences of them, or the beams of a search, best first.
+        prompt_token_ids: Token ids of the prompt.
+        sequences: The `num_return_sequences` outputs, or the beams of a search, best first.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -63,19 +63,19 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The first sequence's text."""
+        """Return the first sequence's text."""
         return self.sequences[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The first sequence's tokens."""
+        """Return the first sequence's tokens."""
         return self.sequences[0].token_ids
 
 
 def is_one_prompt(prompts: Prompts) -> bool:
-    """Whether `prompts` is one text or one sequence of token ids.
+    """Return whether `prompts` is one text or one sequence of token ids.
 
-    Raises InvalidValue if it is no prompt at all.
+    Raises InvalidValue if it is neither that nor a list of prompts.
     """
     if isinstance(prompts, str):
         return True
@@ -86,19 +86,19 @@ def is_one_prompt(prompts: Prompts) -> bool:
 
 
 def as_list(prompts: Prompts) -> list[str | list[int]]:
-    """Several prompts, or the one, as a list. Raises InvalidValue as `is_one_prompt` does."""
+    """Return one or several prompts as a list; raise InvalidValue like `is_one_prompt`."""
     listed = [prompts] if is_one_prompt(prompts) else prompts
     return [each if isinstance(each, str) else list(cast("Sequence[int]", each)) for each in listed]
 
 
 class Generating:
-    """One call: its prompts, and what has come back for them.
+    """The state of one call: its prompts, and their outputs so far.
 
     Args:
-        client: To the engine.
-        requests: One for each prompt; they stream where `engine_streams` says so.
-        stop_strings: Texts that end an output.
-        tokenizer: For text; None: there is none.
+        client: Client of the engine.
+        requests: One request for each prompt; they stream if `engine_streams` requires it.
+        stop_strings: Stop strings.
+        tokenizer: Tokenizer for text; None: no text.
     """
 
     def __init__(
@@ -112,20 +112,20 @@ class Generating:
         self._requests = requests
         prompts = [_prompt(each, stop_strings, tokenizer) for each in requests]
         self._reply = Reply(prompts, in_one=False)
-        # Not joined: where a stop string cuts some tokenizers' tokens must not depend on timing.
+        # Not joined: with some tokenizers, the token at which a stop string ends must not depend on timing.
         self._delivery: Delivery[CoreResponse] = Delivery(joins=False)
         self._outputs: list[list[Output]] = [[] for _ in requests]
-        self._in_flight: dict[int, tuple[int, RequestHandle]] = {}  # by request id, with the prompt's place
+        self._in_flight: dict[int, tuple[int, RequestHandle]] = {}  # by request id; with the prompt's index
 
     def run(self, most_at_once: int | None, progress: bool | None) -> list[Generation]:
-        """Generate, in the order of the prompts.
+        """Generate, and return the generations in the order of the prompts.
 
         Args:
-            most_at_once: How many sequences may be handed to the engine at a time; None: any number.
-            progress: Whether to show a bar; None: if stderr is a terminal and there is much to do.
+            most_at_once: Most sequences to give to the engine at a time; None: no limit.
+            progress: Whether to show a bar; None: if stderr is a terminal and the call is long.
 
         Raises:
-            ExecutorError: A prompt failed; all others have been cancelled.
+            ExecutorError: A prompt failed; all others are cancelled.
         """
         waiting = iter(range(len(self._requests)))
         with self._bar(progress) as advance:
@@ -136,12 +136,12 @@ class Generating:
                         self._take(response, advance)
                     self._submit_next(waiting, most_at_once)
             finally:
-                for _, handle in self._in_flight.values():  # an error, or KeyboardInterrupt
+                for _, handle in self._in_flight.values():  # after an error or KeyboardInterrupt
                     handle.stop()
         return [_generation(*pair) for pair in zip(self._requests, self._outputs, strict=True)]
 
     def _submit_next(self, waiting: Iterator[int], most_at_once: int | None) -> None:
-        """Hand on as many prompts as may be in flight, at least one."""
+        """Submit as many prompts as may be in flight, at least one."""
         while not self._in_flight or most_at_once is None or self._num_sequences() < most_at_once:
             index = next(waiting, None)
             if index is None:

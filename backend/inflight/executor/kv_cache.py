@@ -1,6 +1,6 @@
-"""The data of KV cache events, as a client fetches them.
+"""KV cache events in the form that clients fetch.
 
-A block has a hash, which follows from its tokens and those before it; level 0 is the device, level 1 the host.
+A block's hash follows from its tokens and those before it. Level 0 is the device, level 1 the host.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class UniqueToken:
-    """A token, and what else tells it apart: a number of the prompt table or image that it stands for."""
+    """A token id, with a number that distinguishes equal ids, such as a prompt table's or an image's."""
 
     token_id: int
     token_extra_id: int = 0
@@ -18,14 +18,14 @@ class UniqueToken:
 
 @dataclass(frozen=True)
 class KVCacheCreatedData:
-    """The cache was made; how many blocks each level has."""
+    """The cache was created; the number of blocks in each level."""
 
     num_blocks_per_cache_level: list[int]
 
 
 @dataclass(frozen=True)
 class KVCacheStoredBlockData:
-    """A block that can be found from now on."""
+    """A block that was published."""
 
     block_hash: int
     tokens: list[UniqueToken]
@@ -36,7 +36,7 @@ class KVCacheStoredBlockData:
 
 @dataclass(frozen=True)
 class KVCacheStoredData:
-    """Blocks that follow one another and can be found from now on; no parent: the first begins a prompt."""
+    """Consecutive blocks that were published; without a parent, the first begins a prompt."""
 
     parent_hash: int | None
     blocks: list[KVCacheStoredBlockData]
@@ -44,14 +44,14 @@ class KVCacheStoredData:
 
 @dataclass(frozen=True)
 class KVCacheRemovedData:
-    """Blocks that cannot be found any more."""
+    """Blocks that were removed from the cache."""
 
     block_hashes: list[int]
 
 
 @dataclass(frozen=True)
 class KVCacheEventDiffInt:
-    """A number that changed."""
+    """A changed number."""
 
     old_value: int
     new_value: int
@@ -59,7 +59,7 @@ class KVCacheEventDiffInt:
 
 @dataclass(frozen=True)
 class KVCacheUpdatedData:
-    """A block whose level or priority changed; None: that one did not."""
+    """A block whose level or priority changed; None: unchanged."""
 
     block_hash: int
     cache_level: KVCacheEventDiffInt | None = None
@@ -71,13 +71,13 @@ KVCacheEventData = KVCacheCreatedData | KVCacheStoredData | KVCacheRemovedData |
 
 @dataclass(frozen=True)
 class KVCacheEvent:
-    """Something that happened to blocks of the KV cache, numbered in order.
+    """A numbered event of the KV cache.
 
     Attributes:
-        event_id: Counts from 0, which is the Created event's.
-        data: What happened; its class says which kind of event it is.
-        window_size: Attention window of the layers that it is about.
-        attention_dp_rank: Of several caches; None: there is one.
+        event_id: Number of the event; the Created event has 0.
+        data: Data of the event, whose class is the kind of event.
+        window_size: Attention window of the layers, in tokens.
+        attention_dp_rank: Number of the cache, if there are several; None: there is one.
     """
 
     event_id: int

@@ -1,6 +1,6 @@
-"""The values that a model is loaded with beside parameters: logits post-processors, and a vocabulary.
+"""Objects for loading a model besides parameters: logits post-processors and a vocabulary.
 
-They are values of this process, so they cannot go to ranks that an orchestrator starts.
+They are objects of this process, so ranks that an orchestrator starts cannot have them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class OwnPostProcessors:
     """The callables of `Request.logits_post_processor`, by request id. Any thread.
 
-    An engine knows its post-processors by name from its load on; this is one of them, which calls the request's.
+    An engine knows its post-processors by name from its start. This object is one of them, which calls a
+    request's own.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class OwnPostProcessors:
         self._by_id: dict[int, tuple[Callable[..., Any], bool]] = {}
 
     def submit(self, process: Callable[..., Any], submit: Callable[[], RequestHandle]) -> RequestHandle:
-        """Submit a request that has a callable; returns its handle. The engine waits until both are known."""
+        """Submit a request with a callable; return its handle. The engine calls it after both are stored."""
         has_client_id = has_client_id_argument(process)
         with self._lock:
             handle = submit()
@@ -42,7 +43,7 @@ class OwnPostProcessors:
         return handle
 
     def forget(self, request_id: int) -> None:
-        """The request has ended."""
+        """Remove the callable of a request that has ended."""
         with self._lock:
             self._by_id.pop(request_id, None)
 
@@ -50,14 +51,14 @@ class OwnPostProcessors:
         return len(self._by_id)
 
     def __call__(self, request_id: int, logits: Any, token_ids: Any, stream: int, client_id: Any) -> Any:
-        """A logits post-processor; on the loop's thread."""
+        """Call the request's own callable, as a logits post-processor on the loop's thread."""
         with self._lock:
             process, has_client_id = self._by_id[request_id]
         return process(request_id, logits, token_ids, stream, *([client_id] if has_client_id else []))
 
 
 def has_client_id_argument(process: Callable[..., Any]) -> bool:
-    """Whether a request's callable takes five arguments; raises ExecutorError unless that or four."""
+    """Return whether a request's callable takes five arguments; raise InvalidValue for neither 4 nor 5."""
     from inflight.sampling.logits_post_processors import takes_client_id
 
     try:
@@ -67,17 +68,18 @@ def has_client_id_argument(process: Callable[..., Any]) -> bool:
 
 
 def loader(config: ExecutorConfig, own: OwnPostProcessors, module: str | None = None) -> LoadModel:
-    """The function that loads the model in this process.
+    """Return the function that loads the model in this process.
 
     Args:
-        config: Its callables and its vocabulary are handed on.
-        own: Serves requests that bring callables, where one process has the whole model.
-        module: The parameter `logits_post_processor_module`; with it there are no callables but the module's.
+        config: Configuration, with callables and vocabulary.
+        own: Post-processor for requests with callables, if one process has the whole model.
+        module: Parameter `logits_post_processor_module`, whose callables are used if the configuration has
+            none.
 
     Raises:
-        ConfigError: Something is no logits post-processor, or `tokenizer_str` no tokenizer.
+        ConfigError: An object is not a logits post-processor, or `tokenizer_str` not a tokenizer.
         InvalidValue: A vocabulary is incomplete.
-        NotSupported: Callables or a vocabulary would have to go to other processes.
+        NotSupported: Callables or a vocabulary would have to be sent to other processes.
     """
     processors, guides = config.logits_post_processor_config, config.guided_decoding_config
     if _starts_ranks(config):
@@ -124,7 +126,7 @@ def _refuse_values(processors: LogitsPostProcessorConfig | None, guides: GuidedD
 
 
 def _vocabulary(guides: GuidedDecodingConfig) -> GuideVocabulary | None:
-    """The vocabulary of the configuration; None for the checkpoint's."""
+    """Return the vocabulary of the configuration; None for the checkpoint's."""
     if guides.encoded_vocab or guides.tokenizer_str is not None:
         return guide_vocabulary(guides.encoded_vocab or (), guides.tokenizer_str, guides.stop_token_ids or ())
     if guides.stop_token_ids:

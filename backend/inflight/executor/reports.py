@@ -1,4 +1,4 @@
-"""Events of the KV cache and debug tensors, from the engine's to the client's classes."""
+"""Conversion of KV cache events and debug tensors from the engine's classes to the client's."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from inflight.executor.kv_cache import (
 )
 
 if TYPE_CHECKING:
-    from inflight.engine import debug_tensors as core_debug
+    from inflight.engine.debug_tensors import IterationTensors
 
 ReadReports = Callable[[ReportKind, float | None], Reports]
 
 
 class KVCacheEventManager:
-    """The events of the KV cache, to be fetched.
+    """Source of the KV cache's events.
 
     Args:
-        read: As `EngineClient.reports`.
+        read: Like `EngineClient.reports`.
         window_size: Attention window of the layers, in tokens.
     """
 
@@ -42,16 +42,16 @@ class KVCacheEventManager:
         self._window_size = window_size
 
     def get_latest_events(self, timeout_ms: timedelta | float | None = None) -> list[KVCacheEvent]:
-        """Wait for events and take all there are, oldest first.
+        """Wait for events and return all there are, oldest first.
 
         Args:
-            timeout_ms: How long to wait: a timedelta, or milliseconds; None: until there are some.
+            timeout_ms: Time to wait, as a timedelta or milliseconds; None: no limit.
 
         Returns:
-            The events; none if the time is up, or the executor in this process was shut down.
+            The events; none after the timeout, or after the shutdown of an executor in this process.
 
         Raises:
-            ExecutorError: The engine is in other processes, and cannot be reached.
+            ExecutorError: The engine is in other processes, which cannot be reached.
         """
         timeout_s = timeout_ms.total_seconds() if isinstance(timeout_ms, timedelta) else timeout_ms
         if timeout_s is not None and not isinstance(timeout_ms, timedelta):
@@ -85,8 +85,8 @@ def _event_data(event: KvEvent) -> KVCacheEventData:
     return KVCacheRemovedData(list(event.removed))
 
 
-def debug_tensors(written: core_debug.DebugTensorsPerIteration) -> DebugTensorsPerIteration:
-    """The tensors that an iteration has written down."""
+def debug_tensors(written: IterationTensors) -> DebugTensorsPerIteration:
+    """Convert the debug tensors of an iteration."""
     import torch
 
     tensors = {name: torch.from_numpy(array) for name, array in written.debug_tensors.items()}

@@ -1,4 +1,4 @@
-"""The requests of clients: `Request` and the configurations that only some requests have."""
+"""Clients' requests: `Request`, and the parts that only some requests have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 LogitsPostProcessor = Callable[..., Any]
-"""Called with (request id, logits, tokens so far, stream, client id), of which older ones leave out the last."""
+"""Called with (request id, logits, tokens so far, stream, client id); may leave the client id out."""
 
 _PRIORITY = Range("between 0 and 100", lambda priority: 0 <= priority <= 100)
 _TASK_ID = Range("in [0, 2**64)", lambda task_id: 0 <= task_id < 1 << 64)
@@ -27,12 +27,13 @@ _VECTOR = Range("a tensor of one dimension", lambda tensor: len(tensor.shape) ==
 
 @dataclass(frozen=True, eq=False)
 class ExternalDraftTokensConfig(Frozen):
-    """A guess at the first generated tokens, verified in one pass.
+    """Draft tokens for the first generated tokens, verified in one pass.
 
     Attributes:
-        tokens: The guess.
-        logits: [len(tokens), vocab_size] that the guess was drawn from.
-        acceptance_threshold: With logits, accept a token where target / draft reaches it, in [0, 1].
+        tokens: The draft tokens.
+        logits: [len(tokens), vocab_size]: the logits that they were sampled from.
+        acceptance_threshold: With logits: accept a token if its probability ratio target / draft reaches
+            this, in [0, 1].
         fast_logits: Whether a draft engine sends the logits over MPI.
     """
 
@@ -57,12 +58,12 @@ class ExternalDraftTokensConfig(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class PromptTuningConfig(Frozen):
-    """Rows that stand for token ids beyond the vocabulary: vocab_size + i stands for row i.
+    """A prompt table: token id vocab_size + i stands for its row i.
 
     Attributes:
         embedding_table: [rows, hidden_size], float32, float16 or bfloat16.
-        input_token_extra_ids: One for each prompt token, 0 for text: KV blocks are shared where these are equal
-            too. They need not tell tables apart, which their content does.
+        input_token_extra_ids: One number for each prompt token, 0 for text: KV blocks are shared only if
+            these are equal too. They need not distinguish tables, whose content is compared anyway.
     """
 
     embedding_table: torch.Tensor
@@ -79,12 +80,12 @@ class PromptTuningConfig(Frozen):
 
 @dataclass(frozen=True)
 class MultimodalInput(Frozen):
-    """The places of images and other multimodal items in a prompt.
+    """Positions of images and other multimodal items in a prompt.
 
     Attributes:
         multimodal_hashes: Eight integers for each item.
-        multimodal_positions: First token of each item.
-        multimodal_lengths: Tokens of each item.
+        multimodal_positions: Position of each item's first token.
+        multimodal_lengths: Number of tokens of each item.
     """
 
     multimodal_hashes: list[list[int]]
@@ -94,7 +95,7 @@ class MultimodalInput(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class MropeConfig(Frozen):
-    """Rotary embedding in several dimensions: its table, and the offset of generated positions."""
+    """Multidimensional rotary embedding: its table, and the offset of generated positions."""
 
     mrope_rotary_cos_sin: torch.Tensor
     mrope_position_deltas: int
@@ -105,7 +106,7 @@ class LoraConfig(Frozen):
     """The adapter of a request.
 
     Attributes:
-        task_id: Names the adapter; weights have to come with its first request only.
+        task_id: Id of the adapter; only its first request needs weights.
         weights: [rows, width] in float32, float16 or bfloat16, on the CPU.
         config: [rows, 3 or 4], int32, on the CPU: module, layer, rank, and whether it is DoRA.
     """
@@ -156,7 +157,7 @@ class LookaheadDecodingConfig(Frozen):
             raise InvalidValue("ngramSize=1 requires windowSize=1")
 
     def calculate_speculative_resource(self) -> tuple[int, int, int, int]:
-        """Most tokens of a pass, longest path, most draft tokens, longest path of draft tokens."""
+        """Return most tokens of a pass, longest path, most draft tokens, and longest path of draft tokens."""
         return self.calculate_speculative_resource_tuple(
             self.max_window_size, self.max_ngram_size, self.max_verification_set_size
         )
@@ -165,30 +166,30 @@ class LookaheadDecodingConfig(Frozen):
     def calculate_speculative_resource_tuple(
         window_size: int, ngram_size: int, verification_set_size: int
     ) -> tuple[int, int, int, int]:
-        """The same for three sizes."""
+        """Return the same for three given sizes."""
         first = 0 if ngram_size == 1 else ngram_size - 2
         num_drafts = first + (window_size - 1 + verification_set_size) * (ngram_size - 1)
         return num_drafts + 1, ngram_size, num_drafts, ngram_size - 1
 
     @staticmethod
     def get_default_lookahead_decoding_window() -> int:
-        """Default of max_window_size."""
+        """Return the default of max_window_size."""
         return 4
 
     @staticmethod
     def get_default_lookahead_decoding_ngram() -> int:
-        """Default of max_ngram_size."""
+        """Return the default of max_ngram_size."""
         return 3
 
     @staticmethod
     def get_default_lookahead_decoding_verification_set() -> int:
-        """Default of max_verification_set_size."""
+        """Return the default of max_verification_set_size."""
         return 4
 
 
 @dataclass(frozen=True)
 class EagleConfig(Frozen):
-    """Drafts from EAGLE heads."""
+    """Configuration of drafts from EAGLE heads."""
 
     eagle_choices: list[list[int]] | None = None
     greedy_sampling: bool = True
@@ -199,7 +200,7 @@ class EagleConfig(Frozen):
 
 @dataclass(frozen=True)
 class ContextPhaseParams(Frozen):
-    """The state that a context server hands to the server that generates."""
+    """The state that a context server passes to a generation server."""
 
     first_gen_tokens: list[int]
     req_id: int
@@ -209,7 +210,7 @@ class ContextPhaseParams(Frozen):
 
 @dataclass(frozen=True)
 class GuidedDecodingParams(Frozen):
-    """The format that the output has to have.
+    """The guide of a request.
 
     Attributes:
         guide_type: Kind of `guide`.
@@ -236,19 +237,19 @@ class GuidedDecodingParams(Frozen):
 
 @dataclass(frozen=True)
 class KvCacheRetentionConfig(Frozen):
-    """How long the KV blocks of a request are worth keeping.
+    """Retention of a request's KV blocks.
 
     Attributes:
-        token_range_retention_configs: Ranges of the prompt, sorted by their starts when this is made.
-        decode_retention_priority: Of blocks of generated tokens.
-        decode_duration_ms: How long that priority holds; None: for good.
+        token_range_retention_configs: Ranges of the prompt; sorted by start at construction.
+        decode_retention_priority: Priority of blocks of generated tokens.
+        decode_duration_ms: How long that priority holds; None: forever.
         transfer_mode: How blocks are written to `directory`.
-        directory: Where blocks are written to; "": nowhere.
+        directory: Folder to write blocks to; "": none.
     """
 
     @dataclass
     class TokenRangeRetentionConfig(Typed):
-        """Priority of the tokens [token_start, token_end), to the end without one, and how long it holds."""
+        """Priority of the tokens [token_start, token_end), or of all that follow, and its duration."""
 
         token_start: int
         token_end: int | None
@@ -279,40 +280,40 @@ class KvCacheRetentionConfig(Frozen):
 @also_called(max_new_tokens="max_tokens", type="request_type")
 @dataclass(eq=False)
 class Request(Typed):
-    """One request. `input_token_ids` and `max_tokens` cannot be changed, everything else can.
+    """A request. Its fields are mutable, except `input_token_ids` and `max_tokens`.
 
     Attributes:
-        input_token_ids: The prompt.
+        input_token_ids: Token ids of the prompt.
         max_tokens: Most tokens to generate; `max_new_tokens` before version 0.13.
-        streaming: Respond as tokens come instead of once.
-        sampling_config: How tokens are chosen.
-        output_config: What comes back.
-        end_id: Token that ends the output; None or -1: none.
+        streaming: Whether to return tokens as they are generated, and not at the end.
+        sampling_config: Sampling controls.
+        output_config: Outputs to return.
+        end_id: Token id that ends the output; None or -1: none.
         pad_id: Fills ragged outputs of several beams.
         position_ids: Positions of the prompt's tokens.
-        bad_words: Token sequences that must not come.
+        bad_words: Token sequences that are banned.
         stop_words: Token sequences that end the output.
         embedding_bias: [vocab_size], added to the logits.
         external_draft_tokens_config: Draft tokens for the first generated ones.
-        prompt_tuning_config: Rows of a prompt table.
-        multimodal_input, multimodal_embedding, mrope_config: Images and the like.
+        prompt_tuning_config: A prompt table.
+        multimodal_input, multimodal_embedding, mrope_config: Multimodal inputs.
         lora_config: An adapter.
-        lookahead_config, eagle_config: Sizes of ways to draft.
-        kv_cache_retention_config: How long its KV blocks are worth keeping.
-        logits_post_processor_name: Which of the executor's callables changes its logits.
+        lookahead_config, eagle_config: Sizes of drafting methods.
+        kv_cache_retention_config: Retention of its KV blocks.
+        logits_post_processor_name: Name of the executor's callable that changes its logits.
         logits_post_processor: A callable that changes its logits.
         encoder_input_token_ids, encoder_input_features, encoder_output_length: Input of an encoder.
-        cross_attention_mask, skip_cross_attn_blocks: Of cross attention.
-        client_id: Whose request it is.
-        return_all_generated_tokens: Streaming: every response has everything generated so far.
-        priority: 0 .. 1; waiting requests of a higher one go first.
-        request_type: Which phases are computed here; the constructor's keyword is `type`.
-        context_phase_params: What the server that computed the context has handed over.
-        num_return_sequences: Deprecated: the field of `sampling_config` is the same.
-        guided_decoding_params: The format that the output has to have.
+        cross_attention_mask, skip_cross_attn_blocks: Inputs of cross attention.
+        client_id: Number of the client.
+        return_all_generated_tokens: Whether every streamed response has all tokens generated so far.
+        priority: 0 to 1; waiting requests of higher priority start first.
+        request_type: Phases to compute here; the constructor's keyword is `type`.
+        context_phase_params: State from the server that computed the context.
+        num_return_sequences: Deprecated: use the field of `sampling_config`.
+        guided_decoding_params: The guide of the output.
         language_adapter_uid: A language adapter.
-        allotted_time_ms: From arrival; then it ends with TIMED_OUT.
-        cache_salt_id: KV blocks are shared among requests of one salt only.
+        allotted_time_ms: Time from arrival after which it ends with TIMED_OUT.
+        cache_salt_id: Salt: KV blocks are shared only among requests with the same one.
     """
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"

@@ -1,4 +1,4 @@
-"""The responses to clients: `Response` and the `Result` in it."""
+"""Responses to clients: `Response` and the `Result` in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class AdditionalOutput:
-    """A tensor of the model that a request asked for, with the name it has there."""
+    """A requested tensor of the model, with its name."""
 
     name: str
     output: torch.Tensor
@@ -26,13 +26,13 @@ class AdditionalOutput:
 
 @dataclass
 class SpeculativeDecodingFastLogitsInfo:
-    """The source of a draft's logits, when a draft engine sends them itself."""
+    """The source of a draft's logits, if a draft engine sends them."""
 
     draft_request_id: int = 0
     draft_participant_id: int = 0
 
     def to_tensor(self) -> torch.Tensor:
-        """The two numbers as TensorRT-LLM packs them into a float32 tensor [1, 4]: 8 bytes, 4 bytes, padding."""
+        """Return the two numbers packed as in TensorRT-LLM: float32 [1, 4] of 8 bytes, 4 bytes, padding."""
         import torch
 
         packed = bytearray(struct.pack("=Qi4x", self.draft_request_id, self.draft_participant_id))
@@ -41,10 +41,10 @@ class SpeculativeDecodingFastLogitsInfo:
 
 @dataclass
 class TimingMetrics:
-    """When things happened to a request, on a monotonic clock; zero for what has not happened yet.
+    """Times of a request's events on a monotonic clock; zero for events that have not happened.
 
     Attributes:
-        kv_cache_transfer_start, kv_cache_transfer_end, kv_cache_size: Of disaggregated serving; zero here.
+        kv_cache_transfer_start, kv_cache_transfer_end, kv_cache_size: For disaggregated serving; zero here.
     """
 
     arrival_time: timedelta = timedelta(0)
@@ -58,7 +58,7 @@ class TimingMetrics:
 
 @dataclass
 class KvCacheMetrics:
-    """KV blocks of a request's known tokens: taken, found in the cache, and looked for in vain."""
+    """Numbers of KV blocks for a request's known tokens: allocated, found in the cache, and missed."""
 
     num_total_allocated_blocks: int = 0
     num_new_allocated_blocks: int = 0
@@ -69,7 +69,7 @@ class KvCacheMetrics:
 
 @dataclass
 class SpeculativeDecodingMetrics:
-    """Draft tokens that were verified and accepted, and the part of them that was."""
+    """Numbers of verified and accepted draft tokens, and their ratio."""
 
     acceptance_rate: float = 0.0
     total_accepted_draft_tokens: int = 0
@@ -96,26 +96,26 @@ class RequestPerfMetrics:
 
 @dataclass(eq=False)
 class Result:
-    """Outputs of one sequence of a request, or of the beams of a search, best first.
+    """Outputs of one sequence, or of the beams of a search, best first.
 
     Attributes:
         is_final: Whether this is the request's last result.
-        output_token_ids: By beam. Not streaming: the prompt, unless excluded, and everything generated. Streaming:
-            what is new, or everything generated with return_all_generated_tokens.
-        cum_log_probs: By beam, of everything generated so far.
-        log_probs: By beam, of every generated token in `output_token_ids`.
+        output_token_ids: By beam. Not streaming: the prompt, unless excluded, and all generated tokens.
+            Streaming: new tokens, or all generated tokens with return_all_generated_tokens.
+        cum_log_probs: Sum of log probs of all generated tokens so far, by beam.
+        log_probs: Log prob of every generated token in `output_token_ids`, by beam.
         context_logits: [prompt tokens, vocab_size].
         generation_logits: Not streaming [beams, max_tokens, vocab_size]; streaming [tokens, beams, vocab_size].
-        spec_dec_fast_logits_info: Where a draft's logits are to be fetched from.
+        spec_dec_fast_logits_info: Source of a draft's logits.
         encoder_output: Hidden states of an encoder.
-        finish_reasons: By beam.
-        sequence_index: Which of num_return_sequences.
+        finish_reasons: Finish reasons by beam.
+        sequence_index: Index of the sequence among num_return_sequences.
         is_sequence_final: Whether this is the sequence's last result.
-        decoding_iter: Iterations that gave it tokens.
-        avg_decoded_tokens_per_iter: Tokens of such an iteration.
-        context_phase_params: For the server that generates.
+        decoding_iter: Number of iterations that generated tokens of it.
+        avg_decoded_tokens_per_iter: Generated tokens for each of these iterations.
+        context_phase_params: State for the generation server.
         request_perf_metrics: Times and counts.
-        additional_outputs: Tensors of the model.
+        additional_outputs: Requested tensors of the model.
     """
 
     is_final: bool = False
@@ -137,7 +137,7 @@ class Result:
 
 
 class Response:
-    """One answer to a request: a result, or why there is none."""
+    """One response to a request: a result or an error."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Response:
         *,
         result: Result | None = None,
     ) -> None:
-        """The second argument is an error message or a result; by keyword, `error_msg` or `result`."""
+        """Create a response. The second argument is an error message or a result, as are the two keywords."""
         outcome = error_msg if result is None else result
         if outcome is None or (error_msg is not None and result is not None):
             raise TypeError("a Response has either an error_msg or a result")
@@ -162,28 +162,28 @@ class Response:
 
     @property
     def request_id(self) -> int:
-        """The id of the request that the response is for."""
+        """Return the request's id."""
         return self._request_id
 
     @property
     def client_id(self) -> int | None:
-        """The request's client_id."""
+        """Return the request's client_id."""
         return self._client_id
 
     def has_error(self) -> bool:
-        """Whether there is an error instead of a result."""
+        """Return whether there is an error instead of a result."""
         return isinstance(self._outcome, str)
 
     @property
     def error_msg(self) -> str:
-        """The reason why the request failed; raises ExecutorError if it did not."""
+        """Return the reason why the request failed; raise ExecutorError if it did not fail."""
         if isinstance(self._outcome, Result):
             raise ExecutorError("Cannot get the error message for a response without error")
         return self._outcome
 
     @property
     def result(self) -> Result:
-        """The result; raises ExecutorError if the request failed."""
+        """Return the result; raise ExecutorError if the request failed."""
         if isinstance(self._outcome, str):
             raise ExecutorError(f"Cannot get the result for a response with an error: {self._outcome}")
         return self._outcome
@@ -199,7 +199,7 @@ class Response:
             self._outcome.generation_logits = None
 
 
-# Everything that a serialized result may consist of, beside tensors and what Python has built in.
+# All classes that may be in a serialized result, besides tensors and Python's built-in ones.
 _PARTS = [
     AdditionalOutput,
     ContextPhaseParams,
@@ -215,7 +215,7 @@ _PARTS = [
 
 
 def serialize_result(result: Result) -> bytes:
-    """The bytes from which `deserialize_result` makes an equal result, in this process or another."""
+    """Serialize a result; `deserialize_result` restores it, in this process or another."""
     import torch
 
     buffer = io.BytesIO()
@@ -224,10 +224,10 @@ def serialize_result(result: Result) -> bytes:
 
 
 def deserialize_result(data: bytes) -> Result:
-    """The result that `serialize_result` made `data` of.
+    """Restore the result that `serialize_result` serialized.
 
-    Nothing but results and their parts can come out, so `data` may be from somebody who is not trusted. Raises
-    InvalidValue for anything else, such as what TensorRT-LLM's C++ wrote.
+    Only results and their parts can be created, so `data` need not be trusted. Raises InvalidValue for any
+    other data, such as that of TensorRT-LLM's C++ code.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""From the engine's responses to a client's: what each `Response` carries, and what it repeats of those before.
+"""Conversion of the engine's responses to a client's, with the values that repeat earlier responses.
 
-An `Answers` object belongs to one request. The engine's thread adds to it, which costs next to nothing; whoever
-fetches an `EngineAnswer` makes the `Response` of it, tensors included, on a thread of their own. Answers of one
-request may be fetched in any order.
+An `Answers` object belongs to one request. The engine's thread adds answers, at almost no cost; the thread
+that fetches an `EngineAnswer` converts it to a `Response`, tensors included. Answers of one request may be
+fetched in any order.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """The parts of a request that its responses depend on.
+    """The parts of a request on which its responses depend.
 
     Attributes:
-        streaming: Whether there is a response for every iteration.
-        repeats_tokens: Whether streamed responses have everything generated so far.
+        streaming: Whether every iteration gives a response.
+        repeats_tokens: Whether streamed responses have all tokens generated so far.
         max_tokens: Most tokens to generate.
         vocab_size: Width of logits.
-        client_id: Goes back with every response.
-        output: What comes back.
-        tokens_per_block: Of the KV cache.
+        client_id: Number of the client, part of every response.
+        output: Outputs to return.
+        tokens_per_block: Tokens in a KV block.
     """
 
     streaming: bool
@@ -56,7 +56,7 @@ class ResponseOptions:
 
     @property
     def looks_back(self) -> bool:
-        """Whether a response repeats what earlier ones had."""
+        """Return whether a response repeats values of earlier ones."""
         output = self.output
         return self.streaming and (
             self.repeats_tokens or output.return_log_probs or output.return_context_logits
@@ -67,22 +67,20 @@ class Answers:
     """The answers to one request.
 
     Attributes:
-        asked: What they depend on.
-        num_sequences: How many sequences count as one place in the queue each.
-        have_ended: Whether the final one has come. Under the lock of `EnqueuedRequests`.
+        asked: The parts of the request on which they depend.
+        num_sequences: Number of sequences that the request counts for in the queue.
+        have_ended: Whether the final answer has arrived. Under the lock of `EnqueuedRequests`.
     """
 
     def __init__(self, asked: ResponseOptions, num_sequences: int) -> None:
         self.asked = asked
         self.num_sequences = num_sequences
         self.have_ended = False
-        self._history: dict[
-            int, list[core_response.SequenceResult]
-        ] = {}  # by sequence index, if it is needed
+        self._history: dict[int, list[core_response.SequenceResult]] = {}  # by sequence index, if needed
         self._num_generated: dict[int, int] = {}  # by sequence index
 
     def add(self, response: core_response.Response) -> EngineAnswer:
-        """The engine's next response. One thread at a time."""
+        """Convert the engine's next response to an answer. One thread at a time."""
         result = response.result
         if result is None:
             return self._answer(response, (), 0)
@@ -94,7 +92,7 @@ class Answers:
             return self._answer(response, (), count)
         history = self._history.setdefault(index, [])
         if result.is_cumulative:
-            del history[1:]  # what came before is in this one, but for the context of the first
+            del history[1:]  # this result includes them, except the context outputs of the first
         history.append(result)
         return self._answer(response, tuple(history), count)
 
@@ -117,12 +115,12 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAnswer(core_response.Response):
-    """One response as it came from the engine, and what a program's response is made of beside it.
+    """A response of the engine, with the earlier values that a program's response repeats.
 
     Attributes:
-        answers: Of its request.
-        so_far: Its sequence's results up to this one, where a response repeats them.
-        num_generated: Tokens that its sequence, or its best beam, has generated up to this one.
+        answers: The answers of its request.
+        so_far: The sequence's results up to this one, if a response repeats their values.
+        num_generated: Number of tokens that its sequence or best beam has generated so far.
     """
 
     answers: Answers
@@ -130,7 +128,7 @@ class EngineAnswer(core_response.Response):
     num_generated: int
 
     def to_response(self) -> Response:
-        """The answer as the client gets it."""
+        """Return the client's response."""
         asked, result = self.answers.asked, self.result
         if result is None:
             said = "" if self.error is None else str(in_fields(self.error))
@@ -177,7 +175,7 @@ def _context_logits(results: Iterable[core_response.SequenceResult]) -> torch.Te
 def _generation_logits(
     asked: ResponseOptions, results: Sequence[core_response.SequenceResult]
 ) -> torch.Tensor | None:
-    """[tokens, beams, vocab_size] of a stream, else [beams, max_tokens, vocab_size], 0 behind the last token."""
+    """Return [tokens, beams, vocab_size] of a stream, else [beams, max_tokens, vocab_size], padded with 0."""
     by_result = [each.generation_logits for each in results]
     if any(tensors is None for tensors in by_result):
         return None
@@ -196,14 +194,14 @@ def _generation_logits(
 
 
 def _additional_outputs(results: Sequence[core_response.SequenceResult]) -> list[AdditionalOutput]:
-    """`context_<name>` [prompt tokens, width] and `generation_<name>` [1, tokens, width], rows joined by name."""
+    """Return tensors by name: `context_…` [prompt tokens, width], `generation_…` [1, tokens, width]."""
     if not any(each.additional_outputs for each in results):
         return []
     import torch
 
     rows: dict[str, list[torch.Tensor]] = {}
     for output in chain.from_iterable(each.additional_outputs for each in results):
-        (tensor,) = output.tensors  # a search, which would have more, has no such outputs
+        (tensor,) = output.tensors  # a beam search, which would have several, has no such outputs
         rows.setdefault(output.name, []).append(_tensor(tensor))
     found: list[AdditionalOutput] = []
     for name, parts in rows.items():
@@ -224,7 +222,7 @@ def _tensor(tensor: core.FloatTensor) -> torch.Tensor:
 def _perf_metrics(result: core_response.SequenceResult, tokens_per_block: int) -> RequestPerfMetrics:
     found = result.perf_metrics
     assert found is not None, "it is wanted"
-    # TensorRT-LLM's count has the prompt's last block, be it full or not.
+    # TensorRT-LLM also counts the prompt's last block, full or not.
     num_missed = max(0, -(-result.num_input_tokens // tokens_per_block) - found.num_reused_blocks)
     has_tokens = found.first_token_time_ns > 0
     return RequestPerfMetrics(
@@ -246,7 +244,7 @@ def _perf_metrics(result: core_response.SequenceResult, tokens_per_block: int) -
             total_accepted_draft_tokens=found.num_accepted_draft_tokens,
             total_draft_tokens=found.num_draft_tokens,
         ),
-        # TensorRT-LLM's begin with 0, those of the engine with 1.
+        # TensorRT-LLM's iterations begin with 0, the engine's with 1.
         first_iter=found.first_iteration - 1 if has_tokens else None,
         last_iter=found.last_iteration - 1 if has_tokens and result.is_sequence_final else None,
         iter=found.last_iteration - 1 if has_tokens else None,

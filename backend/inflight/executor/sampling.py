@@ -1,4 +1,4 @@
-"""How tokens are chosen and what comes back: the parts of a `Request` that every request has."""
+"""Sampling controls and outputs: the parts that every `Request` has."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from inflight.executor.typed import NOT_NEGATIVE, Typed, also_called, within
 @also_called(random_seed="seed", min_length="min_tokens")
 @dataclass
 class SamplingConfig(SamplingControls):
-    """How the next token is chosen. None stands for the default; `SamplingControls` has the controls that work.
+    """Sampling controls of a request; None: the default. `SamplingControls` has the controls that work.
 
     Attributes:
-        prompt_ignore_length: First tokens of the prompt that penalties do not count (0).
-        beam_width_array: A beam width for every step.
+        prompt_ignore_length: Number of first prompt tokens that penalties ignore (0).
+        beam_width_array: Beam widths by step.
     """
 
     _: KW_ONLY
@@ -34,11 +34,11 @@ class SamplingConfig(SamplingControls):
 
 @dataclass
 class AdditionalModelOutput(Typed):
-    """A tensor of the model that is to come back.
+    """A tensor of the model to return.
 
     Attributes:
-        name: Of the tensor.
-        gather_context: Whether it comes back for the prompt's positions too.
+        name: Name of the tensor.
+        gather_context: Whether to return it for the prompt's positions too.
     """
 
     name: str
@@ -47,16 +47,16 @@ class AdditionalModelOutput(Typed):
 
 @dataclass
 class OutputConfig(Typed):
-    """Outputs that come back beside token ids.
+    """Outputs to return besides token ids.
 
     Attributes:
-        return_log_probs: Log probabilities of generated tokens, and their sum.
+        return_log_probs: Log probs of generated tokens, and their sum.
         return_context_logits: Logits after each prompt token.
-        return_generation_logits: Logits that each generated token was chosen from.
+        return_generation_logits: Logits that each generated token was sampled from.
         exclude_input_from_output: Leave the prompt out of the output of a request that is not streamed.
         return_encoder_output: Hidden states of an encoder.
         return_perf_metrics: Times and counts.
-        additional_model_outputs: Tensors of the model.
+        additional_model_outputs: Tensors of the model to return.
     """
 
     return_log_probs: bool = False

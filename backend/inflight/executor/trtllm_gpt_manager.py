@@ -1,8 +1,8 @@
-"""GptManager by its documented signature: a model's path and callbacks in, named tensors out.
+"""GptManager with its documented signature: a model's path and callbacks in, named tensors out.
 
-An adapter of `inflight.batch_manager.GptManager`, which the server uses and which takes an engine and values that
-are no tensors. Loads the engine, turns tensors into requests and results into tensors, and asks for new requests
-also while nothing runs. One process is one rank here: several ranks are the Executor's and the server's.
+Adapts `inflight.batch_manager.GptManager`, which the server uses and which takes an engine and no tensors.
+Loads the engine, converts tensors to requests and results to tensors, and also asks for new requests while
+nothing runs. Runs on one rank only; the Executor and the server have several.
 Specifications: The Batch Manager, Inference Request.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
@@ -22,7 +22,8 @@ import numpy as np
 from inflight.batch_manager import GptManager as CoreGptManager
 from inflight.build import check_parameters, make_adapters
 from inflight.config import Parameters
-from inflight.core.request.request import ModelLimits, Request
+from inflight.core.request.engine_description import ModelLimits
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
@@ -40,7 +41,7 @@ from inflight.executor.fields import FieldChecker
 from inflight.executor.typed import Typed
 from inflight.load_model import LoadModel, load_model
 from inflight.prompt import Output, Prompt
-from inflight.tensors.inference_request import InferenceRequest as TensorMap
+from inflight.tensors.inference_request import InferenceRequest
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_arrays import make_array
 from inflight.tensors.output_table import OUTPUTS
@@ -51,14 +52,14 @@ if TYPE_CHECKING:
     import torch
 
 _POLL_S = 0.005
-"""How often an idle manager asks for requests."""
+"""Interval in seconds at which an idle manager asks for requests."""
 
 _WITHOUT_BATCH = frozenset({"output_ids", "sequence_length"})
-"""Outputs that the specification has without the leading 1."""
+"""Outputs that have no leading dimension of 1 in the specification."""
 
 
 class TrtGptModelType(Enum):
-    """How requests are batched: V1 ends a batch before it starts the next; the others are the same here."""
+    """Kinds of batching: V1 ends a batch before it starts the next; the others are equal here."""
 
     V1 = "V1"
     InflightBatching = "inflight_batching"
@@ -66,7 +67,7 @@ class TrtGptModelType(Enum):
 
 
 class SchedulerPolicy(Enum):
-    """The policy that says which sequences may hold KV blocks."""
+    """Policies for which sequences may hold KV blocks."""
 
     MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
     GUARANTEED_NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
@@ -74,7 +75,7 @@ class SchedulerPolicy(Enum):
 
 @dataclass
 class TrtGptModelOptionalParams(Typed):
-    """The settings of a model beside its path, as in ExecutorConfig's fields of these names.
+    """Optional settings of a model, with the meaning of ExecutorConfig's fields of these names.
 
     Attributes:
         max_num_sequences: Most sequences that run at once.
@@ -90,42 +91,32 @@ class TrtGptModelOptionalParams(Typed):
 
 
 @dataclass(frozen=True)
-class InferenceRequest:
-    """One request.
-
-    Attributes:
-        request_id: Unique among requests in flight, 0 .. 2**64 - 1.
-        tensors: Of torch or numpy, by the names of the specification and of docs/tensors.md.
-    """
-
-    request_id: int
-    tensors: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class NamedTensor:
-    """An output."""
+    """An output tensor with its name."""
 
     tensor: torch.Tensor
     name: str
 
 
 GetInferenceRequestsCallback = Callable[[int], Iterable[InferenceRequest]]
-"""Takes how many requests fit now (negative: any number), and returns at most as many new ones."""
+"""Called with the number of requests that fit now (negative: any); returns at most as many new ones.
+
+Their tensors are torch's or numpy's.
+"""
 
 SendResponseCallback = Callable[[int, list[NamedTensor], bool, str], None]
-"""Takes a request's id, outputs, whether this is its last response, and "" or an error, which is the last."""
+"""Called with a request's id, outputs, whether this is its last response, and an error or ""."""
 
 PollStopSignalCallback = Callable[[], AbstractSet[int]]
-"""Returns the ids of requests that are to end; ids of requests that are not in flight mean nothing."""
+"""Returns the ids of requests to end; ids of requests that are not in flight are ignored."""
 
 ReturnBatchManagerStatsCallback = Callable[[str], None]
-"""Takes the statistics of an iteration as a JSON string."""
+"""Called with the statistics of an iteration as a JSON string."""
 
 
 @dataclass(frozen=True)
 class _Arguments:
-    """The constructor's arguments after its first four."""
+    """The constructor's arguments after the first four."""
 
     get_inference_requests_cb: GetInferenceRequestsCallback
     send_response_cb: SendResponseCallback
@@ -139,27 +130,27 @@ class _Arguments:
 
 
 class GptManager:
-    """In-flight batching over one model, from construction until `shutdown` or until nobody has this object.
+    """In-flight batching over one model, from construction until `shutdown` or garbage collection.
 
-    Its worker thread calls the callbacks, which must not block: while it waits for one, nobody gets tokens.
+    Its worker thread calls the callbacks, which must not block: no sequence advances while it waits for one.
 
     Args:
-        trt_engine_path: The checkpoint folder.
-        model_type: How requests are batched.
+        trt_engine_path: Folder of the checkpoint.
+        model_type: Kind of batching.
         max_beam_width: Most beams of a search.
-        scheduler_policy: Who may hold KV blocks.
-        max_num_requests: Most requests that are active at once; may be left out, as later versions do.
+        scheduler_policy: Which sequences may hold KV blocks.
+        max_num_requests: Most active requests at once; optional, as later versions left it out.
         get_inference_requests_cb: Called at the start of every iteration.
         send_response_cb: Called with each response, exactly one of which is final for each request.
         poll_stop_signal_cb: Called at the end of every iteration.
         return_batch_manager_stats_cb: Called at the end of every iteration that had active requests.
-        optional_params: What may be said beside.
+        optional_params: Optional settings.
         terminate_req_id: A request with this id ends the manager as `shutdown` does; it is not answered.
-        load: What makes the engine; by keyword.
+        load: Loads the engine; keyword only.
 
     Raises:
-        ConfigError: The model cannot be loaded; the message says why.
-        NotSupported: An optional parameter asks for something that is not built.
+        ConfigError: The model cannot be loaded, for the given reason.
+        NotSupported: An optional parameter asks for a feature that does not exist here.
     """
 
     @overload
@@ -214,7 +205,7 @@ class GptManager:
             str(trt_engine_path), model_type, max_beam_width, scheduler_policy, given.optional_params
         )
         self._session = _Session(parameters, given)
-        # The threads of the session know nothing of this object, so that it can go.
+        # The session's threads have no reference to this object, so that it can be garbage-collected.
         weakref.finalize(self, self._session.shutdown)
 
     def __enter__(self) -> GptManager:
@@ -224,9 +215,9 @@ class GptManager:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Ask for no more requests, finish the active ones, end the threads, free the device. Idempotent.
+        """Stop asking for requests, finish the active ones, end the threads, free the device. Idempotent.
 
-        Any thread; on that of the callbacks it does not wait for the end.
+        Any thread; on the callbacks' thread it does not wait for the end.
         """
         self._session.shutdown()
 
@@ -259,13 +250,13 @@ def _parameters(
 
 
 class _Session:
-    """A running manager: its callbacks, which the worker thread calls, and the thread that wakes it."""
+    """A running manager: its callbacks, called by the worker thread, and the thread that wakes it."""
 
     def __init__(self, parameters: Parameters, given: _Arguments) -> None:
         self._given = given
-        self._prompts: dict[int, Prompt] = {}  # of every request without its final response; worker thread
+        self._prompts: dict[int, Prompt] = {}  # requests without final response; worker thread only
         self._is_over = threading.Event()
-        self._worker: int | None = None  # identifier of the thread that calls the callbacks
+        self._worker: int | None = None  # identifier of the callbacks' thread
         model = given.load(parameters, "", None)
         engine = model.engine
         self._adapters = make_adapters(parameters, model, lambda: self._manager.notify())
@@ -284,7 +275,7 @@ class _Session:
 
     def shutdown(self) -> None:
         self._is_over.set()
-        if threading.get_ident() == self._worker:  # which cannot wait for its own end
+        if threading.get_ident() == self._worker:  # the worker cannot wait for its own end
             threading.Thread(target=self._end, name="gpt-manager-shutdown").start()
         else:
             self._end()
@@ -295,7 +286,7 @@ class _Session:
             self._adapters.cache.close()
 
     def _wake(self) -> None:
-        """An idle worker rests until somebody says that there is something: nobody else does."""
+        """Wake the idle worker at intervals, so that it asks for requests."""
         while not self._is_over.wait(_POLL_S):
             self._manager.notify()
 
@@ -312,7 +303,7 @@ class _Session:
                 continue
             try:
                 requests.append(self._begin(request))
-            except InflightError as error:  # of this request alone
+            except InflightError as error:  # an error of one request
                 self._given.send_response_cb(request.request_id, [], True, str(error))
         return requests
 
@@ -320,7 +311,7 @@ class _Session:
         if request.request_id in self._prompts:
             raise AlreadyExists(f"a request with id {request.request_id} is being processed")
         arrays = {name: _to_numpy(name, tensor) for name, tensor in request.tensors.items()}
-        prompt = TensorMap(request.request_id, arrays).to_prompt(self._limits)
+        prompt = InferenceRequest(request.request_id, arrays).to_prompt(self._limits)
         self._prompts[request.request_id] = replace(prompt, request=prompt.request.without_weights())
         return prompt.request
 
@@ -340,7 +331,7 @@ class _Session:
 
 
 def _to_numpy(name: str, tensor: Any) -> np.ndarray:
-    """An array of torch's or numpy's; torch's int64 stands for uint64 where that is asked for."""
+    """Return a torch or numpy tensor as an array; torch's int64 is converted to uint64 where required."""
     array = to_host_array(tensor)
     spec = INPUTS.sent_as(name, Vocabulary.TOKENS)
     is_unsigned = spec is not None and spec.dtype == "UINT64"
@@ -348,7 +339,7 @@ def _to_numpy(name: str, tensor: Any) -> np.ndarray:
 
 
 def _named_tensors(output: Output) -> Iterator[NamedTensor]:
-    """The outputs that the request asked for; text is none."""
+    """Return the outputs that the request asked for, without text."""
     import torch
 
     for spec in OUTPUTS.specs:

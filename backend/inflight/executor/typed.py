@@ -1,9 +1,9 @@
-"""The base of the Executor API's data classes: values assigned to fields are checked and copied.
+"""Base classes of the Executor API's data classes: assigned values are checked and copied.
 
-TensorRT-LLM's classes were C++ behind bindings: a value of a wrong type was a TypeError where it was assigned, a
-number outside its range a RuntimeError there, an unknown attribute an AttributeError, and an object kept a copy of
-what it was given. `Typed` does the same from the annotations of a dataclass. `Frozen` is for classes whose
-attributes were read-only.
+TensorRT-LLM's classes are C++ behind bindings: assigning a value of a wrong type raises TypeError, a number
+outside its range RuntimeError, an unknown attribute AttributeError, and objects keep copies of assigned
+values. `Typed` does the same, from the annotations of a dataclass. `Frozen` is for classes with read-only
+attributes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from inflight.executor.errors import InvalidValue
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound=type)
 
-# Tensors are named in annotations only, so that torch is not imported for them; any object passes as one.
+# Tensors are named in annotations only, so torch is not imported for them; any object is accepted as one.
 _NAMES_IN_ANNOTATIONS = {"torch": SimpleNamespace(Tensor=Any)}
 
 
@@ -39,30 +39,30 @@ FRACTION = Range("in (0, 1)", lambda value: 0.0 < value < 1.0)
 
 
 def within(default: _T, values: Range) -> _T:
-    """A field whose values are checked."""
+    """Return a field with a default whose values must be in a range."""
     return field(default=default, metadata={"range": values})
 
 
 def of_control(name: str, default: _T) -> _T:
-    """A field for a sampling control, with the values that its declaration has for this API."""
+    """Return a field for a sampling control, with the values that its declaration allows in this API."""
     control = CONTROLS[name].executor
     assert control is not None, f"{name} is no control of this API"
     return within(default, control.range)
 
 
 def required(values: Range) -> Any:
-    """A field without a default whose values are checked."""
+    """Return a field without default whose values must be in a range."""
     return field(metadata={"range": values})
 
 
 class Typed:
-    """Base of mutable data classes. A subclass is a dataclass whose annotations say what its fields take.
+    """Base of mutable data classes. A subclass is a dataclass whose annotations are its fields' types.
 
-    Lists and objects of the API are copied as they are assigned, so that later changes to what was given change
-    nothing here, and `config.kv_cache_config.max_tokens = 42` changes this object.
+    Assigned lists and objects of the API are copied, so that later changes to the originals have no effect
+    here, while `config.kv_cache_config.max_tokens = 42` changes this object.
 
     Attributes:
-        accepts_unknown: Whether any other attribute may be set, as the original's `dynamic_attr` allows.
+        accepts_unknown: Whether any other attribute may be set, like `dynamic_attr` of the bindings.
         read_only: Fields that cannot be assigned again.
     """
 
@@ -87,7 +87,7 @@ class Typed:
 
 
 class Frozen:
-    """Base of data classes that cannot be changed. A subclass is a frozen dataclass."""
+    """Base of immutable data classes. A subclass is a frozen dataclass."""
 
     def __post_init__(self) -> None:
         for name, rule in _rules_of(type(self)).items():
@@ -95,7 +95,7 @@ class Frozen:
 
 
 def also_called(**names: str) -> Callable[[_C], _C]:
-    """Other names of fields, both as keywords of the constructor and as attributes: `also_called(other="field")`.
+    """Give fields other names in the constructor and as attributes: `also_called(other="field")`.
 
     If both names are given, the field's own counts.
     """
@@ -135,12 +135,12 @@ _Convert = Callable[[Any], Any]
 
 
 class _Mismatch(Exception):
-    """A value is not of the annotated type."""
+    """A value does not have the annotated type."""
 
 
 @cache
 def _rules_of(cls: Any) -> dict[str, _Convert]:
-    """By field: what makes of a value the one that is kept, or raises TypeError or InvalidValue."""
+    """Return the function that checks and converts a value, by field; it raises TypeError or InvalidValue."""
     annotated = SimpleNamespace(__annotations__={each.name: each.type for each in fields(cls)})
     hints = get_type_hints(
         annotated, vars(sys.modules[cls.__module__]), {**vars(cls), **_NAMES_IN_ANNOTATIONS}
@@ -169,7 +169,7 @@ def _rule(name: str, hint: Any, annotation: Any, values: Range | None) -> _Conve
 
 
 def _converter(hint: Any) -> _Convert:
-    """A function that converts a value to the type of `hint`, copied if it is mutable; it raises _Mismatch."""
+    """Return a function that converts values to type `hint`, copying mutable ones; it raises _Mismatch."""
     if hint is Any:
         return lambda value: value
     if hint is int:
@@ -216,7 +216,7 @@ def _to_list(hint: Any) -> _Convert:
 
 def _to_ints(values: Iterable[Any]) -> list[int]:
     try:
-        return list(map(operator.index, values))  # prompts are long
+        return list(map(operator.index, values))  # fast, since prompts are long
     except TypeError:
         raise _Mismatch from None
 

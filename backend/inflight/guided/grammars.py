@@ -51,11 +51,11 @@ class Grammars:
     """
 
     def __init__(
-        self, backend: GuideBackend, vocabulary: GuideVocabulary, most_kept: int = _MOST_KEPT
+        self, backend: GuideBackend, vocabulary: GuideVocabulary, max_guides: int = _MOST_KEPT
     ) -> None:
         self.vocabulary = vocabulary
         self._backend = backend
-        self._max_guides = most_kept
+        self._max_guides = max_guides
         self._stored: OrderedDict[Guide, Matcher] = OrderedDict()
         self._pins: Counter[Guide] = Counter()
         self._lock = threading.Lock()

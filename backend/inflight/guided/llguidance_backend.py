@@ -239,7 +239,7 @@ def _equal_items() -> DeadEnd:
         "the text came to where an item of an array has to be equal to one before it, and uniqueItems is true "
         "there. Leave uniqueItems out and check the answer, or lower minItems"
     )
-    return DeadEnd(str(reason))
+    return DeadEnd(*reason.args)
 
 
 def _explained(reason: str) -> str:

@@ -1,6 +1,6 @@
-"""The *.safetensors files of a checkpoint folder: which tensors there are, their shapes, and their bytes.
+"""The *.safetensors files of a checkpoint folder: names, shapes and data of the tensors.
 
-Knows no model. Files are memory-mapped while the checkpoint is open, so only what is asked for is read.
+Knows no model. Files are memory-mapped while the checkpoint is open, so only requested tensors are read.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TensorInfo:
     Attributes:
         file: Name of the file inside the folder.
         shape: Dimensions.
-        dtype: float32, bfloat16, float16, or the file format's own name for any other.
-        level_bytes: Of a quantized matrix, what its levels and scales take in the file.
+        dtype: float32, bfloat16 or float16, or the file format's own name of any other dtype.
+        level_bytes: For a quantized matrix, the size of its levels and scales in the file, in bytes.
     """
 
     file: str
@@ -45,12 +45,12 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class LevelsOfFile:
-    """A quantized matrix's levels.
+    """Access to a quantized matrix's levels in a file.
 
     Attributes:
-        kind: What it is made of, by the shapes of its tensors.
-        read: Where they are mapped, or a copy.
-        release: When nobody needs what was read any more.
+        kind: The format, according to the shapes of its tensors.
+        read: Returns the levels, mapped or copied.
+        release: Releases the levels that were read when they are no longer needed.
     """
 
     kind: MatrixKind
@@ -59,15 +59,15 @@ class LevelsOfFile:
 
 
 class Checkpoint:
-    """Tensors by name, over one file or many. A context manager: the files are unmapped at its end.
+    """The tensors of a checkpoint by name, in one or several files. A context manager that unmaps the files.
 
     Attributes:
-        tensors: What they look like.
-        levels: Of those that are quantized.
+        tensors: File, shape and dtype of each tensor.
+        levels: Access to the levels of the quantized tensors.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Map the files of `folder`. Raises ConfigError if any is missing or damaged."""
+        """Map the files of `folder`; raise ConfigError if any is missing or damaged."""
         self.folder = folder
         self._closing = ExitStack()
         self._files = {}
@@ -75,11 +75,11 @@ class Checkpoint:
         self._added: dict[str, Callable[[], Tensor]] = {}
         self.levels: dict[str, LevelsOfFile] = {}
         try:
-            # In transformers' order: of a tensor that stands in two files, the last one's counts.
+            # In transformers' order: if a tensor is in two files, the last file counts.
             for name, expected in sorted(_file_names(folder).items()):
                 self._open(name, expected)
             self.tensors = dict(self._describe())
-        except BaseException:  # whatever it is, nobody else would close the files
+        except BaseException:  # of any kind: the files must be closed
             self._closing.close()
             raise
 
@@ -90,30 +90,30 @@ class Checkpoint:
         self._closing.close()
 
     def read(self, name: str) -> Tensor:
-        """Tensor `name` on the CPU, in the file's dtype."""
+        """Return tensor `name` on the CPU, in the file's dtype."""
         if name in self._added:
             return self._added[name]()
         return self.read_stored(self._stored_as.get(name, name), self.tensors[name])
 
     def read_stored(self, name: str, info: TensorInfo) -> Tensor:
-        """A tensor of a file, by its name there, whether or not it is one of `tensors` still."""
+        """Return a tensor by its name in the file, even if it was removed from `tensors`."""
         return self._files[info.file].get_tensor(name)
 
     def add(
         self, name: str, info: TensorInfo, make: Callable[[], Tensor], levels: LevelsOfFile | None = None
     ) -> None:
-        """Have one more tensor, which `make` makes of others each time it is read; quantized, if it has levels."""
+        """Add a tensor that `make` computes from others at each read; `levels` if it is quantized."""
         self.tensors[name], self._added[name] = info, make
         if levels is not None:
             self.levels[name] = levels
 
     def rename(self, name: str, new_name: str) -> None:
-        """Tensor `name` goes by `new_name` from now on, and by no other name."""
+        """Rename tensor `name` to `new_name`."""
         self.tensors[new_name] = self.tensors.pop(name)
         self._stored_as[new_name] = self._stored_as.pop(name, name)
 
     def release_pages(self, tensor: Tensor) -> None:
-        """Let the pages of a tensor that `read` returned no longer count as this process's memory."""
+        """Release the mapped pages of a tensor that `read` returned, which count as this process's memory."""
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
         end = (tensor.data_ptr() + reach * tensor.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -130,7 +130,7 @@ class Checkpoint:
             raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
         except (
             RuntimeError
-        ) as error:  # torch maps the file: it can be larger than what the machine lets one map
+        ) as error:  # torch maps the file, which may exceed the machine's limit for mappings
             raise ConfigError(f"{path} cannot be mapped into memory: {error}") from error
         absent = expected.difference(self._files[name].keys())
         if absent:
@@ -152,9 +152,9 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _file_names(folder: Path) -> dict[str, set[str]]:
-    """Files to open, each with the tensors that an index expects in it.
+    """Return the files to open, each with the tensors that an index expects in it.
 
-    A single file wins over an index beside it, whose shards may be gone, as it does in transformers.
+    As in transformers, a single file takes precedence over an index beside it, whose shards may be missing.
     """
     if (folder / _SINGLE).exists():
         return {_SINGLE: set()}

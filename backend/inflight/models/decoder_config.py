@@ -1,7 +1,7 @@
-"""One description of a decoder-only transformer for all families: plain numbers and names, no tensors.
+"""One description of a decoder-only transformer for all families: numbers and names, no tensors.
 
-Every family's config.json is translated into a `DecoderConfig` once, at load; nothing behind it asks which family
-a model belongs to.
+Every family's config.json is translated into a `DecoderConfig` once, at load; later code does not depend on the
+model's family.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LinearScaling:
     """Positions divided by `factor`.
 
     Attributes:
-        factor: More than 1 to reach further.
+        factor: Greater than 1 to extend the usable positions.
         original_max_positions: Positions the model was first trained with.
     """
 
@@ -35,8 +35,8 @@ class LinearScaling:
 class DynamicScaling:
     """Dynamic NTK: no scaling up to the positions the model was trained with.
 
-    In longer sequences the base grows by `factor` with every further token, for all tokens at once; keys that were
-    cached before would have to be computed again, so no sequence is longer here.
+    In longer sequences the base grows by `factor` with every further token, for all tokens at once. Cached
+    keys would have to be recomputed, so sequences here are never longer.
     """
 
     factor: float
@@ -70,8 +70,8 @@ class YarnScaling:
         beta_slow: Dimensions that turn less often than this are fully scaled.
         attention_factor: Multiplies cos and sin.
         truncate: Whether the ramp begins and ends at whole dimensions.
-        all_dim_factor: What `mscale_all_dim` makes of `factor`, 1 without it. Latent attention multiplies queries
-            and keys by it, rotated dimensions or not; other attentions do not use it.
+        all_dim_factor: The factor computed from `mscale_all_dim` and `factor`; 1 if not given. Latent attention
+            multiplies all of queries and keys by it, not only rotated dimensions; other attentions ignore it.
     """
 
     factor: float
@@ -85,15 +85,15 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE: each pair of dimensions has a factor of its own, and there are two sets of these.
+    """LongRoPE: each pair of dimensions has its own factor, and there are two sets of factors.
 
-    Keys that are cached stand for the positions of one set, so an engine uses one for all sequences: the short one
-    where no sequence can be longer than the model was first trained with, else the long one. transformers changes
-    from one to the other as a sequence grows, which changes what was computed before.
+    Cached keys are valid for one set only, so an engine uses one set for all sequences: the short one if no
+    sequence can be longer than the model was first trained with, else the long one. transformers changes the
+    set as a sequence grows, which changes results that were already computed.
 
     Attributes:
-        short_factors: Divide the frequencies, one for each rotated pair.
-        long_factors: Likewise.
+        short_factors: Divide the frequencies, one per rotated pair, in short sequences.
+        long_factors: Divide the frequencies, one per rotated pair, in long sequences.
         original_max_positions: Positions the model was first trained with.
         attention_factor: Multiplies cos and sin.
     """
@@ -112,9 +112,9 @@ class RopeConfig:
     """Rotary positions of a layer.
 
     Attributes:
-        theta: Their base.
-        scaling: How long contexts are reached, if at all.
-        partial_factor: Which part of each head is rotated, its first dimensions; the others have no positions.
+        theta: Base of the angles.
+        scaling: Scaling for longer contexts; None: no scaling.
+        partial_factor: Rotated fraction of each head: its first dimensions; the others have no positions.
     """
 
     theta: float
@@ -122,17 +122,17 @@ class RopeConfig:
     partial_factor: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated."""
+        """Return the number of rotated dimensions of a head."""
         return int(head_dim * self.partial_factor)
 
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
-    """A clamped SwiGLU, in gated MLPs in place of act(gate) * up: gate * sigmoid(alpha * gate) * (up + 1).
+    """A clamped SwiGLU, which replaces act(gate) * up in gated MLPs: gate * sigmoid(alpha * gate) * (up + 1).
 
     Attributes:
-        alpha: How steep the sigmoid is.
-        limit: Before that, gate is clamped to at most this, and up to -limit .. limit.
+        alpha: Steepness of the sigmoid.
+        limit: Before this formula, gate is clamped to at most `limit`, and up to -limit .. limit.
     """
 
     alpha: float
@@ -141,29 +141,29 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Mixtures of experts in the place of some layers' MLP: a router sends each token to a few of many.
+    """Mixtures of experts, which replace the MLP in some layers: a router sends each token to some experts.
 
     Attributes:
-        count: Experts of a layer.
-        num_per_token: To how many of them each token goes: those with the highest probabilities.
-        intermediate_size: Width inside an expert.
-        is_normalized: Whether the probabilities of these, which weigh their results, are divided by their sum.
-        layers: Per layer of the model whether it has experts; else it has the MLP.
-        shared_intermediate_size: Width of an MLP beside them that every token goes through; 0: there is none.
-        has_shared_gate: Whether that one's result is multiplied by sigmoid(a linear layer with one output).
-        scoring: What makes an expert's probability of the router's logits: softmax over all, or sigmoid of its
-            own.
-        has_choice_bias: Whether each expert has a bias that is added to its probability where experts are chosen,
-            and not where results are weighed.
-        num_groups: The experts are in so many groups of equal size, one after another.
-        num_groups_per_token: From how many groups the experts of a token are.
-        scores_per_group: Those groups are chosen by the sum of so many of the highest probabilities in each.
-        result_scale: Multiplies the probabilities that weigh results.
-        has_float32_router: Whether the router is multiplied in float32, whatever the dtype of the model.
+        count: Number of experts in a layer.
+        num_per_token: Number of experts per token: those with the highest probabilities.
+        intermediate_size: Inner width of an expert.
+        is_normalized: Whether the probabilities of the chosen experts, which weight their results, are divided by
+            their sum.
+        layers: For each layer of the model, whether it has experts; otherwise it has the MLP.
+        shared_intermediate_size: Inner width of an additional MLP that every token goes through; 0: there is none.
+        has_shared_gate: Whether the result of that MLP is multiplied by sigmoid(a linear layer with one output).
+        scoring: Function from router logits to probabilities: softmax over all experts, or sigmoid of each logit.
+        has_choice_bias: Whether each expert has a bias that is added to its probability when experts are chosen,
+            but not when results are weighted.
+        num_groups: Number of equally large groups of consecutive experts.
+        num_groups_per_token: Number of groups from which the experts of a token are chosen.
+        scores_per_group: Number of the highest probabilities in each group whose sum ranks the groups.
+        result_scale: Factor of the probabilities that weight results.
+        has_float32_router: Whether the router is computed in float32, whatever the dtype of the model.
         has_router_bias: Whether the router has biases.
         has_bias: Whether both projections of every expert have biases.
-        held: The first expert that this rank has, and the one behind the last; None: all. The router is whole on
-            every rank, and what it sends to other experts is theirs to compute.
+        held: First expert of this rank and the index after the last; None: all. Every rank has the whole router;
+            other ranks compute the experts that are not held.
     """
 
     count: int
@@ -189,23 +189,24 @@ class ExpertsConfig:
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are projections of one vector.
 
-    That vector, the compressed latent, and one key that all heads share are what is cached of a token. A head's
+    For each token, the cache holds this vector, the compressed latent, and one key that all heads share. A head's
     queries and keys have two parts: one without positions, whose keys are projected from the latent, and a rotated
-    one, whose key is the shared one.
+    one, whose key is the shared key.
 
-    Queries can be multiplied by the projection of keys instead of the keys, and what is read of the latents by the
-    projection of values. So computed, attention has a single key head as wide as what is cached, whose values are
-    its keys. A DecoderConfig with latent attention describes that one: num_kv_heads is 1, head_dim is
-    `kv_rank + rope_head_dim`, and attention_scale is given.
+    Instead of projecting the latents to keys and values, one can multiply queries by the key projection, and the
+    weighted sum of latents by the value projection. Attention then has a single key head that is as wide as the
+    cached data, and whose values are its keys. A DecoderConfig with latent attention describes this form:
+    num_kv_heads is 1, head_dim is `kv_rank + rope_head_dim`, and attention_scale is given.
 
     Attributes:
-        query_rank: Width of what queries are projected from; None: from hidden states.
+        query_rank: Width of the vector that queries are projected from; None: they are projected from hidden
+            states.
         kv_rank: Width of the compressed latent.
-        nope_head_dim: Width of a head's part without positions.
-        rope_head_dim: Width of its rotated part, and of the shared key.
+        nope_head_dim: Width of the part of a head without positions.
+        rope_head_dim: Width of the rotated part of a head, and of the shared key.
         value_head_dim: Width of a head's values.
         interleaved: Whether dimensions 2i and 2i + 1 are rotated together, instead of i and i + rope_head_dim / 2.
-        norm_eps: Of the norms on what queries are projected from and on the compressed latent.
+        norm_eps: Epsilon of the norms on the compressed latent and on the vector that queries are projected from.
     """
 
     query_rank: int | None
@@ -218,64 +219,66 @@ class LatentAttention:
 
     @property
     def query_head_dim(self) -> int:
-        """Width of a query head, both parts."""
+        """Width of both parts of a query head."""
         return self.nope_head_dim + self.rope_head_dim
 
     @property
     def cached_dim(self) -> int:
-        """How many numbers of a token each layer caches."""
+        """Number of cached values per token and layer."""
         return self.kv_rank + self.rope_head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The architecture of a decoder: all that its forward pass depends on beside weights.
+    """The architecture of a decoder: everything besides weights that its forward pass depends on.
 
     Attributes:
-        vocab_size: Token ids, rows of the embedding.
+        vocab_size: Number of token ids, that is, of rows of the embedding.
         hidden_size: Width of the residual stream.
-        num_layers: Decoder layers.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads; divides num_heads.
+        num_layers: Number of decoder layers.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads; divides num_heads.
         head_dim: Width of one head; num_heads * head_dim need not be hidden_size.
-        intermediate_size: Width inside the MLP.
-        max_positions: Longest sequence in tokens: rows of learned positions, or how far rotary ones reach.
+        intermediate_size: Inner width of the MLP.
+        max_positions: Longest sequence in tokens: rows of learned positions, or the maximum for rotary ones.
         norm: RMSNorm (weight) or LayerNorm (weight and bias).
         norm_eps: Added to the variance.
-        activation: Inside the MLP; gelu_tanh is the tanh approximation.
-        gated_mlp: down(act(gate(x)) * up(x)) instead of down(act(up(x))).
-        clamped_swiglu: What gated MLPs, and experts, compute instead of act(gate) * up; None: they compute that.
-        ropes: Per layer its rotary positions; None: it has none.
-        qkv_bias: Biases on the query, key and value projections.
-        output_bias: Bias on the attention's output projection.
-        mlp_bias: Biases in the MLP.
+        activation: Activation in the MLP; gelu_tanh is the tanh approximation.
+        gated_mlp: Whether the MLP is down(act(gate(x)) * up(x)) instead of down(act(up(x))).
+        clamped_swiglu: Replaces act(gate) * up in gated MLPs and experts; None: it is not replaced.
+        ropes: Rotary positions of each layer; None: the layer has none.
+        qkv_bias: Whether the query, key and value projections have biases.
+        output_bias: Whether attention's output projection has a bias.
+        mlp_bias: Whether the MLP has biases.
         qk_norm: RMSNorm over queries and keys before the rotation: over each head, or over all heads together.
             None: there is none.
-        sliding_windows: Per layer, how many keys a token sees, itself included; None: all before it.
-        tied_embeddings: The output projection is the embedding, unless the checkpoint has another.
-        learned_positions: An embedding of each position is added to the input.
-        position_offset: Rows of that embedding before position 0's.
-        norm_placement: Where a layer's norms are: on what attention and MLP read, on what they give before it is
-            added to the residual stream, or both.
-        norm_offset: What is added to the weights of norms as they are stored.
-        parallel_residual: Attention and MLP read the same input, each through its own norm, and both are added.
-        attention_scale: Multiplies queries times keys; None: head_dim ** -0.5.
-        learned_sinks: Each query head has a learned score, one more term of its softmax's sum without a value:
-            what a token reads weighs less than 1 in all.
-        attention_soft_cap: Scores become cap * tanh(score / cap); None: they stay.
+        sliding_windows: For each layer, the number of keys that a token attends to, itself included; None: all up
+            to itself.
+        tied_embeddings: Whether the output projection is the embedding, unless the checkpoint has another.
+        learned_positions: Whether an embedding of each position is added to the input.
+        position_offset: Number of rows of that embedding before the row of position 0.
+        norm_placement: Position of a layer's norms: on the inputs of attention and MLP, on their outputs before
+            these are added to the residual stream, or both.
+        norm_offset: Added to the stored weights of norms.
+        parallel_residual: Whether attention and MLP read the same input, each through its own norm, and both
+            results are added.
+        attention_scale: Factor of queries times keys; None: head_dim ** -0.5.
+        learned_sinks: Whether each query head has a learned score that is one more term of the softmax's sum
+            but has no value: the weights of the values then sum to less than 1.
+        attention_soft_cap: Scores become cap * tanh(score / cap); None: they are unchanged.
         logits_soft_cap: The same for logits.
-        embedding_scale: Multiplies the embeddings of tokens.
-        residual_scale: Multiplies what attention and MLP add to the residual stream.
-        logits_scale: Multiplies the logits.
-        attention_gate: What attention reads is multiplied by sigmoid(a linear layer as wide as the queries).
-        recurrent: What some layers have in the place of attention; None: none has.
-        recurrent_layers: Per layer whether it has that; empty if no layer has.
-        experts: What some layers have instead of an MLP; None: none has.
-        num_draft_layers: How many more layers a checkpoint may have, which guess further tokens and are not read.
-        latent: How keys and values are compressed, and what num_kv_heads and head_dim then mean; None: they are
-            not.
-        eos_token_ids: Ids that end a sequence, of generation_config.json, else config.json.
-        dtype: The checkpoint's: float32, bfloat16 or float16; None if config.json does not say.
+        embedding_scale: Factor of token embeddings.
+        residual_scale: Factor of the results of attention and MLP that are added to the residual stream.
+        logits_scale: Factor of the logits.
+        attention_gate: Whether the result of attention is multiplied by the sigmoid of gates, one for each column,
+            from a linear layer of the attention's input.
+        recurrent: Recurrent layer that replaces attention in some layers; None: no layer is recurrent.
+        recurrent_layers: Whether each layer is recurrent; empty if no layer is.
+        experts: Experts that replace the MLP in some layers; None: no layer has experts.
+        num_draft_layers: Number of additional layers that a checkpoint may have for drafting tokens; not read.
+        latent: Latent attention, which changes the meaning of num_kv_heads and head_dim; None: ordinary attention.
+        eos_token_ids: End ids from generation_config.json, else from config.json.
+        dtype: The checkpoint's dtype: float32, bfloat16 or float16; None if config.json does not state it.
     """
 
     vocab_size: int
@@ -321,11 +324,11 @@ class DecoderConfig:
 
     @property
     def dense_width(self) -> int:
-        """Width inside the MLP of layers without experts; 0 if every layer has experts."""
+        """Inner width of the MLP of layers without experts; 0 if every layer has experts."""
         return 0 if self.experts is not None and all(self.experts.layers) else self.intermediate_size
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts instead of the MLP."""
+        """Return whether a layer has experts instead of the MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
     def is_recurrent(self, layer: int) -> bool:
@@ -339,30 +342,30 @@ class DecoderConfig:
 
     @property
     def score_scale(self) -> float:
-        """The factor of the attention scores: queries times keys are multiplied by it."""
+        """Factor of queries times keys."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads."""
+        """Width of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads, which is that of all value heads."""
+        """Width of all key heads together, and of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def cached_size(self) -> int:
-        """How many numbers of a token each layer caches: keys and values, once where both are the same."""
+        """Number of cached values per token and layer: keys and values, counted once if both are the same."""
         return 2 * self.kv_size if self.latent is None else self.kv_size
 
     @property
     def rotary_head_dim(self) -> int:
-        """Width of what is rotated, if not in part: a head, or of latent attention its part with positions."""
+        """Width to which partial_factor applies: a head, or with latent attention its rotated part."""
         return self.head_dim if self.latent is None else self.latent.rope_head_dim
 
     @property
     def output_head_dim(self) -> int:
-        """Width of what a head gives to the output projection."""
+        """Width of a head's part of the output projection's input."""
         return self.head_dim if self.latent is None else self.latent.value_head_dim

@@ -1,7 +1,7 @@
-"""A loaded model's tensors, in the layout the forward pass reads, whatever the checkpoint's family.
+"""A loaded model's tensors, in the layout that the forward pass uses for every family.
 
 Linear weights are [out, in]. Query, key and value projections are one matrix, and so are the gate and up
-projections of a gated MLP: fewer, larger products.
+projections of a gated MLP, so that there are fewer and larger products.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inflight.models.recurrent import RecurrentWeights
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x Wᵀ + b. Called with [..., in], returns [..., out]."""
+    """The linear layer y = x Wᵀ + b. Called with [..., in], returns [..., out]."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -32,13 +32,13 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def at(self, index: int) -> Linear:
-        """One of a stack of experts' matrices."""
+        """Return the layer of one expert from a stack of experts' matrices."""
         return Linear(self.weight[index], None if self.bias is None else self.bias[index])
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The parameters of an RMSNorm (no bias) or LayerNorm, each [size]."""
+    """Parameters of an RMSNorm (no bias) or LayerNorm, each [size]."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -49,16 +49,16 @@ LinearT = TypeVar("LinearT")
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights(Generic[LinearT]):
-    """A layer's experts, gated ones: all of them, or those that a rank has (`ExpertsConfig.held`).
+    """A layer's experts, which have gated MLPs: all of them, or those that a rank holds (`ExpertsConfig.held`).
 
     Attributes:
-        router: Of all experts, [count, hidden_size].
+        router: Router of all experts, [count, hidden_size].
         up: Gate above up of each expert that is held: weights [held, 2 * intermediate_size, hidden_size], and
             biases [held, 2 * intermediate_size] if there are any.
-        down: Likewise [held, hidden_size, intermediate_size] and [held, hidden_size]. Of ranks that have slices of
-            the same experts, whose results are added up, the first has the biases.
+        down: Likewise [held, hidden_size, intermediate_size] and [held, hidden_size]. If ranks have slices of the
+            same experts, whose results are summed, only the first of them has the biases.
         shared_gate: [1, hidden_size]; None if there is none.
-        choice_bias: [count] float32, added to probabilities where experts are chosen; None if there is none.
+        choice_bias: [count] float32, added to probabilities when experts are chosen; None if there is none.
     """
 
     router: Linear
@@ -70,14 +70,15 @@ class ExpertWeights(Generic[LinearT]):
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """Weights of latent attention beside `LayerWeights.qkv`; heads are this rank's.
+    """Weights of latent attention besides `LayerWeights.qkv`; heads are this rank's.
 
     Attributes:
-        query_norm: Over what queries are projected from [query_rank]; None if that is hidden states.
-        query_up: [heads * query_head_dim, query_rank], of each head the part without positions first; None
-            likewise.
-        kv_norm: Over the compressed latent [kv_rank].
-        kv_up: [heads * (nope_head_dim + value_head_dim), kv_rank], of each head keys first.
+        query_norm: Norm over the vector that queries are projected from, [query_rank]; None if queries are
+            projected from hidden states.
+        query_up: [heads * query_head_dim, query_rank], in each head the part without positions first; None if
+            queries are projected from hidden states.
+        kv_norm: Norm over the compressed latent, [kv_rank].
+        kv_up: [heads * (nope_head_dim + value_head_dim), kv_rank], in each head keys first.
     """
 
     query_norm: Norm | None
@@ -88,25 +89,25 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class Layer(Generic[LinearT]):
-    """One decoder layer. Its projections are `Linear`, or what a `Sink` has made of them.
+    """One decoder layer. Its projections are `Linear`, or the results of a `Sink`.
 
     Attributes:
-        attention_norm: Before attention; None if there is none.
-        attention_post_norm: On what attention gives; None if there is none.
+        attention_norm: Norm before attention; None if there is none.
+        attention_post_norm: Norm on attention's output; None if there is none.
         qkv: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size]; with
-            `attention_gate` the gates of the query heads behind them. Of latent attention queries, or what they
-            are projected from, the compressed latent and the shared key. Of a recurrent layer its product, the
-            rows of `RecurrentConfig.sections`.
-        query_norm: Over each query head [head_dim], or over all [query_size]; None without qk_norm.
-        key_norm: Over each key head [head_dim], or over all [kv_size]; None without qk_norm.
+            `attention_gate` followed by the gates of the query heads, [query_size, hidden_size]. With latent
+            attention: queries, or the vector that they are projected from, the compressed latent and the shared
+            key. In a recurrent layer: its input projection, the rows of `RecurrentConfig.sections`.
+        query_norm: Norm over each query head [head_dim], or over all [query_size]; None without qk_norm.
+        key_norm: Norm over each key head [head_dim], or over all [kv_size]; None without qk_norm.
         output: [hidden_size, num_heads * output_head_dim].
-        mlp_norm: Before the MLP; None if there is none.
-        mlp_post_norm: On what the MLP gives; None if there is none.
-        experts: None in a layer without.
-        up: Gate above up if the MLP is gated [2 * intermediate_size, hidden_size], else up alone. Beside
-            experts it is of the MLP that all tokens go through; None if there is none.
-        down: [hidden_size, intermediate_size]; None likewise.
-        latent: None unless attention is latent.
+        mlp_norm: Norm before the MLP; None if there is none.
+        mlp_post_norm: Norm on the MLP's output; None if there is none.
+        experts: The layer's experts; None in a layer without experts.
+        up: Gate above up if the MLP is gated, [2 * intermediate_size, hidden_size], else up alone. In a layer with
+            experts, that of the shared MLP; None if there is none.
+        down: [hidden_size, intermediate_size]; None if there is no MLP.
+        latent: Weights of latent attention; None for other attention.
         sinks: The learned score of each query head, [num_heads]; None if there are none.
         recurrent: The weights between the product and the output projection of a recurrent layer; None in one with
             attention.
@@ -129,21 +130,21 @@ class Layer(Generic[LinearT]):
 
 
 LayerWeights = Layer[Linear]
-"""A layer as it is read."""
+"""A layer before a sink converts it."""
 
 LayerT = TypeVar("LayerT")
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights(Generic[LayerT, LinearT]):
-    """The whole model, or a part of it: LayerWeights and a Linear, or what a `Sink` has made of them.
+    """The whole model, or a part of it, with layers and projections as a `Sink` returns them.
 
     Attributes:
-        embedding: [vocab_size, hidden_size]; None behind the first pipeline stage.
+        embedding: [vocab_size, hidden_size]; None after the first pipeline stage.
         position_embedding: [position_offset + max_positions, hidden_size]; None if positions are not learned, and
-            behind the first stage.
-        layers: First to last, at least one.
-        final_norm: Before the output projection; None before the last stage.
+            after the first stage.
+        layers: At least one layer, in order.
+        final_norm: Norm before the output projection; None before the last stage.
         lm_head: [vocab_size, hidden_size]; shares the embedding's memory if tied; None before the last stage.
     """
 

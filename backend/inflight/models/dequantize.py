@@ -1,4 +1,4 @@
-"""The levels, zero points and scales of quantized matrices, by the published layouts of their formats."""
+"""Decodes the levels, zero points and scales of quantized matrices from the published layouts of their formats."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 from inflight.models.levels import Levels
 
 FLOAT8 = "F8_E4M3"
-"""What a safetensors file calls float8_e4m3fn."""
+"""The name of float8_e4m3fn in safetensors files."""
 
 _WORD_BITS = 32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""In which 4 bits of a word each of its 8 outputs lies."""
+"""For each of the 8 outputs in a word, the position of its 4 bits."""
 
 
 def unpack_bits(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """Unsigned numbers of `bits` bits out of int32 words [..., n]: uint8 [..., n * 32 / bits].
+    """Unpack unsigned numbers of `bits` bits from int32 words [..., n]: uint8 [..., n * 32 / bits].
 
-    `places`: which part of its word, counted from the lowest bits, each number is; None: in order.
+    `places`: position of each number in its word, counted from the lowest bits; None: in order.
     """
-    stored = words.contiguous().view(torch.uint8)  # from the lowest bits on, as the files are
+    stored = words.contiguous().view(torch.uint8)  # lowest bits first, as in the files
     if bits == 8 and places is None:
         return stored
     most = (1 << bits) - 1
@@ -38,7 +38,7 @@ def unpack_bits(words: Tensor, bits: int, places: tuple[int, ...] | None = None)
 
 
 def awq_levels(words: Tensor, zeros: Tensor, scales: Tensor) -> Levels:
-    """AutoAWQ's layout `gemm`.
+    """Decode AutoAWQ's layout `gemm`.
 
     Args:
         words: [inputs, outputs / 8] int32.
@@ -52,15 +52,15 @@ def awq_levels(words: Tensor, zeros: Tensor, scales: Tensor) -> Levels:
 def gptq_levels(
     words: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, bits: int, zero_offset: int
 ) -> Levels:
-    """GPTQ's layout.
+    """Decode GPTQ's layout.
 
     Args:
         words: [inputs * bits / 32, outputs] int32.
         zeros: [groups, outputs * bits / 32] int32.
         scales: [groups, outputs].
-        groups: [inputs], each input's group; None: as many inputs after each other in every one.
+        groups: [inputs], each input's group; None: groups of equal size, of consecutive inputs.
         bits: 4 or 8.
-        zero_offset: What is added to a stored zero point: 1 in the first version of the format.
+        zero_offset: Added to stored zero points: 1 in the first version of the format, else 0.
     """
     levels = unpack_bits(words.T.contiguous(), bits)
     points = unpack_bits(zeros, bits).to(torch.int16).T + zero_offset
@@ -70,24 +70,24 @@ def gptq_levels(
 def packed_levels(
     words: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, bits: int, num_inputs: int
 ) -> Levels:
-    """compressed-tensors' format pack-quantized.
+    """Decode compressed-tensors' format pack-quantized.
 
-    Signed levels are stored with half of their range added.
+    Signed levels are stored plus half of their range.
 
     Args:
         words: [outputs, inputs * bits / 32, rounded up] int32.
         scales: [outputs or 1, groups].
         zeros: [outputs * bits / 32, rounded up, groups] int32; None: all are 0.
-        groups: [inputs], each input's group; None: as many inputs after each other in every one.
+        groups: [inputs], each input's group; None: groups of equal size, of consecutive inputs.
         bits: 4 or 8.
-        num_inputs: How many inputs there are.
+        num_inputs: Number of inputs.
     """
     middle = 1 << (bits - 1)
     levels = unpack_bits(words, bits)[:, :num_inputs]
     points: Tensor | None = torch.full((1, 1), middle, dtype=torch.uint8)
     if zeros is not None:
         points = unpack_bits(zeros.T.contiguous(), bits).T[: len(levels)]
-    elif bits == 8:  # then they are signed levels, and nothing else
+    elif bits == 8:  # signed levels without zero points
         levels, points = (levels ^ middle).view(torch.int8), None
     return Levels(levels, scales.float(), points, None if groups is None else groups.long(), bits)
 
@@ -95,13 +95,13 @@ def packed_levels(
 def scaled_levels(
     levels: Tensor, scales: Tensor, block: tuple[int, int] | None = None, zeros: Tensor | None = None
 ) -> Levels:
-    """int8 or float8 levels [outputs, inputs] and their scales.
+    """Combine int8 or float8 levels [outputs, inputs] with their scales.
 
     Args:
         levels: The stored matrix.
-        scales: One number, or [outputs, 1] or [outputs], or [outputs, groups], or with `block` one for each block.
-        block: Rows and columns that share a scale; at the edges there may be fewer.
-        zeros: Zero points, like `scales`; None: all are 0.
+        scales: One number, or [outputs, 1], [outputs] or [outputs, groups], or with `block` one per block.
+        block: Number of rows and columns that share a scale; blocks at the edges may be smaller.
+        zeros: Zero points in the shape of `scales`; None: all are 0.
     """
     scales = scales.float()
     if block is not None:

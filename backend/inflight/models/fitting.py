@@ -1,6 +1,6 @@
-"""Whether a checkpoint's tensors are those of a model, and what the model's tensors are called in it.
+"""Checks that a checkpoint's tensors are those of a model, and finds their names in it.
 
-Files' headers decide that: no weight is read but to compare an embedding with the output projection.
+Only the files' headers are read, and weights only to compare an embedding with the output projection.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _logger = logging.getLogger(__name__)
 
 
 def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
-    """The model with the names of this checkpoint's tensors. ConfigError unless they are the model's.
+    """Return the model with the names of this checkpoint's tensors; raise ConfigError if they do not fit.
 
-    A checkpoint of a model without its output projection leaves out the prefix of all names. Where config.json
-    says that the embeddings are tied and only one of the two is stored, it is both, whichever it is. Stacked
-    experts get tensors of their own.
+    A checkpoint of a model without its output projection omits the prefix of all names. If config.json says
+    that the embeddings are tied and only one of the two tensors is stored, it serves as both. Stacked experts
+    are split into one tensor per expert.
     """
     if not any(name.startswith(model.names.base) for name in checkpoint.tensors):
         model = replace(model, names=replace(model.names, base=""))
@@ -48,9 +48,9 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
 
 
 def untied(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
-    """The model that was fitted, its embeddings tied as transformers ties them.
+    """Return a fitted model with its embeddings tied or not, as transformers does it.
 
-    Where both are stored, they are tied if they are equal, and are what they are otherwise.
+    If both tensors are stored, they are tied if they are equal, and otherwise used as stored.
     """
     embedding, head = _vocabulary_names(model)
     if not model.decoder.tied_embeddings or head not in checkpoint.tensors:
@@ -63,12 +63,12 @@ def untied(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
 
 
 def _vocabulary_names(model: ModelDescription) -> tuple[str, str]:
-    """The tensors of the embedding and of the output projection."""
+    """Return the names of the embedding's and the output projection's tensors."""
     return f"{model.names.base}{model.names.embedding}.weight", f"{model.names.lm_head}.weight"
 
 
 def _is_same(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    """Whether two tensors have equal values; of two data types they count as different."""
+    """Return whether two tensors have the same dtype and equal values."""
     if checkpoint.tensors[one].dtype != checkpoint.tensors[other].dtype:
         return False
     both = checkpoint.read(one), checkpoint.read(other)
@@ -114,7 +114,7 @@ def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
 
 
 def _is_of_draft_layer(name: str, model: ModelDescription) -> bool:
-    """Whether a tensor belongs to a draft layer, one behind the model's last layer."""
+    """Return whether a tensor belongs to a draft layer, that is, one after the model's last layer."""
     first = model.decoder.num_layers
     layers = range(first, first + model.decoder.num_draft_layers)
     return name.startswith(tuple(model.names.base + model.names.layers.format(index) for index in layers))

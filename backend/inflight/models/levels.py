@@ -1,9 +1,9 @@
-"""Quantized matrices as levels and scales, and the numbers that they stand for.
+"""Quantized matrices as levels and scales, and their conversion to numbers.
 
     weight[o, i] = (level[o, i] - zero[o, group of i]) * scale[o, group of i]
 
-4 bits may also be a float each, by its place in `FLOAT4`, in the place of a level.
-All of it is exact in float32 but for the last product, which is rounded once.
+4-bit values may also be floats (e2m1), stored as indices into `FLOAT4`.
+All of it is exact in float32, except that the last product is rounded once.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The 4-bit floats (e2m1) by their bits: a sign, two of the exponent, one behind the point."""
-# What each byte stands for, its lower half first: two bfloat16, which are looked up as one int32.
+"""The 4-bit floats (e2m1) by bit pattern: a sign, two exponent bits, one mantissa bit."""
+# The two floats of each byte, its lower half first: two bfloat16, which are looked up as one int32.
 _PAIRS = torch.tensor([(FLOAT4[byte % 16], FLOAT4[byte // 16]) for byte in range(256)])
 _PAIRS = _PAIRS.bfloat16().view(torch.int32).flatten()
 
 
 def float4_pairs(packed: Tensor) -> Tensor:
-    """The two 4-bit floats of each byte of uint8 [..., n], the lower half first: [..., 2 * n] bfloat16."""
+    """Return both 4-bit floats of each byte of uint8 [..., n], lower half first: [..., 2 * n] bfloat16."""
     found = _PAIRS.to(packed.device).index_select(0, packed.flatten().int())
     return found.view(packed.shape).view(torch.bfloat16)
 
 
 class MatrixKind(Enum):
-    """The format of a quantized matrix, in words for a log."""
+    """The format of a quantized matrix; the values are descriptions for the log."""
 
     INT4 = "4 bits"
     FLOAT4 = "4-bit floats"
@@ -42,15 +42,16 @@ class MatrixKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """A matrix as a checkpoint has it.
+    """A quantized matrix in a checkpoint's format.
 
     Attributes:
         values: [outputs, inputs]: uint8, int8 or float8_e4m3fn.
         scales: [outputs or 1, groups] float32.
         zeros: [outputs or 1, groups or 1]; None: all are 0.
-        groups: [inputs] int64, each input's group; None: as many inputs after each other in every one.
-        bits: 4 or 8; of 4 values are 0 to 15.
-        is_float4: Whether values are places in `FLOAT4`; scales are powers of 2 then, and zero points 0.
+        groups: [inputs] int64, each input's group; None: groups of equal size, of consecutive inputs.
+        bits: 4 or 8; with 4, values are 0 to 15.
+        is_float4: Whether values are indices into `FLOAT4`; scales are then powers of 2, and there are no
+            zero points.
     """
 
     values: Tensor
@@ -61,7 +62,7 @@ class Levels:
     is_float4: bool = False
 
     def dequantized(self) -> Tensor:
-        """[outputs, inputs] float32."""
+        """Return the represented numbers, [outputs, inputs] float32."""
         if self.is_float4:
             table = torch.tensor(FLOAT4, device=self.values.device)
             weight = table.index_select(0, self.values.flatten().int()).view(self.values.shape)
@@ -79,7 +80,7 @@ class Levels:
         return of_groups.view(num_outputs, num_inputs)
 
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Levels:
-        """Some of the outputs, and of the inputs."""
+        """Return the levels of some of the outputs and inputs."""
         here = slice(*rows)
         scales, zeros, groups = self.scales, self.zeros, self.groups
         if columns != (0, self.values.shape[1]):
@@ -94,7 +95,7 @@ class Levels:
         )
 
     def grouped(self) -> GroupedMatrix:
-        """With inputs of a group beside each other, in groups of one size: cut finer where they are not."""
+        """Return the matrix with each group's inputs side by side, in groups of one size, split if necessary."""
         num_outputs, num_inputs = self.values.shape
         scales = self.scales.expand(num_outputs, -1)
         zeros = None if self.zeros is None else self._each(self.zeros).expand(num_outputs, -1)
@@ -128,16 +129,16 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatrix:
-    """A matrix whose groups are of one size, for products that read it as it is.
+    """A quantized matrix with groups of one size, which products can use directly.
 
     Attributes:
         values: [outputs, inputs], as `Levels.values`.
         scales: [outputs, groups] float32.
         zeros: [outputs, groups]; None: all are 0.
-        group_size: Inputs of a group, which are beside each other.
-        order: [inputs] int64, which input each column of `values` belongs to; None: its own place.
-        bits: As `Levels.bits`.
-        is_float4: As `Levels.is_float4`.
+        group_size: Number of inputs in a group, which are side by side.
+        order: [inputs] int64, the input of each column of `values`; None: columns are in the order of inputs.
+        bits: As in `Levels`.
+        is_float4: As in `Levels`.
     """
 
     values: Tensor
@@ -150,12 +151,12 @@ class GroupedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Number of outputs and inputs."""
         return self.values.shape[0], self.values.shape[1]
 
     @property
     def kind(self) -> MatrixKind:
-        """The format of its values and scales."""
+        """The format of the values and scales."""
         is_by_row = self.zeros is None and self.scales.shape[1] == 1
         if self.bits == 4:
             return MatrixKind.FLOAT4 if self.is_float4 else MatrixKind.INT4
@@ -165,16 +166,16 @@ class GroupedMatrix:
 
     @property
     def form(self) -> tuple[MatrixKind, int, bool, tuple[int, int]]:
-        """The properties in which matrices that are kept as one stack agree."""
+        """The properties that matrices of one stack must have in common."""
         return self.kind, self.group_size, self.order is None, self.shape
 
     def dequantized(self) -> Tensor:
-        """[outputs, inputs] float32, in the order of the inputs."""
+        """Return the represented numbers, [outputs, inputs] float32, in the order of the inputs."""
         weight = Levels(self.values, self.scales, self.zeros, None, self.bits, self.is_float4).dequantized()
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def in_groups_of(self, size: int) -> GroupedMatrix:
-        """The same in groups of a size that divides theirs."""
+        """Return the same matrix in groups of `size` inputs, which divides the current group size."""
         times = self.group_size // size
         if times == 1:
             return self
@@ -184,7 +185,7 @@ class GroupedMatrix:
 
 
 def stack_rows(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix | None:
-    """Matrices on top of each other, as one; None where they differ in more than the size of their groups."""
+    """Stack matrices along the outputs; return None if they differ in more than the size of their groups."""
     if len(matrices) == 1:
         return matrices[0]
     first = matrices[0]

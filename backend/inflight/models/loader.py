@@ -1,7 +1,7 @@
 """Checkpoint tensors → DecoderWeights: checked against the DecoderConfig first, then read and fused.
 
-What is read, `weight_sources.py` says; how, `weight_reader.py`. The files may be replaced after a load. A long
-load says how far it is (`inflight.progress`).
+`weight_sources.py` determines what is read, `weight_reader.py` reads it. The files may be replaced after a load. A
+long load shows its progress (`inflight.progress`).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from inflight.progress import load_progress
 
 
 def tensor_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
-    """The tensors that a checkpoint of the model has, in the order in which they are read, and their shapes.
+    """Return the shapes of a model's checkpoint tensors, in the order in which they are read.
 
-    Experts that checkpoints have in one tensor count as one each.
+    Each expert counts as a tensor of its own, even if the checkpoint has all experts in one tensor.
     """
     return stored_shapes(find_sources(model))
 
 
 def check_weights(model: ModelDescription) -> None:
-    """Raise ConfigError unless the checkpoint has the model's tensors, by its files' headers: no weight is read.
+    """Raise ConfigError unless the checkpoint has the model's tensors. Reads the files' headers only.
 
-    The message names a tensor that is missing, one too many or of another shape, and its file.
+    The message names a missing, unexpected or wrongly shaped tensor, and its file.
     """
     with Checkpoint(model.folder) as checkpoint:
         fitted(model, checkpoint)
 
 
 def stored_dtype(model: ModelDescription) -> torch.dtype:
-    """The dtype of the checkpoint's weights. ConfigError if there are none."""
+    """Return the dtype of the checkpoint's weights; raise ConfigError if there are none."""
     with Checkpoint(model.folder) as checkpoint:
         return _stored_dtype(fitted(model, checkpoint), checkpoint)
 
@@ -62,14 +62,14 @@ def num_weight_bytes(
     linear_dtype: torch.dtype,
     kept: Set[MatrixKind] = frozenset(),
 ) -> int:
-    """Bytes of all the model's weights. ConfigError if the checkpoint does not hold them.
+    """Return the size of all the model's weights in bytes; raise ConfigError if the checkpoint lacks any.
 
     Args:
-        model: What the checkpoint is expected to hold.
-        dtype: Of embeddings and vectors.
-        linear_dtype: Of the matrices that are multiplied with. An embedding that is the output projection's matrix
-            too is there twice if the types differ.
-        kept: Which of the quantized matrices stay as the checkpoint has them.
+        model: The model that the checkpoint should hold.
+        dtype: Dtype of embeddings and vectors.
+        linear_dtype: Dtype of linear layers' matrices. If it differs from `dtype`, an embedding that is also the
+            output projection's matrix is stored twice.
+        kept: Formats of quantized matrices that are kept as they are in the checkpoint.
     """
     with Checkpoint(model.folder) as checkpoint:
         model = untied(fitted(model, checkpoint), checkpoint)
@@ -90,9 +90,9 @@ def num_weight_bytes(
 
 
 def num_parameters(model: ModelDescription) -> tuple[int, int]:
-    """How many numbers the model's tensors have, and how many of them are there for any one token.
+    """Return the number of the model's parameters, and how many of them any one token uses.
 
-    A mixture sends a token to a few of a layer's experts: those of the others are left out of the second.
+    The second number excludes the experts to which a mixture does not send a token.
     """
     sizes = {name: torch.Size(shape).numel() for name, shape in tensor_shapes(model).items()}
     total, experts = sum(sizes.values()), model.decoder.experts
@@ -110,9 +110,9 @@ def load_weights(
     device: torch.device,
     part: Part | None = None,
 ) -> PlainWeights:
-    """Read the model's weights onto `device` as `dtype`; None: the checkpoint's.
+    """Read the model's weights onto `device` as `dtype`; None: the checkpoint's dtype.
 
-    Of a part only what it holds is read, but the whole checkpoint is checked: all ranks say what does not fit.
+    With `part` only that part is read, but the whole checkpoint is checked: all ranks report the same errors.
 
     Raises:
         ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
@@ -128,10 +128,10 @@ def load_weights_into(
     part: Part,
     kept: KeptLevels | None = None,
 ) -> DecoderWeights[LayerT, LinearT]:
-    """As `load_weights`, but each projection and each layer is given to `sink` once it is read.
+    """Read the model's weights as `load_weights` does, and convert each projection and layer with `sink`.
 
-    What that returns is kept instead, so that no more than one projection is there twice. With `kept` it is given
-    what the checkpoint has quantized as levels, if it keeps them.
+    Only the results are kept, so at most one projection is in memory twice. With `kept`, quantized matrices are
+    passed as levels if the sink keeps them.
     """
     with Checkpoint(model.folder) as checkpoint:
         model = untied(fitted(model, checkpoint), checkpoint)
@@ -143,6 +143,6 @@ def load_weights_into(
 
 
 def _stored_dtype(model: ModelDescription, checkpoint: Checkpoint) -> torch.dtype:
-    """config.json's, else that of the tensor that is read first."""
+    """Return the dtype in config.json, else that of the tensor that is read first."""
     first = next(iter(tensor_shapes(model)))
     return getattr(torch, model.decoder.dtype or checkpoint.tensors[first].dtype)

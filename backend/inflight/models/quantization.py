@@ -1,9 +1,9 @@
-"""How config.json says that a checkpoint's weights are quantized.
+"""Reads from config.json how a checkpoint's weights are quantized.
 
-Read are FP8 (DeepSeek's and transformers' `fp8`, `fbgemm_fp8`, ModelOpt), compressed-tensors, AWQ and GPTQ. Which
-modules are quantized, in how many bits and in which groups, the tensors themselves say (`quantized_tensors.py`):
-what is read here is what they do not say, and what would change their meaning. MXFP4 is a matter of stacked
-experts (`stacked_experts.py`).
+Supported are FP8 (DeepSeek's and transformers' `fp8`, `fbgemm_fp8`, ModelOpt), compressed-tensors, AWQ and
+GPTQ. The tensors themselves show which modules are quantized, in how many bits and in which groups
+(`quantized_tensors.py`); this module reads what they do not show, and what would change their meaning. MXFP4
+occurs in stacked experts only (`stacked_experts.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from inflight.models.unread_keys import refuse_unread
 
 _KEY = "quantization_config"
 _MODELOPT_FILE = "hf_quant_config.json"
-_MODELOPT_BLOCKS, _MODELOPT_BLOCK = "FP8_PB_WO", (128, 128)  # the file does not say how large blocks are
+_MODELOPT_BLOCKS, _MODELOPT_BLOCK = "FP8_PB_WO", (128, 128)  # the file does not state the size of blocks
 _INSTEAD = (
     "take the unquantized checkpoint (--dtype int8 or fp8 quantizes it here), or one in FP8, AWQ, GPTQ or "
 )
@@ -39,15 +39,15 @@ _CT_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a checkpoint is quantized.
+    """The quantization of a checkpoint's weights.
 
     Attributes:
-        method: What `quant_method` says: fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq, mxfp4.
-        block: Rows and columns that share a scale, where there is one for each such block.
-        zero_offset: Of GPTQ: what is added to a stored zero point.
-        group_size: Of AWQ and GPTQ: inputs of a group, if the file says it; the last group may have fewer.
-        has_order: Of GPTQ: inputs of a group need not be beside each other, and tensors have to say where each is.
-        is_of_stacks: Only experts are quantized, all of a layer in one tensor: `stacked_experts.py` reads them.
+        method: The value of `quant_method`: fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq, mxfp4.
+        block: Number of rows and columns that share a scale; None: scales are not per block.
+        zero_offset: For GPTQ: added to a stored zero point.
+        group_size: For AWQ and GPTQ: number of inputs in a group, if stated; the last group may be smaller.
+        has_order: For GPTQ: whether inputs of a group may be apart; then a tensor gives each input's group.
+        is_of_stacks: Whether only experts are quantized, stacked in one tensor per layer (`stacked_experts.py`).
     """
 
     method: str
@@ -59,14 +59,14 @@ class Quantization:
 
 
 def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantization | None:
-    """Read a checkpoint's quantization from config.json or ModelOpt's file beside it; None: it has none.
+    """Read a checkpoint's quantization from config.json or ModelOpt's file beside it; return None if it has none.
 
     Args:
-        config: config.json.
-        own: Methods that only this family's stacks of experts have.
+        config: The contents of config.json.
+        own: Methods that are supported only for this family's stacked experts.
 
     Raises:
-        ConfigError: It is quantized in a way that is not read here. The message says what to do instead.
+        ConfigError: The quantization is not supported; the message names alternatives.
     """
     for key in ("compression_config", "quantization"):
         if config.has(key):
@@ -80,7 +80,7 @@ def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantiza
         return None
     method = section.text_or_none("quant_method")
     if method in own:
-        # The tensors themselves say which of them are packed.
+        # The tensors themselves show which of them are packed.
         section.texts("modules_to_not_convert")
         section.boolean("dequantize", False)
         refuse_unread(section)
@@ -211,19 +211,19 @@ def _expect(section: ConfigFile, key: str, allowed: tuple[object, ...]) -> None:
 
 
 def _pass_over(section: ConfigFile, *keys: str) -> None:
-    """Count keys as read that change nothing, or that the tensors tell."""
+    """Mark keys as read that change nothing, or whose value follows from the tensors."""
     for key in keys:
         section.value(key)
 
 
 def _group_size(section: ConfigFile, *keys: str) -> int | None:
-    """The first of these that is a size; -1 stands for one group of all inputs."""
+    """Return the first of these keys that is a size; None for -1, which means one group of all inputs."""
     values = [section.value(key) for key in keys]
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _as_list(value: object) -> object:
-    """A block as `128x128`, which older files have, as the list that it stands for."""
+    """Return a block as a list; older files write it as `128x128`."""
     found = re.fullmatch(r"(\d+)x(\d+)", value) if isinstance(value, str) else None
     return [int(found[1]), int(found[2])] if found else value
 

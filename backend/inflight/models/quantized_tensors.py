@@ -1,8 +1,8 @@
-"""The tensors that make up a quantized matrix, seen as if the checkpoint had the matrix itself.
+"""Presents the tensors of a quantized matrix as if the checkpoint had the matrix itself.
 
-A module's parts are taken away, and `….weight` is made of them each time it is read: its levels and scales, or
-what these stand for, float32 [outputs, inputs].
-Scales of activations, and of keys and values, are passed over: activations are not quantized here.
+A module's parts are removed from the checkpoint's tensors, and `….weight` is computed from them at each read: the
+levels and scales, or the numbers that they represent, float32 [outputs, inputs].
+Scales of activations, and of keys and values, are ignored: activations are not quantized here.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _OF_ACTIVATIONS += (".v_scale", ".input_zero_point", ".k_proj.output_scale", ".v
 
 
 def unpack_quantized(checkpoint: Checkpoint, quantization: Quantization) -> None:
-    """Have a tensor `….weight` for every quantized module, in the place of what it is made of.
+    """Replace the tensors of every quantized module by one tensor `….weight`.
 
     Raises:
-        ConfigError: There is no quantized module; a part of one is missing, or has another shape or type than its
-            others ask for.
+        ConfigError: No module is quantized, or a part is missing or has another shape or dtype than the other
+            parts require.
     """
     for name in [name for name in checkpoint.tensors if name.endswith(_OF_ACTIVATIONS)]:
         del checkpoint.tensors[name]
@@ -51,16 +51,16 @@ def unpack_quantized(checkpoint: Checkpoint, quantization: Quantization) -> None
 
 
 class _Parts:
-    """The stored tensors of one module, which no longer count as the checkpoint's."""
+    """The stored tensors of one module, which were removed from the checkpoint's tensors."""
 
     def __init__(self, checkpoint: Checkpoint, module: str) -> None:
         self._checkpoint, self._module = checkpoint, module
         self.infos: dict[str, TensorInfo] = {}
 
     def take(self, kind: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...] | None = None) -> None:
-        """Take a part that has to be there. ConfigError without it, or if it has another type or shape.
+        """Take a required part; raise ConfigError if it is missing or has another dtype or shape.
 
-        None in `shape` is any size.
+        None in `shape` allows any size.
         """
         name = f"{self._module}.{kind}"
         info = self._checkpoint.tensors.pop(name, None)
@@ -81,32 +81,32 @@ class _Parts:
     def take_if_there(
         self, kind: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...] | None = None
     ) -> bool:
-        """Take a part that may be missing; whether it is there."""
+        """Take an optional part; return whether it is there."""
         if f"{self._module}.{kind}" in self._checkpoint.tensors:
             self.take(kind, dtypes, shape)
         return kind in self.infos
 
     def missing(self, kind: str) -> ConfigError:
-        """The error for a part that has to be there."""
+        """Return the error for a required part that is missing."""
         name = f"{self._module}.{kind}"
         return ConfigError(f"{self._checkpoint.folder}: {self._module} is quantized, and there is no {name}")
 
     def refuse(self, kind: str, expected: str) -> ConfigError:
-        """The error for a part whose shape does not fit."""
+        """Return the error for a part whose shape does not fit."""
         info = self.infos[kind]
         where = f"{self._checkpoint.folder / info.file}: tensor {f'{self._module}.{kind}'!r}"
         return ConfigError(f"{where} has shape {list(info.shape)}, expected {expected}")
 
     def read(self, kind: str) -> Tensor:
-        """A part that was taken, as it is stored."""
+        """Return a taken part as it is stored."""
         return self._checkpoint.read_stored(f"{self._module}.{kind}", self.infos[kind])
 
     def read_if_there(self, kind: str) -> Tensor | None:
-        """The same, or None."""
+        """Return a part as it is stored; None if the checkpoint has none of this kind."""
         return self.read(kind) if kind in self.infos else None
 
     def add(self, shape: tuple[int, int], kind: MatrixKind, make: Callable[[], Levels]) -> None:
-        """Have `….weight`, of this shape and kind, as `make` makes it of what the parts are."""
+        """Add `….weight`, with this shape and kind, which `make` computes from the parts."""
         file = next(iter(self.infos.values())).file
         num_bytes = sum(math.prod(info.shape) * _BYTES[info.dtype] for info in self.infos.values())
         info = TensorInfo(file, shape, "float32", num_bytes)
@@ -124,7 +124,7 @@ class _Parts:
 
 
 def _modules(checkpoint: Checkpoint, kind: str) -> list[_Parts]:
-    """The modules that have a tensor of this kind."""
+    """Return the modules that have a tensor of this kind."""
     suffix = f".{kind}"
     names = [name for name in checkpoint.tensors if name.endswith(suffix)]
     return [_Parts(checkpoint, name[: -len(suffix)]) for name in names]
@@ -176,7 +176,7 @@ def _unpack_gptq(checkpoint: Checkpoint, quantization: Quantization) -> None:
 
 
 def _short_last_group(inputs: int, groups: int, size: int | None) -> Tensor | None:
-    """Each input's group [inputs], where groups are of `size` inputs and the last one has fewer; else None."""
+    """Return each input's group [inputs] if the last group of `size` inputs is shorter; otherwise None."""
     if size is None or inputs % size == 0 or groups != -(-inputs // size):
         return None
     return torch.arange(inputs) // size
@@ -191,7 +191,7 @@ def _unpack_scaled(checkpoint: Checkpoint, quantization: Quantization) -> None:
 
 
 def _unpack_packed(parts: _Parts) -> None:
-    """Take the tensors of a module that compressed-tensors has written as `pack-quantized`, and add its levels."""
+    """Take the tensors of a module in compressed-tensors' format `pack-quantized`, and add its levels."""
     parts.take("weight_packed", _WORDS, (None, None))
     outputs, words = parts.infos["weight_packed"].shape
     parts.take("weight_shape", _INTEGERS, (2,))
@@ -222,7 +222,7 @@ def _unpack_packed(parts: _Parts) -> None:
 
 
 def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> None:
-    """A matrix of int8 or float8, and its scales."""
+    """Take a matrix of int8 or float8 and its scales, and add its levels."""
     parts.take("weight", (FLOAT8, "I8"), (None, None))
     outputs, inputs = parts.infos["weight"].shape
     parts.take(kind, _SCALE_DTYPES)

@@ -1,4 +1,4 @@
-"""Reads the configuration of a checkpoint folder, by the family that it names."""
+"""Reads the configuration of a checkpoint folder, according to its family."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A checkpoint whose configuration has been read and whose weights have not.
+    """A checkpoint whose configuration has been read, but not its weights.
 
     Attributes:
-        folder: The checkpoint.
-        decoder: What the forward pass depends on.
-        names: What the tensors are called.
-        quantization: How its weights are quantized; None: they are not, or its names say so.
+        folder: Folder of the checkpoint.
+        decoder: The architecture.
+        names: Names of the tensors.
+        quantization: Quantization of the weights; None if they are not quantized, or if tensor names show it.
     """
 
     folder: Path
@@ -34,10 +34,10 @@ class ModelDescription:
 
 
 class UnknownFamily(ConfigError):
-    """A checkpoint whose family has no map here.
+    """A checkpoint of a family that this package does not implement.
 
     Attributes:
-        family: What config.json calls it.
+        family: The family's name in config.json.
     """
 
     def __init__(self, error: ConfigError, family: str) -> None:
@@ -46,12 +46,12 @@ class UnknownFamily(ConfigError):
 
 
 def read_model_description(folder: Path | str) -> ModelDescription:
-    """Read config.json and, if it is there, generation_config.json of a checkpoint folder.
+    """Read config.json of a checkpoint folder, and generation_config.json if present.
 
     Raises:
-        UnknownFamily: Its family is none of `FAMILIES`.
-        ConfigError: The folder, a file or a key is missing, has the wrong type, or asks for something that is not
-            supported; the message names file, key, what came and what was expected.
+        UnknownFamily: The family is not in `FAMILIES`.
+        ConfigError: The folder, a file or a key is missing, has the wrong type, or requires an unsupported
+            feature; the message names file, key, value and what was expected.
     """
     config = read_config_file(folder)
     family = _family(config)
@@ -66,9 +66,9 @@ def read_model_description(folder: Path | str) -> ModelDescription:
 
 
 def _family(config: ConfigFile) -> Family:
-    """The family of `architectures`, with which `model_type` has to agree, or of `model_type` alone.
+    """Return the family given by `architectures`, with which `model_type` has to agree, or by `model_type` alone.
 
-    A `model_type` of no family here is a family of its own: transformers has some whose class is another one's.
+    An unknown `model_type` is an unknown family: in transformers some of them use another family's class.
     """
     architectures, model_type = config.texts("architectures"), config.text_or_none("model_type")
     if not architectures:
@@ -92,7 +92,7 @@ def _family(config: ConfigFile) -> Family:
 
 
 def _note_own_code(config: ConfigFile, family: Family) -> None:
-    """Say so if a checkpoint brings code of its own, which transformers would not run unasked either."""
+    """Log that a checkpoint has its own code, which transformers would not run unasked either."""
     own = config.values.get("auto_map")
     classes = [name for name in own if name.startswith("AutoModel")] if isinstance(own, dict) else []
     if classes:

@@ -1,4 +1,4 @@
-"""Rotary positions: the section of config.json that describes them, and their tables, computed once in float32.
+"""Rotary positions: reading their section of config.json, and computing their tables in float32.
 
 transformers 5 writes one object, `rope_parameters` with `rope_theta` and `rope_type` inside; older checkpoints
 have `rope_theta` at the top and `rope_scaling` with `rope_type` (or `type`) when there is any scaling.
@@ -26,21 +26,21 @@ from inflight.models.unread_keys import refuse_unread
 
 _DEFAULT_THETA = 10000.0
 _SUPPORTED = "one of default, linear, dynamic, llama3, yarn, longrope"
-# YaRN's authors wrote it beside the scaling that a model was trained with.
+# "finetuned" is a key that YaRN's authors wrote beside the scaling with which a model was trained.
 _NEUTRAL = {"finetuned": (None, True, False)}
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, each [max_positions, rotary_dim / 2] float32 on the CPU."""
+    """Return cos and sin of every position's angles, each [max_positions, rotary_dim / 2] float32 on the CPU."""
     frequencies, factor = inverse_frequencies(rope, head_dim, max_positions)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Radians a token turns each pair of dimensions, [rotary_dim / 2] float32, and the factor on cos and sin.
+    """Return each pair's angle in radians per token, [rotary_dim / 2] float32, and the factor on cos and sin.
 
-    `max_positions`: how many positions an engine uses.
+    `max_positions`: number of positions that an engine uses.
     """
     rotary_dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
@@ -70,7 +70,7 @@ def _yarn(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     pairs = frequencies.shape[0]
 
     def pair_that_turns(times: float) -> float:
-        """The (fractional) index of the pair that turns `times` times over the original positions."""
+        """Return the (fractional) index of the pair that turns `times` times over the original positions."""
         return pairs * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / math.log(theta)
 
     first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
@@ -90,14 +90,14 @@ def read_rope(
     default_part: float | None = None,
     of_section_alone: bool = False,
 ) -> RopeConfig:
-    """The model's rotary positions. Raises ConfigError for a type, or a key of it, that is not understood.
+    """Read the model's rotary positions; raise ConfigError for an unknown type of scaling, or unknown keys of it.
 
     Args:
         config: The whole file.
-        max_positions: `max_position_embeddings`, or what stands for it.
-        default_theta: The base where none is given.
+        max_positions: `max_position_embeddings`, or its equivalent.
+        default_theta: The base if none is given.
         of_section_alone: As for `read_rope_section`.
-        default_part: Which part of a head is rotated where none is given; None: a family that rotates whole heads.
+        default_part: Rotated fraction of a head if none is given; None: the family rotates whole heads.
     """
     theta = config.number_or_none("rope_theta") or default_theta
     return read_rope_section(config, _section(config), max_positions, theta, default_part, of_section_alone)
@@ -106,10 +106,10 @@ def read_rope(
 def read_layer_type_ropes(
     config: ConfigFile, max_positions: int, default_thetas: Mapping[str, float]
 ) -> dict[str, RopeConfig]:
-    """Rotary positions of each type of layers, as `rope_parameters` has a section for each.
+    """Read the rotary positions of each layer type, for which `rope_parameters` has a section each.
 
-    Without it, `rope_theta` and `rope_scaling` are of full_attention, and `rope_local_base_freq` is the base of
-    sliding_attention.
+    Without `rope_parameters`, `rope_theta` and `rope_scaling` apply to full_attention, and
+    `rope_local_base_freq` is the base of sliding_attention.
     """
     thetas = dict(default_thetas)
     for kind, key in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq")):
@@ -141,9 +141,9 @@ def read_rope_section(
     default_part: float | None = None,
     of_section_alone: bool = False,
 ) -> RopeConfig:
-    """Rotary positions as one section describes them; `config` is the file that it is in.
+    """Read rotary positions from one section; `config` is the file that contains it.
 
-    With `of_section_alone`, `partial_rotary_factor` stands there or nowhere.
+    With `of_section_alone`, `partial_rotary_factor` is read from the section only, not from the file's top level.
     """
     theta = section.number_or_none("rope_theta") or default_theta
     part = default_part or 1.0
@@ -159,11 +159,12 @@ def read_rope_section(
 
 
 def longest_sequence(ropes: Sequence[RopeConfig], max_positions: int) -> int:
-    """How many tokens the positions reach.
+    """Return the longest sequence, in tokens, for which the positions are usable.
 
-    Linear and YaRN scaling stretch what the model was first trained with by their factor, and many a
-    `max_position_embeddings` beside them was left as it was. Llama 3's is always that of the scaled model. Dynamic
-    NTK ends where it would begin to scale: what is cached then stands for positions of another base.
+    Linear and YaRN scaling multiply the length of the first training by their factor, and many checkpoints
+    keep the original `max_position_embeddings` beside them. With Llama 3's scaling that key is always the
+    scaled length. Dynamic NTK ends where scaling would begin, because cached keys would then belong to
+    another base.
     """
     reached = (
         int(rope.scaling.factor * rope.scaling.original_max_positions)
@@ -181,7 +182,7 @@ def _section(config: ConfigFile) -> ConfigFile:
 
 
 def _read_scaling(config: ConfigFile, section: ConfigFile, max_positions: int) -> RopeScaling | None:
-    # Older transformers save both names of one thing; where both are there, the newer one counts.
+    # Older transformers versions save both names of the type; if both are present, the newer one counts.
     kinds = {name: section.text_or_none(name) for name in ("type", "rope_type")}
     key = "rope_type" if kinds["rope_type"] else "type"
     kind = kinds[key] or "default"
@@ -225,7 +226,7 @@ def _read_llama3(section: ConfigFile, original: int) -> Llama3Scaling:
 def _read_yarn(section: ConfigFile, original: int, max_positions: int) -> YarnScaling:
     factor = section.number_or_none("factor") or max_positions / original
     computed = _yarn_attention_factor(section, factor)
-    section.value("attn_factor")  # of other code than transformers', which goes by attention_factor alone
+    section.value("attn_factor")  # other implementations use it; transformers uses attention_factor alone
     of_all = section.number("mscale_all_dim") if section.value("mscale_all_dim") else 0.0
     return YarnScaling(
         factor=factor,

@@ -1,17 +1,17 @@
 """The part of a model that one rank holds: some layers, whole attention heads and slices of the rest. Pure.
 
     column parallel   qkv, up, gate: each rank computes some of the outputs (Megatron's split)
-    row parallel      output, down: each rank has some of the inputs; the ranks' results are added up
+    row parallel      output, down: each rank has some of the inputs; the ranks' results are summed
     vocabulary        embedding and output projection: each rank has some of the token ids
-    experts           of every expert a slice, as of an MLP; or with expert parallelism some of the experts: ranks
-                      are in groups, each of which has other experts, and of these each of its ranks a slice
+    experts           each rank has a slice of every expert, as of an MLP; with expert parallelism, each group of
+                      ranks has different experts, and each rank of the group a slice of these
     replicated        norms, biases of row-parallel layers, learned positions, routers
-    pipeline          each stage has consecutive layers; the first embeds the tokens, the last makes the logits
+    pipeline          each stage has consecutive layers; the first embeds the tokens, the last computes the logits
 
-A rank has whole key heads. Where there are fewer key heads than ranks, several ranks hold the same one. Of latent
-attention a rank has some of the heads, and all of what these share: the projection to the compressed latent, and
-what is cached. A low-rank delta B A of a projection is split as that is: of a column-parallel one the rows of B,
-of a row-parallel one the columns of A, and the other factor is replicated.
+A rank has whole key heads. If there are fewer key heads than ranks, several ranks hold the same one. With latent
+attention a rank has some of the heads and everything that the heads share: the projection to the compressed
+latent, and the cached values. A low-rank delta B A of a projection is split like the projection: for a
+column-parallel one by the rows of B, for a row-parallel one by the columns of A; the other factor is replicated.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from inflight.models.decoder_config import DecoderConfig
 from inflight.ranks.topology import Mapping, tensor_parallel_sizes
 
 Range = tuple[int, int]
-"""The first index, and the one behind the last."""
+"""First index, and the index after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Tensor-parallel rank `rank` of `size`, which are in `moe_ep_size` groups with other experts each.
+    """Tensor-parallel rank `rank` of `size` ranks, which form `moe_ep_size` groups with different experts each.
 
-    As in TensorRT-LLM, neighbours are in different groups.
+    As in TensorRT-LLM, neighbouring ranks are in different groups.
     """
 
     size: int = 1
@@ -39,21 +39,21 @@ class Shard:
     moe_ep_size: int = 1
 
     def split(self, count: int) -> Range:
-        """This rank's slice of `count` things, which need not divide: the last ranks have fewer, or none."""
+        """Return this rank's slice of `count` items; if they do not divide, the last ranks get fewer or none."""
         each = -(-count // self.size)
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
 
     def experts(self, count: int) -> Range:
-        """This rank's experts of `count`, which it has whole or slices of."""
+        """Return this rank's range of `count` experts, which it has whole or in slices."""
         each, group = count // self.moe_ep_size, self.rank % self.moe_ep_size
         return group * each, (group + 1) * each
 
     def slice_of_experts(self, inner: int) -> Range:
-        """This rank's slice of experts whose inner width is `inner`."""
+        """Return this rank's slice of an expert's inner width `inner`."""
         return Shard(self.size // self.moe_ep_size, self.rank // self.moe_ep_size).split(inner)
 
     def check(self, decoder: DecoderConfig) -> None:
-        """Raise ConfigError, with sizes that would do, if the model cannot be split so."""
+        """Raise ConfigError that lists possible sizes if the model cannot be split over this number of ranks."""
         if self.moe_ep_size > 1:
             self._check_experts(decoder)
         if decoder.recurrent is not None and self.size > 1:
@@ -85,7 +85,7 @@ class Shard:
             )
 
     def _mlp_widths(self, decoder: DecoderConfig) -> list[int]:
-        """Widths that the number of ranks has to divide; an expert is sliced over the ranks of one group."""
+        """Return the widths that the number of ranks must divide; the ranks of a group slice an expert."""
         widths = [decoder.dense_width] if decoder.dense_width else []
         experts = decoder.experts
         if experts is not None:
@@ -93,7 +93,7 @@ class Shard:
         return [width for width in widths if width]
 
     def part_of(self, decoder: DecoderConfig) -> DecoderConfig:
-        """The model as this rank computes it: fewer heads and a narrower MLP, the same hidden size."""
+        """Return the model as this rank computes it: fewer heads, a narrower MLP, the same hidden size."""
         experts = decoder.experts and replace(
             decoder.experts,
             intermediate_size=decoder.experts.intermediate_size * self.moe_ep_size // self.size,
@@ -110,15 +110,15 @@ class Shard:
         )
 
     def query_rows(self, decoder: DecoderConfig) -> Range:
-        """This rank's rows of all query heads."""
+        """Return this rank's rows of all query heads."""
         return self.head_rows(decoder, decoder.head_dim)
 
     def head_rows(self, decoder: DecoderConfig, width: int) -> Range:
-        """This rank's rows of a matrix that has `width` of them for every query head."""
+        """Return this rank's rows of a matrix with `width` rows per query head."""
         return _scaled(self.split(decoder.num_heads), width)
 
     def kv_rows(self, decoder: DecoderConfig) -> Range:
-        """This rank's rows of all key heads, and of all value heads."""
+        """Return this rank's rows of all key heads; the same of all value heads."""
         kv_heads = decoder.num_kv_heads
         if kv_heads >= self.size:
             return _scaled(self.split(kv_heads), decoder.head_dim)
@@ -134,10 +134,10 @@ class Part:
     """The part of the model that one rank holds.
 
     Attributes:
-        shard: Which part of each of its layers.
-        layers: Its pipeline stage's.
-        is_first_stage: Whether it has the embedding.
-        is_last_stage: Whether it has the output projection.
+        shard: The rank's part of each layer.
+        layers: The layers of the rank's pipeline stage.
+        is_first_stage: Whether the rank has the embedding.
+        is_last_stage: Whether the rank has the output projection.
     """
 
     shard: Shard
@@ -147,7 +147,7 @@ class Part:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping, decoder: DecoderConfig) -> Part:
-        """A rank's part of a model; ConfigError if it cannot be divided so."""
+        """Return a rank's part of a model; raise ConfigError if it cannot be divided like this."""
         shard = Shard(mapping.tp_size, mapping.tp_rank, mapping.moe_ep_size)
         shard.check(decoder)
         layers = mapping.layers(decoder.num_layers)
@@ -155,11 +155,11 @@ class Part:
 
     @classmethod
     def whole(cls, decoder: DecoderConfig) -> Part:
-        """All of a model."""
+        """Return the part that is the whole model."""
         return cls(WHOLE, (0, decoder.num_layers))
 
     def held_config(self, decoder: DecoderConfig) -> DecoderConfig:
-        """The model as this rank computes it: its layers alone, the first of which is layer 0, of its shard."""
+        """Return the model as this rank computes it: its shard of its own layers, counted from 0."""
         begin, end = self.layers
         part = self.shard.part_of(decoder)
         return replace(

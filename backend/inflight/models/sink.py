@@ -1,8 +1,8 @@
-"""Sinks: what an engine keeps of a model's matrices, each of which it is given as it is read.
+"""Sinks convert a model's matrices, as they are read, to what an engine stores.
 
-A matrix comes in one of two formats: as numbers, or, where `KeptLevels` asks for that and the sink keeps it, as
-the levels that the checkpoint has quantized it to. A load hands each over before the next is read
-(`weight_reader.py`): a model never takes the memory of both.
+A matrix is passed in one of two formats: as numbers, or, if `KeptLevels` requests it and the sink supports
+it, as the levels to which the checkpoint has quantized it. A load passes each matrix on before it reads the next
+(`weight_reader.py`), so a model never takes the memory of both formats.
 """
 
 from __future__ import annotations
@@ -22,63 +22,63 @@ from inflight.models.decoder_weights import Layer, LayerT, LayerWeights, Linear,
 from inflight.models.levels import GroupedMatrix, MatrixKind
 
 StoredMatrix = Tensor | GroupedMatrix
-"""[outputs, inputs]: numbers, or the levels that stand for them."""
+"""[outputs, inputs]: numbers, or the quantization levels that represent them."""
 
 
 class Sink(ABC, Generic[LayerT, LinearT]):
-    """Says what is kept of a model's projections and layers once they are read."""
+    """Converts a model's projections and layers to what an engine stores."""
 
     @property
     def keeps_tied_embedding(self) -> bool:
-        """Whether an embedding is kept that is the output projection's matrix too."""
+        """Whether a separate embedding is stored when it is also the output projection's matrix."""
         return True
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a tensor of a layer, not initialized."""
+        """Allocate an uninitialized tensor of a layer."""
         return torch.empty(shape, dtype=dtype, device=device)
 
     @abstractmethod
     def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> LinearT:
-        """Return what is kept of a layer's projection, before the next one is read.
+        """Convert a layer's projection, before the next one is read.
 
         Args:
-            matrix: Levels only if `why_unpacked` says nothing about them.
+            matrix: Levels only if `why_unpacked` returns "" for them.
             bias: [outputs], or None.
-            is_gated: It is gate above up of a gated MLP.
+            is_gated: Whether the matrix is gate above up of a gated MLP.
         """
 
     @abstractmethod
     def stack(
         self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> LinearT:
-        """Return what is kept of the matrices of a layer's experts, each of which is read when iterated to.
+        """Convert the matrices of a layer's experts, each of which is read when it is iterated to.
 
         Args:
-            matrices: [outputs, inputs] of one expert after the other: all numbers, or all levels of one form. With
-                levels the iterator may end the call with an exception.
+            matrices: [outputs, inputs] of each expert in turn: all numbers, or all levels of one form. With
+                levels, the iterator may raise an exception that ends the call.
             shape: [experts, outputs, inputs].
             bias: [experts, outputs], or None.
-            is_gated: They are gate above up.
+            is_gated: Whether each matrix is gate above up.
         """
 
     def head(self, matrix: Tensor) -> LinearT:
-        """Return what is kept of the output projection."""
+        """Convert the output projection."""
         return self.linear(matrix)
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
-        """The reason why levels are not kept, and come as numbers; empty if they are kept.
+        """Return the reason why levels are not kept and are passed as numbers; "" if they are kept.
 
-        `is_stack`: they are those of an expert.
+        `is_stack`: whether the matrix belongs to an expert.
         """
-        return "it is not kept as it is"
+        return "this engine does not keep it quantized"
 
     @abstractmethod
     def layer(self, layer: Layer[LinearT]) -> LayerT:
-        """Return what is kept of a layer, whose projections are those that the methods above returned."""
+        """Convert a layer, whose projections are results of the methods above."""
 
 
 class PlainSink(Sink[LayerWeights, Linear]):
-    """Keeps numbers as they are."""
+    """Keeps numbers unchanged."""
 
     def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> Linear:
         assert isinstance(matrix, Tensor), "levels come only where they are kept"
@@ -101,25 +101,25 @@ class PlainSink(Sink[LayerWeights, Linear]):
 
 @dataclass(frozen=True, slots=True)
 class KeptLevels:
-    """Asks a load to keep what the checkpoint has quantized, and records what became of it.
+    """Requests that a load keep matrices quantized, and records which ones were kept.
 
     Attributes:
-        counts: How many projections, or stacks of them, are kept in each format.
-        unpacked: The first matrices of the projections that are not kept, by the reason.
+        counts: Number of projections, or stacks of them, kept in each format.
+        unpacked: By reason, the first matrix of each projection that was not kept.
     """
 
     counts: Counter[MatrixKind] = field(default_factory=Counter)
     unpacked: dict[str, list[str]] = field(default_factory=dict)
 
     def note_unpacked(self, name: str, reason: str) -> None:
-        """A quantized projection, its first matrix being `name`, is read as numbers, for this reason."""
+        """Record that a quantized projection, whose first matrix is `name`, is read as numbers."""
         self.unpacked.setdefault(reason, []).append(name)
 
     def __str__(self) -> str:
         return " and ".join(f"{count} in {kind.value}" for kind, count in self.counts.items()) or "none"
 
     def warn(self, log: logging.Logger, target: str = "") -> None:
-        """Log what is unpacked, and to what."""
+        """Log which projections are unpacked, and to what (`target`)."""
         for reason, names in self.unpacked.items():
             log.warning(
                 "%d quantized projections are unpacked%s (%s): %s", len(names), target, names[0], reason

@@ -1,8 +1,8 @@
-"""Checkpoints that have all experts of a layer in one tensor, seen as if each expert had tensors of its own.
+"""Presents checkpoints that store all experts of a layer in one tensor as if each expert had its own tensors.
 
-The one tensor may be packed as MXFP4 (Open Compute Project, Microscaling Formats 1.0): two 4-bit floats a byte,
-and a power of two for every 32 of them. What is read of an expert's matrix is these, or the numbers that they
-stand for.
+The stacked tensor may be packed as MXFP4 (Open Compute Project, Microscaling Formats 1.0): two 4-bit floats
+per byte, and a power of two for every 32 of them. An expert's matrix is read as these levels and scales, or
+as the numbers that they represent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inflight.models.levels import Levels, MatrixKind, float4_pairs
 from inflight.models.registry import ModelDescription
 
 _BLOCK = 32  # values that share a scale
-_SCALE_BIAS = 127  # of its exponent, which is all that a scale has
+_SCALE_BIAS = 127  # of the exponent; a scale consists of an exponent only
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class _Stack:
     """A stacked tensor of a layer: matrices [rows, columns] of each expert, and their biases.
 
     Attributes:
-        name: With `_bias` it is that of the biases, with `_blocks` and `_scales` those of packed matrices.
-        rows: Outputs.
-        columns: Inputs.
-        modules: Of one expert, below its prefix, with the rows that each has.
-        transposed: Matrices are stored [columns, rows]; packed ones never are.
+        name: Name of the tensor; the suffix `_bias` gives the biases, `_blocks` and `_scales` packed matrices.
+        rows: Number of outputs.
+        columns: Number of inputs.
+        modules: Modules of one expert, below its prefix, and the rows of each.
+        transposed: Whether matrices are stored [columns, rows]; packed ones never are.
     """
 
     name: str
@@ -45,14 +45,14 @@ class _Stack:
 
 
 def unstack_experts(checkpoint: Checkpoint, model: ModelDescription) -> None:
-    """Replace a checkpoint's stacked tensors by one for each module of each expert; nothing if it has none.
+    """Replace a checkpoint's stacked tensors by one tensor per expert and module; do nothing if it has none.
 
-    Matrices are stored [experts, out, in] or [experts, in, out] under the stack's name, or packed,
-    [experts, out, in / 32, 16] under `…_blocks` beside [experts, out, in / 32] under `…_scales`; biases are
+    Matrices are stored [experts, out, in] or [experts, in, out] under the stack's name, or packed as
+    [experts, out, in / 32, 16] under `…_blocks` and [experts, out, in / 32] under `…_scales`; biases are
     [experts, out].
 
     Raises:
-        ConfigError: A stacked tensor is missing, or has another shape or type.
+        ConfigError: A stacked tensor is missing, or has another shape or dtype.
     """
     experts, names = model.decoder.experts, model.names.experts
     stacks = None if names is None else names.stacks
@@ -81,7 +81,7 @@ def unstack_experts(checkpoint: Checkpoint, model: ModelDescription) -> None:
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The numbers that MXFP4 stands for, [..., n * 32] bfloat16, which has room for all of them.
+    """Return the numbers that MXFP4 blocks represent, [..., n * 32] bfloat16, which is exact.
 
     Args:
         blocks: [..., n, 16] uint8.
@@ -101,7 +101,7 @@ def _rename_routers(checkpoint: Checkpoint, model: ModelDescription, stored: str
 def _stacks(
     model: ModelDescription, names: ExpertNames, stacks: ExpertStacks
 ) -> Iterator[tuple[str, _Stack]]:
-    """Every stack, and the prefix of its layer's experts, in which `{}` stands for the index of one."""
+    """Yield every stack, and the prefix of its layer's experts, in which `{}` stands for an expert's index."""
     decoder = model.decoder
     assert decoder.experts is not None, "stacks are of experts"
     hidden, inner = decoder.hidden_size, decoder.experts.intermediate_size
@@ -121,19 +121,19 @@ def _stacks(
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A tensor that no longer counts as one of the checkpoint's."""
+    """A stacked tensor that was removed from the checkpoint's tensors."""
 
     checkpoint: Checkpoint
     name: str
     info: TensorInfo
 
     def read(self, index: int, rows: slice = slice(None)) -> Tensor:
-        """The given rows of an expert's part of the tensor, where the file is mapped."""
+        """Return the given rows of an expert's part of the tensor, mapped from the file."""
         return self.checkpoint.read_stored(self.name, self.info)[index][rows]
 
 
 class _PlainMatrices:
-    """All experts' matrices in one tensor: [experts, rows, columns], or [experts, columns, rows] if transposed."""
+    """The matrices of all experts in one tensor: [experts, rows, columns], or [experts, columns, rows]."""
 
     def __init__(self, checkpoint: Checkpoint, stack: _Stack, count: int) -> None:
         self._checkpoint = checkpoint
@@ -142,7 +142,7 @@ class _PlainMatrices:
         self._is_transposed = stack.transposed
 
     def add(self, name: str, shape: tuple[int, int], index: int, rows: slice) -> None:
-        """Have these rows of an expert's matrix, of this shape, as a tensor of the checkpoint."""
+        """Add these rows of an expert's matrix, which have this shape, as a tensor of the checkpoint."""
         info = TensorInfo(self._taken.info.file, shape, self._taken.info.dtype)
         self._checkpoint.add(name, info, partial(self._read, index, rows))
 
@@ -152,7 +152,7 @@ class _PlainMatrices:
 
 
 class _PackedMatrices:
-    """All experts' matrices in one tensor of MXFP4 blocks along the columns, and one of scales."""
+    """The matrices of all experts in one tensor of MXFP4 blocks along the columns, and one of scales."""
 
     def __init__(self, checkpoint: Checkpoint, stack: _Stack, count: int) -> None:
         if stack.columns % _BLOCK:
@@ -166,7 +166,7 @@ class _PackedMatrices:
         self._scales = _take(checkpoint, f"{stack.name}_scales", shape, ("U8",))
 
     def add(self, name: str, shape: tuple[int, int], index: int, rows: slice) -> None:
-        """Have these rows of an expert's matrix, of this shape, as a quantized tensor of the checkpoint."""
+        """Add these rows of an expert's matrix, which have this shape, as a quantized tensor of the checkpoint."""
         num_bytes = shape[0] * shape[1] // _BLOCK * (_BLOCK // 2 + 1)
         info = TensorInfo(self._blocks.info.file, shape, "bfloat16", num_bytes)
         own = index, rows
@@ -190,7 +190,7 @@ class _PackedMatrices:
 
 
 def _take(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> _Taken:
-    """Take a stored tensor away that has this shape and one of these types; ConfigError if there is no such."""
+    """Remove a stored tensor from the checkpoint; raise ConfigError if its shape or dtype does not fit."""
     info = checkpoint.tensors.pop(name, None)
     if info is None:
         raise ConfigError(f"{checkpoint.folder}: the weights do not fit config.json: missing {name}")

@@ -1,9 +1,9 @@
-"""The keys of a config.json that nobody reads, and whether the checkpoint may be loaded all the same.
+"""Checks that no unknown key of a config.json changes the computation.
 
-A checkpoint's config.json holds dozens of keys that say nothing about what is computed: where it comes from, how
-it was trained, how somebody generates with it. They are listed here. A key that is neither read by the model's
-family nor listed may change what is computed, so a checkpoint that has one is not loaded, unless the value is one
-that means nothing.
+A checkpoint's config.json has dozens of keys that do not affect what is computed: about its origin, its
+training, or how text is generated with it. They are listed here. A key that the model's family does not read
+and that is not listed may change what is computed, so a checkpoint with such a key is not loaded, unless its
+value has no effect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRAINING = """
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout aux_loss_alpha
     seq_aux
 """
-# Which of several ways to the same numbers is taken, and what a forward pass in Python gives back.
+# The choice among equivalent implementations, and the outputs of a forward pass in Python.
 _EXECUTION = """
     pretraining_tp chunk_size_feed_forward reorder_and_upcast_attn use_cache torchscript use_bfloat16
     tf_legacy_loss attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
@@ -34,9 +34,9 @@ _EXECUTION = """
     output_scores output_logits return_dict return_dict_in_generate is_decoder predict_special_tokens n_special
     ep_size
 """
-# How long sequences were in training or in a tokenizer; the family's own key says how long they can be.
+# Length of sequences in training or in a tokenizer; the family's own key gives the maximum length.
 _LENGTHS = "n_ctx initial_context_length max_sequence_length max_seq_len seq_length seq_len model_max_length"
-# Beside what goes by the name of a sampling control.
+# Keys besides those with the name of a sampling control.
 _GENERATION = """
     max_length max_new_tokens min_new_tokens max_time stop_strings do_sample num_beams num_beam_groups
     penalty_alpha dola_layers top_h typical_p epsilon_cutoff eta_cutoff diversity_penalty
@@ -57,7 +57,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "logits_scaling": (None, 1),
     "embedding_multiplier": (None, 1),
     "residual_multiplier": (None, 1),
-    # Counts of parts such as experts. A family that does not read the key has none, so 0 means nothing.
+    # Counts of parts such as experts. A family that does not read the key has no such parts; 0 agrees with that.
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
@@ -71,10 +71,10 @@ _NOTHING = (None, False, "", [], {})
 
 
 def refuse_unread(config: ConfigFile, neutral: Mapping[str, Sequence[Any]] | None = None) -> None:
-    """Raise ConfigError for the first key that nobody has read and that may change what is computed.
+    """Raise ConfigError for the first key that was not read and that may change what is computed.
 
-    null, false, "" and empty lists and objects mean nothing, unless `neutral`, or the list here, has other values
-    of the key that do.
+    null, false, "" and empty lists and objects have no effect, unless `neutral`, or the list here, gives other
+    values without effect for the key.
     """
     means_nothing = {**_NEUTRAL, **(neutral or {})}
     for key in config.unread():
@@ -89,5 +89,5 @@ def refuse_unread(config: ConfigFile, neutral: Mapping[str, Sequence[Any]] | Non
 
 
 def _is_one_of(value: Any, allowed: Sequence[Any]) -> bool:
-    """Whether a value is allowed; true is not 1."""
+    """Return whether a value is allowed; true does not equal 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)

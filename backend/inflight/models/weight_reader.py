@@ -1,7 +1,7 @@
-"""Reads the tensors of a model out of an open checkpoint, into what a `Sink` makes of each.
+"""Reads a model's tensors from an open checkpoint and converts them with a `Sink`.
 
-Every tensor is copied once, from the mapped file straight into its place on the device, and what becomes of a
-projection is made as soon as it is read: a load needs no more memory than what is kept and one tensor.
+Every tensor is copied once, from the mapped file to its place on the device, and each projection is converted
+as soon as it is read: a load needs no more memory than the converted model and one tensor.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from inflight.models.weight_sources import (
 
 
 class _NotKept(Exception):
-    """One of a layer's experts is not quantized as the first one is."""
+    """An expert of a layer whose quantization differs from that of the layer's first expert."""
 
 
 class WeightReader(Generic[LayerT, LinearT]):
-    """Reads weights.
+    """Reads a model's tensors from an open checkpoint, and passes each projection and layer to a sink.
 
     Args:
-        checkpoint: Has all tensors that sources name.
-        dtype: Of tensors whose sources have none.
-        device: Where they go.
-        sink: Says what is kept of projections and layers.
-        kept: What the checkpoint has quantized is offered to the sink as it is; None: as numbers.
-        advance: Called with the bytes of each tensor that has been read.
+        checkpoint: The checkpoint, which has all tensors that sources name.
+        dtype: Dtype of tensors whose sources give none.
+        device: Device of the loaded tensors.
+        sink: Converts projections and layers.
+        kept: If given, quantized matrices are offered to the sink as levels; None: all are read as numbers.
+        advance: Called with the number of bytes of each tensor after it is read.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         self._sink, self._kept, self._advance = sink, kept, advance
 
     def read(self, sources: DecoderSources) -> DecoderWeights[LayerT, LinearT]:
-        """The weights of a part of a model, as the sink makes them."""
+        """Return the weights of a part of a model, as converted by the sink."""
         embedding = position_embedding = final_norm = lm_head = None
         if sources.embedding is not None:
             embedding = self._plain(sources.embedding)
@@ -131,7 +131,7 @@ class WeightReader(Generic[LayerT, LinearT]):
             choice_bias=self._vector(sources.choice_bias),
         )
 
-    # ------------------------------------------------------------------ what sinks keep
+    # ------------------------------------------------------------------ tensors for the sink
 
     def _projection(self, source: LinearSource) -> LinearT:
         levels = self._kept_levels(source.weight)
@@ -156,7 +156,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         return self._sink.stack(map(self._tensor, source.matrices), shape, bias, source.is_gated)
 
     def _each_levels(self, source: StackSource, first: GroupedMatrix) -> Iterator[GroupedMatrix]:
-        """Each expert's levels, of which those of the first are read; _NotKept if others are not of its form."""
+        """Yield each expert's levels, given those of the first; raise _NotKept if another form comes."""
         for index, of_expert in enumerate(source.matrices):
             matrix = first if index == 0 else self._kept_levels(of_expert, is_stack=True)
             if matrix is None or matrix.form != first.form:
@@ -165,7 +165,7 @@ class WeightReader(Generic[LayerT, LinearT]):
             self._release(of_expert)
 
     def _kept_levels(self, source: TensorSource, is_stack: bool = False) -> GroupedMatrix | None:
-        """The levels of a matrix that is kept as the checkpoint has it; None of any other."""
+        """Return the levels of a matrix that the sink keeps quantized; None for any other matrix."""
         if self._kept is None:
             return None
         matrix = self._levels(source)
@@ -182,7 +182,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         if self._kept is not None:
             self._kept.note_unpacked(source.parts[0].name, reason)
 
-    # ------------------------------------------------------------------ tensors as they are
+    # ------------------------------------------------------------------ other tensors
 
     def _linear(self, source: LinearSource) -> Linear:
         return Linear(self._tensor(source.weight), self._vector(source.bias))
@@ -200,11 +200,11 @@ class WeightReader(Generic[LayerT, LinearT]):
         return None if source is None else self._tensor(source)
 
     def _tensor(self, source: TensorSource) -> Tensor:
-        """A tensor of a layer."""
+        """Read a tensor of a layer."""
         return self._fill(source, self._sink.empty(source.shape, source.dtype or self._dtype, self._device))
 
     def _plain(self, source: TensorSource) -> Tensor:
-        """A tensor outside layers."""
+        """Read a tensor outside the layers."""
         return self._fill(
             source, torch.empty(source.shape, dtype=source.dtype or self._dtype, device=self._device)
         )
@@ -222,23 +222,23 @@ class WeightReader(Generic[LayerT, LinearT]):
         return tensor
 
     def _levels(self, source: TensorSource) -> GroupedMatrix | None:
-        """The levels of a matrix; None if it is not quantized, or its parts do not go together."""
+        """Return the levels of a matrix; None if it is not quantized, or its parts cannot be combined."""
         levels = self._checkpoint.levels
         are_quantized = [part.name in levels for part in source.parts]
         if source.transposed or not all(are_quantized):
             if any(are_quantized):
-                self._note_unpacked(source, "what is multiplied with it is not quantized")
+                self._note_unpacked(source, "another part of its fused matrix is not quantized")
             return None
         found: list[GroupedMatrix] = []
         for part in source.parts:
             whole = levels[part.name].read()
             found += [whole.part(rows, source.kept).grouped() for rows in part.ranges]
         if (matrix := stack_rows(found)) is None:
-            self._note_unpacked(source, "others that are multiplied with it are quantized otherwise")
+            self._note_unpacked(source, "other parts of its fused matrix are quantized differently")
         return matrix
 
     def _release(self, source: TensorSource) -> None:
-        """Let the pages of levels go that have been used."""
+        """Release the mapped pages of levels that have been used."""
         for part in source.parts:
             self._checkpoint.levels[part.name].release()
         self._advance(source.num_bytes(self._dtype))

@@ -1,7 +1,7 @@
-"""The sources of the tensors of a part of a model: which rows and columns of which tensors of a checkpoint.
+"""The source of each tensor of a part of a model: rows and columns of a checkpoint's tensors.
 
-Sources have the structure of `DecoderWeights`, and follow from the description of the model alone: no file is
-opened. `weight_reader.py` reads by them.
+Sources have the structure of `DecoderWeights` and follow from the description of the model alone: no file is
+opened. `weight_reader.py` uses them to read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inflight.models.sharding import Part, Range
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """A tensor of the checkpoint that has so many `rows`, and the `ranges` of them that are wanted."""
+    """A tensor of the checkpoint with `rows` rows, and the `ranges` of rows to read."""
 
     name: str
     rows: int
@@ -31,15 +31,15 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """One tensor of a model: rows of checkpoint tensors on top of each other.
+    """One tensor of a model: rows of checkpoint tensors, stacked.
 
     Attributes:
-        parts: The checkpoint's tensors, and which of their rows.
-        columns: How many columns these have; None for vectors.
-        kept: Which of the columns are wanted.
-        transposed: Whether the checkpoint has columns for rows.
-        is_conv: Whether the checkpoint has [rows, 1, columns].
-        dtype: What it is kept as, whatever the model is; None: as the model.
+        parts: The checkpoint's tensors, and the rows to read of each.
+        columns: Number of columns of these tensors; None for vectors.
+        kept: Range of the columns to read.
+        transposed: Whether the checkpoint stores the transposed matrix.
+        is_conv: Whether the checkpoint stores the shape [rows, 1, columns] of a depthwise convolution.
+        dtype: Dtype of the loaded tensor; None: the model's.
     """
 
     parts: tuple[StoredRows, ...]
@@ -51,16 +51,16 @@ class TensorSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the result."""
+        """Shape of the loaded tensor, with only the selected rows and columns."""
         rows = sum(end - begin for part in self.parts for begin, end in part.ranges)
         return (rows,) if self.columns is None else (rows, self.kept[1] - self.kept[0])
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the tensor in a model of this dtype."""
+        """Return the size of the loaded tensor in bytes, in a model of this dtype."""
         return torch.Size(self.shape).numel() * (self.dtype or dtype).itemsize
 
     def stored_shape(self, rows: int) -> tuple[int, ...]:
-        """Shape of a part in the file."""
+        """Return the shape that a part with this number of rows has in the file."""
         if self.columns is None:
             return (rows,)
         if self.is_conv:
@@ -68,7 +68,7 @@ class TensorSource:
         return (self.columns, rows) if self.transposed else (rows, self.columns)
 
     def wanted(self, stored: Tensor, rows: Range) -> Tensor:
-        """The given rows of a stored tensor, without the columns that are not kept."""
+        """Return the given rows and the selected columns of a stored tensor."""
         if self.columns is None:
             return stored[slice(*rows)]
         if self.is_conv:
@@ -78,7 +78,7 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class LinearSource:
-    """A `Linear`; `is_gated`: gate above up of a gated MLP."""
+    """Stored weight and bias of a linear layer; `is_gated`: whether it is gate above up of a gated MLP."""
 
     weight: TensorSource
     bias: TensorSource | None
@@ -87,12 +87,12 @@ class LinearSource:
 
 @dataclass(frozen=True, slots=True)
 class StackSource:
-    """The same matrix of each expert.
+    """Stored matrices of one projection of a layer's experts, one per expert.
 
     Attributes:
-        bias: Of all experts behind each other; None if they have none.
-        matrices: [outputs, inputs] of each.
-        is_gated: They are gate above up.
+        bias: The biases of all experts, one after the other; None if they have none.
+        matrices: [outputs, inputs] of each expert.
+        is_gated: Whether each matrix is gate above up.
     """
 
     bias: TensorSource | None
@@ -102,7 +102,7 @@ class StackSource:
 
 @dataclass(frozen=True, slots=True)
 class NormSource:
-    """A `Norm`; `offset` is added to its weight, which is float32 then, unless it is 0."""
+    """Stored parameters of a norm; `offset` is added to its weight, which is float32 if the offset is not 0."""
 
     weight: TensorSource
     bias: TensorSource | None
@@ -111,7 +111,7 @@ class NormSource:
 
 @dataclass(frozen=True, slots=True)
 class LatentSources:
-    """`LatentWeights`."""
+    """Stored weights of a layer's latent attention (DeepSeek's MLA), besides `LayerSources.qkv`."""
 
     query_norm: NormSource | None
     query_up: LinearSource | None
@@ -121,7 +121,7 @@ class LatentSources:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSources:
-    """`ExpertWeights`."""
+    """Stored weights of a layer's router and of its experts, or of this rank's part of the experts."""
 
     router: LinearSource
     up: StackSource
@@ -144,7 +144,7 @@ class RecurrentSources:
 
 @dataclass(frozen=True, slots=True)
 class LayerSources:
-    """A `Layer`, its tensors in the order in which they are read."""
+    """Stored tensors of a decoder layer, in the order in which they are read."""
 
     qkv: LinearSource
     latent: LatentSources | None
@@ -164,12 +164,12 @@ class LayerSources:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSources:
-    """`DecoderWeights`, its tensors in the order in which they are read.
+    """Stored tensors of a model, or of a rank's part of it, in the order in which they are read.
 
-    The output projection comes before the layers: a matrix of it is not there twice when they are there too.
+    The output projection is read before the layers, so that its matrix is not in memory twice beside all layers.
 
     Attributes:
-        lm_head: None before the last stage, and where the embedding, which is there, is the output projection too.
+        lm_head: None before the last stage, and if the embedding, which is loaded, is also the output projection.
     """
 
     embedding: TensorSource | None
@@ -180,7 +180,7 @@ class DecoderSources:
 
 
 def tensors(sources: object) -> Iterator[TensorSource]:
-    """Each tensor of sources of any structure, in the order in which they are read."""
+    """Yield each tensor of sources of any structure, in the order in which they are read."""
     if isinstance(sources, TensorSource):
         yield sources
     elif isinstance(sources, tuple):
@@ -192,17 +192,17 @@ def tensors(sources: object) -> Iterator[TensorSource]:
 
 
 def stored_shapes(sources: DecoderSources) -> dict[str, tuple[int, ...]]:
-    """The checkpoint's tensors that are read, in the order in which they are read, and their shapes."""
+    """Return the shapes of the checkpoint tensors that are read, in the order in which they are read."""
     return {part.name: each.stored_shape(part.rows) for each in tensors(sources) for part in each.parts}
 
 
 def find_sources(model: ModelDescription, part: Part | None = None) -> DecoderSources:
-    """The sources of a part of the model; None: of all of it."""
+    """Return the sources of a part of the model; with `part` None, of the whole model."""
     return _Finder(model, part or Part.whole(model.decoder)).decoder()
 
 
 class _Finder:
-    """Finds the sources of a part of a model, whose decoder, names and shard all methods look at."""
+    """Finds the sources of a part of a model, from the model's description and the rank's shard."""
 
     def __init__(self, model: ModelDescription, part: Part) -> None:
         self._decoder, self._names, self._part = model.decoder, model.names, part
@@ -376,7 +376,7 @@ class _Finder:
     def _latent(
         self, prefix: str, names: LatentNames, config: LatentAttention
     ) -> tuple[LinearSource, LatentSources]:
-        """The projection of hidden states and the other weights of latent attention, of this shard's heads."""
+        """Return the projection of hidden states and the other latent attention weights of this shard's heads."""
         decoder, rank = self._decoder, config.query_rank
 
         def rows_of_heads(width: int) -> tuple[int, Range]:
@@ -400,7 +400,7 @@ class _Finder:
     def _mlp(
         self, prefix: str, names: MlpNames | None, inner: int
     ) -> tuple[LinearSource, LinearSource] | tuple[None, None]:
-        """Both projections of an MLP that is `inner` wide; no such MLP where that is 0."""
+        """Return both projections of an MLP with this inner width; (None, None) for width 0: no such MLP."""
         if not inner or names is None:
             return None, None
         decoder, own = self._decoder, (inner, self._part.shard.split(inner))
@@ -411,13 +411,13 @@ class _Finder:
         )
 
     def _sinks(self, prefix: str) -> TensorSource:
-        """The learned scores of this shard's query heads."""
+        """Return the learned scores of this shard's query heads."""
         count = self._decoder.num_heads
         name = prefix + self._names.attention.sinks
         return TensorSource((StoredRows(name, count, (self._part.shard.split(count),)),))
 
     def _experts(self, prefix: str, names: ExpertNames, config: ExpertsConfig) -> ExpertSources:
-        """A layer's router, and of the experts that this shard has its slices."""
+        """Return a layer's router, and this shard's part of its experts."""
         hidden, inner = self._decoder.hidden_size, config.intermediate_size
         own = self._part.shard.slice_of_experts(inner)
         held = range(*self._part.shard.experts(config.count))
@@ -437,9 +437,9 @@ class _Finder:
             vectors = tuple(chain.from_iterable(_named(each, "bias") for each in modules))
             return StackSource(TensorSource(vectors) if has_bias else None, matrices, is_gated)
 
-        # What the ranks give is added up, and a bias is in it once.
+        # The ranks' results are summed, so only one rank may add the bias.
         has_down_bias = config.has_bias and own[0] == 0
-        # Kept in float32: what it decides between may be closer together than bfloat16's steps.
+        # Kept in float32: the probabilities that it changes may differ by less than bfloat16 can represent.
         choice_bias = StoredRows(prefix + names.choice_bias, config.count, ((0, config.count),))
         return ExpertSources(
             router=replicated(names.router, config.count, config.has_router_bias),
@@ -450,7 +450,7 @@ class _Finder:
         )
 
     def _head_norm(self, module: str, all_heads: tuple[int, Range]) -> NormSource | None:
-        """The norm over each head, or over all of them: how wide they are, and which are this shard's."""
+        """Return this shard's part of the norm over each head, or over all heads together."""
         decoder = self._decoder
         if decoder.qk_norm is None:
             return None
@@ -465,7 +465,7 @@ class _Finder:
         bias: bool,
         is_gated: bool = False,
     ) -> LinearSource:
-        """`rows`: of each of the fused projections all there are, and this shard's."""
+        """Return fused column-parallel projections; `rows`: of each, the number of rows and this shard's range."""
         fused, *others = modules
         if self._names.attention.qkv_by_head and len(rows) == 3 and not others:
             parts = (self._rows_by_head(prefix + fused),)
@@ -480,7 +480,7 @@ class _Finder:
         return self._linear(parts, hidden, (0, hidden), bias, is_gated)
 
     def _rows_by_head(self, name: str) -> StoredRows:
-        """This shard's rows of a matrix with a head's query, key and value after each other, in our order."""
+        """Return this shard's rows of a matrix ordered by head, reordered to all queries, all keys, all values."""
         size, (first, last) = self._decoder.head_dim, self._part.shard.split(self._decoder.num_heads)
         ranges = (
             ((3 * head + kind) * size, (3 * head + kind + 1) * size)
@@ -506,5 +506,5 @@ class _Finder:
 
 
 def _named(modules: tuple[StoredRows, ...], kind: str) -> tuple[StoredRows, ...]:
-    """Weights or biases of modules."""
+    """Return the weights or biases of modules."""
     return tuple(replace(each, name=f"{each.name}.{kind}") for each in modules)

@@ -1,5 +1,5 @@
-"""OpenAI's HTTP protocol in front of an engine client: a process of its own, the only package that knows it.
+"""OpenAI's HTTP protocol in front of an engine client, in a process of its own.
 
-A body becomes core requests (`protocol`, `sampling`), an `EngineSession` runs them, and routes make what OpenAI's
-clients read of their outputs. Imports no torch.
+A body becomes core requests (`protocol`, `sampling`), an `EngineSession` runs them, and the routes turn their
+outputs into OpenAI's JSON. No other package knows this protocol. Imports no torch.
 """

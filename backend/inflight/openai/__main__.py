@@ -1,8 +1,8 @@
-"""`python -m inflight.openai`: OpenAI's protocol on an engine of this machine, or on a tritonserver anywhere.
+"""`python -m inflight.openai`: OpenAI's protocol for an engine on this machine, or for any tritonserver.
 
-Owns the process: its listening port, the signals that end it, and that it ends in order. `scripts/serve` has
-one beside its tritonserver; on its own it is the endpoint in front of a tritonserver on another host. One event
-loop on the main thread; idle it wakes once a second.
+Owns the process: its listening port, the signals that end it, and its orderly shutdown. `scripts/serve`
+starts one beside its tritonserver; started alone, it serves a tritonserver on another host. One event loop
+runs on the main thread; when idle, it wakes once a second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEFAULT_PORT = 9000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal says to end; returns the exit status: 1 for a failure, 2 for options that cannot be."""
+    """Serve until a signal ends the process; return the exit status: 1: failure, 2: invalid options."""
     raise_descriptor_limit()
     return_large_blocks()
     parser = _parser()
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with listener:
         print(f"LISTENING {address(options, listener)}", flush=True)
         server = _Server(config)
-        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again after its shutdown
             signal.signal(number, server.handle_exit)
         server.run(sockets=[listener])
     client.close()
@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m inflight.openai",
-        description="Serve OpenAI's protocol (/v1) on an engine. scripts/serve starts this by itself; alone it "
-        "stands in front of a tritonserver on another host.",
+        description="Serve OpenAI's protocol (/v1) for an engine. scripts/serve starts this itself; started "
+        "alone, it serves an engine on another host.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "--triton-model",
         default="tensorrt_llm",
         metavar="NAME",
-        help="the model with the engine (%(default)s)",
+        help="the Triton model of the engine (%(default)s)",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add(
@@ -139,7 +139,7 @@ def _config(client: EngineClient, options: OpenAiOptions, exit_timeout_s: int) -
         ssl_keyfile=None if key is None else str(key),
         timeout_graceful_shutdown=max(1, exit_timeout_s),
     )
-    config.load()  # here rather than in run, which ends the process where a certificate is no good
+    config.load()  # here and not in run, which ends the process if a certificate is invalid
     return config
 
 
@@ -158,7 +158,7 @@ def address(options: OpenAiOptions, listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which looks whether it is to end when it is told to and not ten times a second."""
+    """uvicorn's server, which checks for its end once a second and on signals, not ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -166,14 +166,14 @@ class _Server(uvicorn.Server):
         self._told = asyncio.Event()
 
     async def main_loop(self) -> None:
-        """Wait for the end, and keep the date in the headers of responses."""
+        """Wait for the end, and refresh the date in response headers."""
         self._loop = asyncio.get_running_loop()
         while not await self.on_tick(0):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._told.wait(), _TICK_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: the first lets requests in flight finish, another one ends at once."""
+        """Handle a signal: the first lets requests in flight finish, a second one ends at once."""
         super().handle_exit(sig, frame)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._told.set)

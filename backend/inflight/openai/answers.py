@@ -1,6 +1,6 @@
-"""From outputs of a session to what each choice gets: texts, tokens, finish reasons; and the usage of it all.
+"""Conversion of a session's outputs to the texts, tokens and finish reasons of choices, and to the usage.
 
-Knows which choice a sequence is and when it has ended, and nothing of a route's JSON. Event loop.
+Maps sequences to choices and records which have ended; knows no route's JSON. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ FINISH_REASONS = {
     FinishReason.TIMED_OUT: "length",
 }
 _CUTS = frozenset((FinishReason.STOP_WORDS, FinishReason.LENGTH, FinishReason.TIMED_OUT))
-"""Ends that the model has not chosen, so that its text may end within a mark."""
+"""Finish reasons that the model did not choose: the text may end inside a tool call's or reasoning's mark."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """The part of one choice that one result adds.
+    """One choice's share of one result.
 
     Attributes:
-        index: The choice's place in the answer.
-        batch_index: Which of the body's prompts it belongs to.
-        text: What its text goes on with.
-        token_ids: The tokens that have come.
-        finish_reason: Why it has ended; None while it goes on.
-        log_probs: Of each token; None if they are not wanted.
-        top_log_probs: Beside each token; None if they are not wanted.
-        prompt_log_probs: Of each prompt token, the first 0.0; with the choice's first piece.
-        prompt_tops: The likeliest tokens beside each prompt token but the first; with the choice's first piece.
-        prompt_ranks: The rank of each prompt token but the first, 1 for the likeliest; of equally likely ones the
-            lower id comes first. With the choice's first piece; empty where ranks are not asked for or not known.
+        index: Index of the choice in the response.
+        batch_index: Index of its prompt in the body.
+        text: New text.
+        token_ids: New token ids.
+        finish_reason: OpenAI's finish reason; None while the choice is generating.
+        log_probs: Log prob of each new token; None if not requested.
+        top_log_probs: Likeliest tokens at each new token's position; None if not requested.
+        prompt_log_probs: Log prob of each prompt token, 0.0 for the first; in the choice's first piece.
+        prompt_tops: Likeliest tokens at each prompt position but the first; in the choice's first piece.
+        prompt_ranks: Rank of each prompt token but the first, 1 for the likeliest; the lower id first among
+            equals. In the choice's first piece; empty if ranks are not requested or not known.
         is_first: Whether this is the choice's first piece.
-        is_cut: Whether a limit or a stop string has ended it, not the model.
+        is_cut: Whether a limit or a stop string ended the choice, and not the model.
     """
 
     index: int
@@ -66,17 +66,17 @@ class Piece:
     is_cut: bool = False
 
     def says_something(self, with_ids: bool) -> bool:
-        """Whether a client learns anything by it: bytes of an unfinished character tell nothing yet.
+        """Return whether the piece has content for a client; the bytes of an incomplete character have none.
 
         Args:
-            with_ids: Clients are told token ids too, the prompt's with the first piece.
+            with_ids: The response has token ids too, with the prompt's ids in the first piece.
         """
         has_ids = with_ids and bool(self.token_ids or self.is_first)
         return has_ids or bool(self.text or self.finish_reason or self.log_probs or self.prompt_log_probs)
 
     @classmethod
     def joined(cls, pieces: Sequence[Piece]) -> Piece:
-        """All of a choice's pieces as one."""
+        """Return the pieces of one choice as one piece."""
         first, last = pieces[0], pieces[-1]
         if len(pieces) == 1:
             return first
@@ -101,13 +101,13 @@ class Piece:
 
 
 class Usage:
-    """Tokens of an answer so far.
+    """Token counts of an answer so far.
 
     Attributes:
-        prompt_tokens: Of all prompts, each counted once.
-        completion_tokens: Generated, of all choices.
-        cached_tokens: Of the prompts, what was found in the KV cache, in whole blocks.
-        reasoning_tokens: Of completion_tokens, those that the model has thought with; None where it is not said.
+        prompt_tokens: Tokens of all prompts, each prompt counted once.
+        completion_tokens: Generated tokens of all choices.
+        cached_tokens: Prompt tokens found in the KV cache, in whole blocks.
+        reasoning_tokens: Those of `completion_tokens` that are reasoning; None if not known.
     """
 
     def __init__(self, prompts: Sequence[Prompt], tokens_per_block: int) -> None:
@@ -123,22 +123,22 @@ class Usage:
         return sum(self._cached)
 
     def add(self, batch_index: int, result: SequenceResult) -> None:
-        """Count what the engine says of a prompt's first sequence, which computes the prompt for its siblings."""
+        """Count a result's cached tokens, once per prompt: its first sequence computes the prompt for all."""
         metrics = result.perf_metrics
         if metrics is not None and result.sequence_index == 0:
             length, size = self._prompt_lengths[batch_index], self._tokens_per_block
-            # The last block may have been found in part; nobody tells how far, so only whole ones count.
+            # A reused last block may match in part only, by an unknown length: count whole blocks.
             num_whole = min(metrics.num_reused_blocks, length // size - metrics.num_missed_blocks)
             self._cached[batch_index] = min(max(num_whole, 0) * size, length - 1)
 
     def of_chunk(self, body: SamplingBody) -> dict[str, Any]:
-        """The usage field of a chunk of a stream: the usage so far, null, or no key at all."""
+        """Return the usage field of a stream's chunk: the usage so far, null, or no key."""
         if body.has_continuous_usage:
             return {"usage": self.as_json()}
         return {"usage": None} if body.includes_usage else {}
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """Return the `usage` object of an answer in OpenAI's form."""
         told: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -151,11 +151,11 @@ class Usage:
 
 
 class Pieces:
-    """Turns the outputs of one answer into pieces.
+    """Converter from one answer's outputs to pieces.
 
     Args:
-        asked: What its body asks for.
-        usage: Counts what comes.
+        asked: Settings of the body.
+        usage: Receives the token counts.
     """
 
     def __init__(self, asked: BodySettings, usage: Usage) -> None:
@@ -165,7 +165,7 @@ class Pieces:
         self._ended: set[int] = set()
 
     async def read(self, stream: OutputStream) -> AsyncIterator[list[Piece]]:
-        """Yield the pieces that go out together, until everything has ended."""
+        """Yield lists of pieces that are sent together, until every sequence has ended."""
         try:
             async for outputs in stream:
                 pieces: list[Piece] = []
@@ -177,7 +177,7 @@ class Pieces:
             raise in_fields(error, self._asked.fields) from None
 
     async def _of_prompt(self, output: Output) -> tuple[Sequence[TopLogProbs], Sequence[int]]:
-        """The likeliest tokens beside those of the prompt, and the ranks of these; empty where nobody asks."""
+        """Return likeliest tokens at the prompt's positions, and the prompt tokens' ranks, or empty ones."""
         logits, num_top = output.result.context_logits, self._asked.num_prompt_top
         if logits is None:
             return (), ()
@@ -221,7 +221,7 @@ class Pieces:
             is_cut=reason in _CUTS,
         )
         self._begun.add(index)
-        if self._asked.max_tokens == 0:  # the engine has made one, in its only result
+        if self._asked.max_tokens == 0:  # the engine generates one token, in its only result
             piece.text, piece.token_ids, piece.finish_reason = (
                 output.prompt.options.prompt_text or "",
                 (),

@@ -1,6 +1,6 @@
-"""The application: routes, errors and middleware around one engine client.
+"""The application: routes, error handlers and middleware around one engine client.
 
-`create_app` is the composition root of this package. The client is the caller's, who closes it after the
+`create_app` is the composition root of this package. The caller owns the client, and closes it after the
 application has ended.
 """
 
@@ -28,11 +28,11 @@ _ENGINE_CHECK_S = 1.0
 
 
 def create_app(client: EngineClient, options: OpenAiOptions) -> FastAPI:
-    """The application, to be served by one event loop.
+    """Return the application; one event loop must serve it.
 
     Args:
-        client: Way to the engine, which may come and go meanwhile.
-        options: Of the endpoint.
+        client: Client of the engine, which may come and go meanwhile.
+        options: Options of the endpoint.
     """
     session, model = EngineSession(client), ServingModel(client, options)
 
@@ -55,9 +55,9 @@ def create_app(client: EngineClient, options: OpenAiOptions) -> FastAPI:
 
 
 async def _load(session: EngineSession, model: ServingModel) -> None:
-    """Have the model's files read as soon as there is an engine, which may be loading still."""
+    """Read the model's files as soon as the engine is available; it may still be loading."""
     while True:
         try:
             return await session.wait_for(model.load)
-        except InflightError:  # it is away, or cannot tell yet
+        except InflightError:  # the engine is away, or cannot describe itself yet
             await asyncio.sleep(_ENGINE_CHECK_S)

@@ -1,8 +1,8 @@
-"""The body of a request, from the bytes that arrive to a checked `Body`.
+"""Reading of a request's body: from received bytes to a checked `Body`.
 
-Owns how large a body may be, and how many values it may have. That is found out before any of them is made:
-Python's objects take many times the bytes of a body, and while they are made no other thread runs. `BodyReader` is
-the event loop's; `parse_body` runs on the session's threads. Errors are raised by the body's names.
+Owns the limits on a body's size and number of values. Both are checked before parsing: Python objects take
+many times the bytes of a body, and no other thread runs while they are made. `BodyReader` belongs to the
+event loop; `parse_body` runs on the session's threads. Errors name fields of the body.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from inflight.serving.engine_session import EngineSession
 from inflight.serving.memory import return_free_memory
 
 MAX_VALUES = 1 << 20
-"""Most values in a body, wherever they are in it: texts, numbers, lists and so on."""
+"""Most values in a body, at any depth: texts, numbers, lists and so on."""
 MAX_TEXTS = 1 << 18
-"""Most texts, the keys of objects among them."""
+"""Most texts in a body, keys of objects included."""
 MAX_CONTAINERS = 1 << 15
-"""Most lists and objects."""
+"""Most lists and objects in a body."""
 _MAX_UNREAD = 16
-"""Bodies of the largest size that may wait in memory to be parsed, or for their rest to arrive."""
+"""Number of bodies of the largest size that may wait in memory to be received or parsed."""
 _SMALL_BYTES = 64 << 10
-"""The first bytes of a body, which do not count towards that bound: small bodies are read even when it is
-reached."""
+"""Bytes of each body that do not count towards `_MAX_UNREAD`, so that small bodies are always read."""
 
 _LARGE_BYTES = 1 << 20
 _RETURN_S = 3.0
@@ -43,11 +42,11 @@ _DECODER = msgspec.json.Decoder()
 
 
 class BodyReader:
-    """Reads bodies, within bounds on each and on all that wait.
+    """Reader of bodies, with a limit on each body and on all waiting bodies together.
 
     Args:
-        session: Has the threads that they are parsed on.
-        max_bytes: The largest body.
+        session: Its threads parse bodies.
+        max_bytes: The largest body, in bytes.
     """
 
     def __init__(self, session: EngineSession, max_bytes: int) -> None:
@@ -57,7 +56,10 @@ class BodyReader:
         self._return: asyncio.TimerHandle | None = None
 
     async def read(self, kind: type[_Body], request: Request) -> _Body:
-        """The body of `request`. Its bytes are let go of when this returns."""
+        """Return the body of `request`; raise ApiError, Unavailable or Cancelled.
+
+        Keeps no reference to the received bytes.
+        """
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
             raise self._too_large()
@@ -85,7 +87,7 @@ class BodyReader:
             self._num_waiting_bytes -= num_counted
 
     def _return_memory_soon(self) -> None:
-        """Give memory back that large bodies have taken, when they are likely to be gone."""
+        """Schedule the return of freed memory to the system, for when large bodies are likely to be gone."""
         if self._return is None:
             self._return = asyncio.get_running_loop().call_later(_RETURN_S, self._return_memory)
 
@@ -98,7 +100,7 @@ class BodyReader:
 
 
 def body_as(kind: type[Body]) -> Any:
-    """The annotation by which a parameter of a route is the request's body, read by the application's reader."""
+    """Return the annotation for a route's parameter that is the request's body."""
 
     async def read(request: Request) -> Body:
         reader: BodyReader = request.app.state.bodies
@@ -108,10 +110,10 @@ def body_as(kind: type[Body]) -> Any:
 
 
 def parse_body(kind: type[_Body], raw: bytes, content_type: str) -> _Body:
-    """A body as `kind`; raises ApiError."""
+    """Return a body as `kind`; raise ApiError."""
     if not raw:
         raise ApiError("a body is required", 400, None, "missing")
-    if not _is_json(content_type):  # which a browser sends to other sites only if they allow it
+    if not _is_json(content_type):  # a browser sends this type to other sites only if they allow it
         raise ApiError("the body is not said to be JSON: send the header Content-Type: application/json")
     _check_counts(raw)
     try:
@@ -120,7 +122,7 @@ def parse_body(kind: type[_Body], raw: bytes, content_type: str) -> _Body:
         raise validation_error(error) from None
     except RecursionError:
         raise ApiError("the body is nested too deeply") from None
-    except ValueError as error:  # msgspec's are of this class, and so is a text that is no UTF-8
+    except ValueError as error:  # includes msgspec's errors and text that is not UTF-8
         raise ApiError(f"the body is no JSON: {error}") from None
 
 
@@ -131,7 +133,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _check_counts(raw: bytes) -> None:
-    if not _excess(raw):  # counting what is in texts, too
+    if not _excess(raw):  # counts punctuation inside texts, too: an upper bound
         return
     excess = _excess(_without_texts(raw))
     if excess:
@@ -139,10 +141,10 @@ def _check_counts(raw: bytes) -> None:
 
 
 def _excess(raw: bytes) -> str:
-    """A description of the first limit that JSON exceeds, by counts of its punctuation; "" if there is none."""
+    """Describe the first limit that JSON exceeds, by counts of its punctuation; "" if there is none."""
     for count, most, name in (
-        (raw.count(b","), MAX_VALUES, "values"),  # the last one of each list or object has no comma
-        (raw.count(b'"'), MAX_TEXTS, "texts and keys"),  # `_without_texts` leaves one mark of each
+        (raw.count(b","), MAX_VALUES, "values"),  # the last value of a list or object has no comma
+        (raw.count(b'"'), MAX_TEXTS, "texts and keys"),  # `_without_texts` keeps one mark of each text
         (raw.count(b"[") + raw.count(b"{"), MAX_CONTAINERS, "lists and objects"),
     ):
         if count > most:
@@ -151,7 +153,7 @@ def _excess(raw: bytes) -> str:
 
 
 def _without_texts(raw: bytes) -> bytes:
-    """The bytes outside of strings in JSON. For invalid JSON, right as far as a parser would read."""
+    """Return the bytes outside of JSON strings. For invalid JSON, correct up to the first error."""
     found = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     is_in_text = np.logical_xor.accumulate(found == ord('"'))
     return found[~is_in_text].tobytes()

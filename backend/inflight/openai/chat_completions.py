@@ -1,4 +1,4 @@
-"""/v1/chat/completions: answers to messages. The event loop, but for `_prepare`."""
+"""/v1/chat/completions: answers to messages. Runs on the event loop, except `_prepare`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], request: Request) -> Response:
-    """Answer the messages `n` times."""
+    """Generate `n` answers to the messages."""
     context = context_of(request)
     adapter = await context.adapter_of(body.model)
     plan, prompt = await context.session.compute(partial(_prepare, context.model, body, adapter))
@@ -70,11 +70,11 @@ def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[AnswerP
 
 
 class _Message:
-    """The message of one choice: splits its text into reasoning, content and tool calls.
+    """Parser of one choice's text into reasoning, content and tool calls.
 
     Args:
-        prompt: Says which parsers do.
-        only_one: Calls behind the first one are left out, as is asked for by parallel_tool_calls false.
+        prompt: Names the parsers.
+        only_one: Drop tool calls after the first, as `parallel_tool_calls: false` requires.
     """
 
     def __init__(self, prompt: ChatPrompt, only_one: bool) -> None:
@@ -84,7 +84,7 @@ class _Message:
         self.has_called = False
 
     def add(self, piece: Piece) -> tuple[str, ChatDelta]:
-        """Go on with the text of its next piece; returns reasoning, and the rest."""
+        """Parse the next piece's text; return the reasoning, and the content and tool calls."""
         reasoning, content = self._reasoning.add(piece.text)
         delta = self._tools.add(content)
         if piece.finish_reason is not None:
@@ -100,7 +100,7 @@ class _Message:
 
 
 class _ChatWriter:
-    """Writes the choices of one answer, of a stream a part at a time."""
+    """Writer of one chat answer, whole or as a stream of chunks."""
 
     def __init__(self, body: ChatBody, plan: AnswerPlan, prompt: ChatPrompt, envelope: Envelope) -> None:
         self._body = body
@@ -112,7 +112,7 @@ class _ChatWriter:
         plan.usage.reasoning_tokens = self._num_thoughts = 0
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
         body, plan = self._body, self._plan
         self._count_thoughts(pieces)
         more: dict[str, Any] = {"usage": plan.usage.as_json()}
@@ -131,7 +131,7 @@ class _ChatWriter:
         return self._envelope.around([self._choice(piece) for piece in pieces], **more)
 
     async def events(self, pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
-        """The events of a stream."""
+        """Yield the events of a stream."""
         body, usage = self._body, self._plan.usage
         prompt_ids = {"prompt_token_ids": self._plan.prompt_ids(0)} if body.return_token_ids else {}
         async for some in pieces:
@@ -139,13 +139,13 @@ class _ChatWriter:
                 self._count_thoughts(some)
             make = partial(self._events_of, some, usage.of_chunk(body), prompt_ids)
             if told := await made(make, grows_with_prompt=bool(prompt_ids)):
-                prompt_ids = {}  # the stream's first chunk has them
+                prompt_ids = {}  # only the stream's first chunk has them
                 yield told
         if body.includes_usage:
             yield event(self._envelope.around([], usage=usage.as_json()))
 
     def _events_of(self, pieces: list[Piece], usage: dict[str, Any], of_first: dict[str, Any]) -> bytes:
-        """The chunks that tell of these pieces, the first of them with `of_first`."""
+        """Return the chunks for these pieces, the first of them with the fields `of_first`."""
         told: list[bytes] = []
         for choice in filter(None, map(self._chunk, pieces)):
             told.append(event(self._envelope.around([choice], **usage, **({} if told else of_first))))
@@ -157,7 +157,7 @@ class _ChatWriter:
         if message["content"] is None and not said.get("tool_calls"):
             message["content"] = ""
         for call in message.get("tool_calls", ()):
-            del call["index"]  # which only parts of a call have
+            del call["index"]  # only chunks have an index
         return self._around("message", message, piece)
 
     def _chunk(self, piece: Piece) -> dict[str, Any] | None:
@@ -166,7 +166,7 @@ class _ChatWriter:
             delta = {"role": "assistant", "content": "", **delta}
         has_ids = self._body.return_token_ids and piece.token_ids
         if not (delta or piece.finish_reason or piece.log_probs or has_ids):
-            return None  # nothing that is certain yet
+            return None  # the parsers hold the text until its meaning is certain
         return self._around("delta", delta, piece)
 
     def _around(self, name: str, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class _ChatWriter:
         self._plan.usage.reasoning_tokens = self._num_thoughts
 
     def _said(self, piece: Piece) -> dict[str, Any]:
-        """The fields that the piece's text adds to the message, by OpenAI's names, without empty ones."""
+        """Return the fields that the piece adds to the message, by OpenAI's names, without empty ones."""
         message = self._messages.get(piece.index)
         if message is None:
             message = self._messages[piece.index] = _Message(
@@ -204,7 +204,7 @@ class _ChatWriter:
         reasoning, delta = message.add(piece)
         said: dict[str, Any] = {}
         if reasoning and self._body.include_reasoning:
-            # vLLM's name, and the one that it had until 0.10 and others still have.
+            # vLLM's name, and its name before vLLM 0.10, which other servers still use.
             said["reasoning"] = said["reasoning_content"] = reasoning
         if delta.content:
             said["content"] = delta.content
@@ -214,7 +214,7 @@ class _ChatWriter:
 
 
 def _call(delta: ToolCallDelta) -> dict[str, Any]:
-    """OpenAI's object for a part of a tool call; id and name come with its first."""
+    """Return OpenAI's object for a part of a tool call; the call's first part has its id and name."""
     function: dict[str, str] = {"arguments": delta.arguments}
     if not delta.id:
         return {"index": delta.index, "function": function}

@@ -1,7 +1,7 @@
-"""From the messages of a chat to a prompt, and to what reads the answer. On the tokenizing threads.
+"""Conversion of a chat's messages to a prompt, and choice of the answer's parsers. On the tokenizing threads.
 
-Owns which parsers and which guide a body gets. The template, the parsers and the guides themselves are in
-`inflight.serving.chat`.
+Owns the choice of parsers and guide for a body. `inflight.serving.chat` has the template, the parsers and the
+guides.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from inflight.serving.chat.template import ChatTemplate
 from inflight.serving.chat.tool_guides import forced_prefix, read_tool_choice, tool_guide
 
 _FORCED_STYLE = "json"
-"""How forced calls are written where the template has no style of its own: the guide says it to the model."""
+"""Tool style of forced calls if the template has none of its own; the guide makes the model follow it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A chat, ready to be tokenized.
+    """A chat's prompt before tokenization, with the parsers of its answer.
 
     Attributes:
-        text: Of the prompt.
-        guide: What the answer has to look like.
-        tool_parser: What finds tool calls in it; "": there are none to find.
-        is_forced: Whether it has to be tool calls.
-        reasoning_parser: What finds its reasoning; "": it is told as content.
+        text: Text of the prompt.
+        guide: Guide of the answer.
+        tool_parser: Name of the tool call parser; "": none.
+        is_forced: Whether the answer must be tool calls.
+        reasoning_parser: Name of the reasoning parser; "": none, all text is content.
         starts_inside: Whether the prompt has opened the reasoning.
-        token_bytes: By id, what each token adds to a text; empty where no reasoning is looked for.
+        token_bytes: By id, the bytes that each token adds to a text; empty without a reasoning parser.
     """
 
     text: str
@@ -53,7 +53,7 @@ class ChatPrompt:
 
 
 def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
-    """Render the messages, and choose what reads the answer; raises what is wrong, by the body's names."""
+    """Render the messages, and choose guide and parsers; raise errors that name fields of the body."""
     template = model.chat_template()
     text = render_messages(template, body)
     final = body.messages[-1] if body.continue_final_message else None
@@ -79,7 +79,7 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
             '"required" or "none"',
         )
     if not choice.is_forced and guide is not None and is_inside:
-        # A guide is for all that is generated, so what the model thinks has to end before.
+        # A guide holds for all generated text, so the reasoning must end in the prompt.
         begin = "" if opens_reasoning(text, final) else THINK_BEGIN
         text, is_inside = f"{text.rstrip()}{begin}\n\n{THINK_END}\n\n", False
     if ends_reasoning(text, final):
@@ -89,7 +89,7 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
 
 
 def render_messages(template: ChatTemplate, body: Any) -> str:
-    """The text of a body's messages, for an answer or for /tokenize."""
+    """Render a body's messages to the prompt's text, for an answer or for /tokenize."""
     kwargs = dict(body.chat_template_kwargs)
     effort = getattr(body, "reasoning_effort", None)
     if effort is not None:

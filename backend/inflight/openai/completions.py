@@ -1,4 +1,4 @@
-"""/v1/completions: prompts that are continued. The event loop, but for `_prepare`."""
+"""/v1/completions: continuations of prompts. Runs on the event loop, except `_prepare`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer, event, made
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's, unless the server has a default of its own."""
+"""OpenAI's default, used if the server has none of its own."""
 
 router = APIRouter()
 
@@ -63,7 +63,7 @@ def _prepare(model: ServingModel, body: CompletionBody, adapter: str) -> AnswerP
 
 
 def _num_prompt_top(body: CompletionBody) -> int | None:
-    """How many of the likeliest tokens are told beside the prompt's; None where nothing is told of these."""
+    """Return how many likeliest tokens to report at each prompt position; None: no prompt log probs."""
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((number for number in wanted if number is not None), default=None)
 
@@ -71,12 +71,12 @@ def _num_prompt_top(body: CompletionBody) -> int | None:
 def _read_prompts(
     model: ServingModel, body: CompletionBody
 ) -> tuple[Sequence[str | None], Sequence[Sequence[int]]]:
-    """The texts, None for prompts that came as ids, and the ids."""
+    """Return the prompts' texts, with None for prompts given as ids, and the prompts' ids."""
     prompt = body.prompt
     if not prompt:
         raise invalid("prompt", "prompt is empty: send a text, token ids, or a list of either")
     is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    check_number_of_sequences(model, len(prompt) if is_batch else 1, body.n)  # before any is tokenized
+    check_number_of_sequences(model, len(prompt) if is_batch else 1, body.n)  # before tokenization
     if isinstance(prompt, str):
         return [prompt], model.encode([prompt], body.add_special_tokens)
     if isinstance(prompt[0], str):
@@ -89,7 +89,7 @@ def _read_prompts(
 
 
 class _CompletionWriter:
-    """Writes the choices of one answer, of a stream a part at a time."""
+    """Writer of one completion answer, whole or as a stream of chunks."""
 
     def __init__(self, body: CompletionBody, plan: AnswerPlan, envelope: Envelope) -> None:
         self._body = body
@@ -98,12 +98,12 @@ class _CompletionWriter:
         self._log_probs: dict[int, CompletionLogProbs] = {}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
         choices = [self.choice(piece) for piece in pieces]
         return self._envelope.around(choices, usage=self._plan.usage.as_json())
 
     def choice(self, piece: Piece) -> dict[str, Any]:
-        """One choice, or what `piece` adds to it."""
+        """Return one choice, or the part of it in `piece`."""
         body = self._body
         choice: dict[str, Any] = {
             "index": piece.index,
@@ -132,7 +132,7 @@ class _CompletionWriter:
         return choice
 
     async def events(self, pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
-        """The events of a stream."""
+        """Yield the events of a stream."""
         body, plan, around = self._body, self._plan, self._envelope.around
         tells_prompt = body.return_token_ids or body.echo
         async for some in pieces:

@@ -1,6 +1,6 @@
-"""The state that every route needs, kept in the application; and the way from prompts to a watched stream.
+"""State shared by all routes, kept in the application; and the steps from prompts to a watched stream.
 
-Knows no route's JSON. The event loop, but for what `EngineSession` runs on other threads.
+Knows no route's JSON. Runs on the event loop; `EngineSession` runs some calls on other threads.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Context:
     model: ServingModel
 
     async def adapter_of(self, model: str | None) -> str:
-        """`ServingModel.adapter_of`: what is asked first for every body."""
+        """Return the adapter that `model` means (`ServingModel.adapter_of`): the first check of each body."""
         return await self.session.wait_for(partial(self.model.adapter_of, model))
 
 
 def context_of(request: Request) -> Context:
-    """The application's."""
+    """Return the context of the application that received this HTTP request."""
     return request.app.state.context
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The fields that every answer and every chunk begins with."""
+    """The first fields of every answer and every chunk."""
 
     id: str
     object: str
@@ -50,19 +50,19 @@ class Envelope:
 
     @classmethod
     def of(cls, prefix: str, kind: str, plan: AnswerPlan, request: Request) -> Envelope:
-        """A new one.
+        """Return the envelope of a new answer.
 
         Args:
-            prefix: Of its id.
-            kind: What OpenAI calls the object.
-            plan: Whose answer it is.
-            request: The HTTP request, whose id the answer has unless the body names another.
+            prefix: Prefix of the answer's id.
+            kind: OpenAI's name for the object.
+            plan: Plan of the answer.
+            request: The HTTP request; its id is the answer's id unless the body has one.
         """
         name = plan.asked.body.request_id or request_id_of(request)
         return cls(f"{prefix}-{name}", kind, int(time.time()), plan.model_name, plan.fingerprint)
 
     def around(self, choices: Sequence[object], **more: object) -> dict[str, object]:
-        """The whole object."""
+        """Return the whole object, with its choices."""
         return {
             "id": self.id,
             "object": self.object,
@@ -75,9 +75,9 @@ class Envelope:
 
 
 async def answer_whole(context: Context, request: Request, plan: AnswerPlan) -> list[Piece]:
-    """All of every choice, as one piece each, in order."""
+    """Return every choice as one piece, in order."""
     stream = context.session.open(plan.prompts)
-    watcher = Watcher(request, stream)  # from before the start: many prompts take long to submit
+    watcher = Watcher(request, stream)  # before the start: submitting many prompts takes long
     parts: dict[int, list[Piece]] = {}
     try:
         await stream.start()
@@ -95,13 +95,13 @@ async def answer_stream(
     plan: AnswerPlan,
     events_of: Callable[[AsyncIterator[list[Piece]]], AsyncIterator[bytes]],
 ) -> Response:
-    """A response that sends `events_of` the pieces as they come."""
+    """Return a response that sends the events that `events_of` makes of the pieces."""
     stream = context.session.open(plan.prompts)
     watcher = Watcher(request, stream)
     try:
         await stream.start()
         pieces = Pieces(plan.asked, plan.usage).read(stream)
         return EventStream(await peeked(events_of(pieces)), watcher)
-    except BaseException:  # whatever it is, it is raised again, and nothing runs on
+    except BaseException:  # end the stream whatever the error is, and raise it again
         watcher.close()
         raise

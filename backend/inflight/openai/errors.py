@@ -1,8 +1,8 @@
-"""OpenAI's form of errors, and the status each travels with. Knows no routes. Event loop.
+"""OpenAI's form of errors, and their HTTP statuses. Knows no routes. Runs on the event loop.
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-`param` is the body's field that is wrong, null where it is none or not known.
+`param` is the invalid field of the body, or null if there is none or it is not known.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from inflight.errors import (
 _log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 _SHOWN = 100
-"""Most letters, or items, of what came that a message repeats."""
+"""Most characters, or items, of a client's value that a message repeats."""
 _MAX_MESSAGE = 1500
-"""Most letters of a message."""
+"""Most characters of a message."""
 _STATUS = {
     "ALREADY_EXISTS": 409,
     "NOT_FOUND": 404,
@@ -53,7 +53,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
-# Errors of the engine name its tensors; clients of this endpoint know these fields.
+# Errors of the engine name its tensors; clients of this endpoint know these fields instead.
 _FIELD_OF_TENSOR = {
     **{each.tensor: each.body.name for each in CONTROLS.values() if each.body},
     "request_output_len": "max_tokens",
@@ -69,17 +69,17 @@ _FIELD_OF_TENSOR = {
 }
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""OpenAI's code for a prompt that is too long, by which clients know that they have to shorten it."""
+"""OpenAI's code for a prompt that is too long; clients shorten their prompt when they read it."""
 
 
 class ApiError(InflightError):
-    """An error of this protocol alone.
+    """An error of this protocol only.
 
     Args:
-        message: What came and what was expected.
-        status: HTTP's.
-        param: The field of the body.
-        code: OpenAI's word for it.
+        message: The received value and the expected one.
+        status: HTTP status.
+        param: Field of the body.
+        code: OpenAI's code of the error.
     """
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
@@ -88,23 +88,23 @@ class ApiError(InflightError):
 
 
 def invalid(param: str, message: str) -> ApiError:
-    """An error about one field."""
+    """Return an error about one field."""
     return ApiError(message, 400, param, "invalid_value")
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """An error about a field that is known and not served."""
+    """Return an error about a known field that is not served."""
     return ApiError(message, 400, param, "unsupported_parameter")
 
 
 def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = {}) -> ApiError:
-    """An error of the engine's checks, which names tensors, as an error that names fields of a body.
+    """Convert an error of the engine's checks, which names tensors, to one that names fields of a body.
 
-    `param` is the first of these.
+    `param` is the first field that the message names, or `model` for an invalid adapter.
 
     Args:
-        error: Of the engine.
-        fields: The field of this body for a tensor, where that depends on the body.
+        error: Error of the engine.
+        fields: Fields of this body by tensor, where the field depends on the body.
     """
     fields = {**_FIELD_OF_TENSOR, **fields}
     named = error.with_names(lambda name: fields.get(name, name))
@@ -116,10 +116,10 @@ def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = 
 
 
 def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status, and the body."""
+    """Return the HTTP status and the body."""
     if isinstance(error, InvalidArgument | Unsupported):
         error = in_fields(error)
-    if isinstance(error, UnicodeEncodeError):  # JSON can have half of a surrogate pair, and UTF-8 cannot
+    if isinstance(error, UnicodeEncodeError):  # JSON allows half of a surrogate pair, UTF-8 does not
         error = ApiError(f"a text of the body is no Unicode: {error.reason} at character {error.start}")
     if isinstance(error, ApiError):
         return error.status, error_body(error.status, str(error), error.param, error.error_code)
@@ -134,14 +134,14 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def _tell_operator(message: str) -> None:
-    """Log what clients are not told; the same thing once, however often they ask."""
+    """Log a message that clients do not get; a repeated message is logged once."""
     _log.warning("%s", message)
 
 
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """OpenAI's object for an error; a long message is cut, as it may repeat what came."""
+    """Return OpenAI's object for an error. A long message is cut, as it may repeat a client's values."""
     if len(message) > _MAX_MESSAGE:
         message = message[:_MAX_MESSAGE] + "…"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -149,13 +149,13 @@ def error_body(
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """The response for an error; one that may pass soon says when to try again."""
+    """Return the response for an error; one that may be temporary has a Retry-After header."""
     status, body = describe_error(error)
     return JSONResponse(body, status, {"Retry-After": "1"} if status in (429, 503) else None)
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Have every error of a route answered in OpenAI's form."""
+    """Make every error of a route be answered in OpenAI's form."""
 
     async def of_engine(request: Request, error: Exception) -> JSONResponse:
         return error_response(error)
@@ -173,7 +173,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def validation_error(error: pydantic.ValidationError) -> ApiError:
-    """The API error for pydantic's error in a body. Any thread."""
+    """Convert pydantic's error in a body to an ApiError. Any thread."""
     errors: list[Any] = error.errors(include_url=False)
     first = errors[0]
     raised = first.get("ctx", {}).get("error")
@@ -185,7 +185,7 @@ def validation_error(error: pydantic.ValidationError) -> ApiError:
     if first["type"] == "missing":
         return ApiError(f"{'.'.join(places)} is required", 400, _param(places), "missing")
     message = _message(first)
-    if places and places[-1] in _KINDS:  # a field of several types, with an error for each
+    if places and places[-1] in _KINDS:  # a field of several types, with one error for each
         field, place = first["loc"][:-1], len(first["loc"]) - 1
         kinds = [_KINDS.get(str(one["loc"][place]), "") for one in errors if one["loc"][:place] == field]
         message = f"expected {' or '.join(filter(None, kinds))}, got {_shown(first)}"
@@ -193,7 +193,7 @@ def validation_error(error: pydantic.ValidationError) -> ApiError:
     return ApiError(f"{'.'.join(places) or 'the body'}: {message}", 400, _param(places), "invalid_value")
 
 
-# What pydantic calls the types of fields that have several.
+# pydantic's names of the types of fields with several types.
 _KINDS = {
     "str": "a text",
     "bool": "true or false",
@@ -211,7 +211,7 @@ def _message(error: dict[str, Any]) -> str:
 
 def _shown(error: dict[str, Any]) -> str:
     value = error.get("input")
-    if isinstance(value, list):  # of a long one the beginning says enough
+    if isinstance(value, list):  # the beginning of a long list is enough
         value = value[:_SHOWN]
     elif isinstance(value, dict):
         value = dict(islice(value.items(), _SHOWN))
@@ -227,7 +227,7 @@ def _param(places: list[str]) -> str | None:
 
 
 class _Refused(ValueError):
-    """Carries an error through pydantic, which only knows ValueError."""
+    """A wrapper that carries an ApiError through pydantic, which passes on ValueErrors only."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))
@@ -235,5 +235,5 @@ class _Refused(ValueError):
 
 
 def refused(error: ApiError) -> ValueError:
-    """`error` as a validator may raise it."""
+    """Wrap `error` so that a validator may raise it."""
     return _Refused(error)

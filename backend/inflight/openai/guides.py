@@ -1,4 +1,4 @@
-"""The guide that a body asks for, as one guide of the engine. Plain functions, any thread."""
+"""Conversion of a body's guide fields to one guide of the engine. Plain functions, any thread."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _FORMAT_FIELDS = {
     "grammar": {"type", "grammar"},
     "structural_tag": {"type", "structures", "triggers", "sequence"},
 }
-"""By type, what a response_format may have."""
+"""Allowed keys of a response_format, by its type."""
 _MOST_ALTERNATIVES = 1000
-"""Of one rule of a grammar; llguidance takes 2000."""
+"""Most alternatives in one rule of a grammar; llguidance accepts at most 2000."""
 _SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 _FORMATS = "text, json_object, json_schema, regex, grammar or structural_tag"
 
 
 def read_guide(body: SamplingBody) -> Guide | None:
-    """The one guide that `body` asks for; None if it asks for none, an error if for several."""
+    """Return the guide that `body` asks for, or None; raise ApiError for an invalid guide or several."""
     found: dict[str, Guide] = {}
     given = {
         "guided_json": (GuideKind.JSON_SCHEMA, body.guided_json),
@@ -83,7 +83,7 @@ def _structured(asked: StructuredOutputs) -> Guide:
     spaces: dict[str, Any] = {}
     if asked.whitespace_pattern is not None:
         spaces["whitespace_pattern"] = asked.whitespace_pattern
-    # An expression, a choice or a grammar says itself what white space there is: no other has to be kept out.
+    # Regular expressions, choices and grammars define their white space themselves.
     if asked.disable_any_whitespace and guide.type not in (GuideKind.REGEX, GuideKind.EBNF_GRAMMAR):
         spaces["whitespace_flexible"] = False
     if spaces and guide.type is not GuideKind.JSON_SCHEMA:
@@ -93,13 +93,13 @@ def _structured(asked: StructuredOutputs) -> Guide:
 
 
 def _given(asked: StructuredOutputs) -> str:
-    """The kind of guide that a body names."""
+    """Return the name of the guide's kind in a body."""
     named = {"regex": asked.regex, "choice": asked.choice, "grammar": asked.grammar}
     return next((name for name, value in named.items() if value is not None), "structural_tag")
 
 
 def _spaced(guide: Guide, name: str, spaces: dict[str, Any]) -> Guide:
-    """A guide of a JSON schema with the white space it may have, which a schema says by its keyword x-guidance."""
+    """Add rules for white space to a JSON schema's guide, under the schema's keyword x-guidance."""
     try:
         schema = json.loads(guide.text)
     except ValueError as error:
@@ -165,7 +165,7 @@ def _required(asked: dict[str, Any], *names: str) -> str:
 
 
 def _choice(name: str, choices: Sequence[str]) -> Guide:
-    """A grammar of nothing but these texts."""
+    """Return a grammar that matches exactly these texts."""
     if not choices or not all(choices):
         raise invalid(
             name,
@@ -184,9 +184,9 @@ def _choice(name: str, choices: Sequence[str]) -> Guide:
 
 
 def _quoted(text: str) -> str:
-    r"""A text as a grammar has it, with control characters written \xNN, which both libraries read.
+    r"""Quote a text for a grammar, with control characters as \xNN, which xgrammar and llguidance both read.
 
-    xgrammar takes hexadecimal digits behind that for more of the number, so that another literal begins there.
+    xgrammar reads hexadecimal digits after \xNN as part of the number, so a new literal begins there.
     """
     escaped = re.sub(r"[\x00-\x1f\x7f\"\\]", lambda found: f"\\x{ord(found[0]):02x}", text)
     escaped = re.sub(r"(\\x[0-9a-f]{2})(?=[0-9a-fA-F])", r'\1" "', escaped)

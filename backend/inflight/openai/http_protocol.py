@@ -1,7 +1,7 @@
-"""HTTP/1 as the endpoint speaks it: uvicorn's protocol on httptools, with what a public port needs beside it.
+"""HTTP/1 for the endpoint: uvicorn's protocol on httptools, with the limits that a public port needs.
 
-Owns how long a client may take to send and to read, the size of heads (`bodies` has that of bodies), what becomes
-of an offer to upgrade, and streams to clients of HTTP/1.0. Event loop.
+Owns the time limits for sending and reading, the size limit of headers (`bodies` has the one of bodies), the
+handling of upgrade offers, and streams to clients of HTTP/1.0. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ HEAD_TIMEOUT_S = 15.0
 """Seconds for the head of a new connection's first request, and for the rest of a head that has begun."""
 BODY_TIMEOUT_S = 30.0
 MIN_BODY_BYTES_PER_S = 16 << 10
-"""A body has so many seconds, and another one for each so many bytes that have come."""
+"""Bytes of a body that extend its time limit, `BODY_TIMEOUT_S`, by one second."""
 MAX_UNUSED_BYTES = 64 << 20
-"""So much of a body that has been refused is read on, as many clients read no answer before they have sent all."""
+"""Most bytes read of a refused body: many clients read no answer before they have sent the whole body."""
 SEND_TIMEOUT_S = 60.0
-"""A client that has taken nothing of its answer for so many seconds, although some waits, is given up."""
+"""Seconds after which a connection is closed if its client reads nothing of the waiting response."""
 MAX_HEAD_BYTES = 64 << 10
-"""Most bytes of a request's line and headers, and of anything else around bodies."""
+"""Most bytes of a request's line and headers, and of any other data around bodies."""
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection; ends when its client leaves it idle, sends too slowly, or does not read its answer."""
+    """One connection, closed when its client is idle, sends too slowly, or does not read its response."""
 
     head_timeout_s = HEAD_TIMEOUT_S
     body_timeout_s = BODY_TIMEOUT_S
@@ -42,21 +42,21 @@ class HttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._receive_timer: asyncio.TimerHandle | None = None  # while a head or a body is awaited
+        self._receive_timer: asyncio.TimerHandle | None = None  # while waiting for a head or a body
         self._send_timer: asyncio.TimerHandle | None = None
-        self._num_idle_bytes = 0  # since the parser has found a whole head, or a part of a body
+        self._num_idle_bytes = 0  # bytes since the parser found a whole head, or a part of a body
         self._num_body_bytes = 0
         self._body_begun_s = 0.0
         self._has_refused = False
-        self._running: RequestResponseCycle | None = None  # the one that is being answered, or was last
+        self._running: RequestResponseCycle | None = None  # being answered now, or most recently
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a new connection, and wait for a request."""
+        """Start the connection, and wait for a request."""
         super().connection_made(transport)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection, and tell every request that came over it, not only the last one."""
+        """End the connection, and notify all of its requests, not only the last one."""
         self._receive_timer = _cancelled(self._receive_timer)
         self._send_timer = _cancelled(self._send_timer)
         self._unset_keepalive_if_required()
@@ -68,7 +68,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read on."""
+        """Parse received bytes; answer 400 or 431 if they are invalid or the head is too large."""
         if self._has_refused:
             return
         self._unset_keepalive_if_required()
@@ -86,7 +86,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(431, f"the request's headers are larger than {MAX_HEAD_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
-        """Start a request, unless it offers an upgrade: then `_feed` has it parsed again."""
+        """Start a request. One that offers an upgrade is parsed again by `_feed` instead."""
         if self.parser.should_upgrade():
             return
         super().on_headers_complete()
@@ -94,12 +94,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._expect_body()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header. Those behind a body in chunks have no meaning here."""
+        """Store a header; ignore headers that follow a chunked body."""
         if self.cycle is None or self.cycle.scope is not self.scope:
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of a body."""
+        """Store a part of a body."""
         self._num_idle_bytes = 0
         self._num_body_bytes += len(body)
         super().on_body(body)
@@ -107,25 +107,25 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_complete(self) -> None:
-        """End a request, but for its answer."""
+        """End the reading of a request."""
         if self.parser.should_upgrade():
             return
         self._receive_timer = _cancelled(self._receive_timer)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, while the client still has to take the end of this answer."""
+        """Start the next request, and watch whether the client reads the rest of this response."""
         super().on_response_complete()
         if self._send_timer is None:
             self._watch_sending()
 
     def pause_writing(self) -> None:
-        """Wait until the client takes more."""
+        """Pause writing until the client reads more."""
         super().pause_writing()
         self._watch_sending()
 
     def resume_writing(self) -> None:
-        """Go on, as the client has taken most of what there was."""
+        """Resume writing: the client has read most of the buffer."""
         self._send_timer = _cancelled(self._send_timer)
         super().resume_writing()
 
@@ -134,17 +134,17 @@ class HttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _feed(self, data: bytes) -> None:
-        """Have bytes parsed. An offer to upgrade is ignored, as RFC 9110 lets a server do.
+        """Parse bytes, ignoring an offer to upgrade, as RFC 9110 allows.
 
-        The parser takes what follows such a head for another protocol. So it gets the head again, made from what
-        it has read, without the offer.
+        The parser takes the bytes after such a head for another protocol's. It therefore gets the head again,
+        rebuilt without the offer.
         """
         while True:
             try:
                 return self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as offer:
                 method = self.parser.get_method()
-                if method == b"CONNECT":  # is a tunnel with or without the header
+                if method == b"CONNECT":  # a tunnel, with or without the header
                     raise httptools.HttpParserError("a tunnel") from None
                 version = self.parser.get_http_version().encode()
                 kept = [each for each in self.headers if each[0] != b"upgrade"]
@@ -172,7 +172,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._receive_timer = self.loop.call_later(self.body_timeout_s, self._check_body)
 
     def _check_body(self) -> None:
-        if self.pipeline:  # it is read when its turn comes
+        if self.pipeline:  # a pipelined request is read when its turn comes
             self._num_body_bytes = 0
             self._expect_body()
             return
@@ -186,7 +186,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(408, f"{self._num_body_bytes} bytes of the body have come in {allowed_s:.0f} s")
 
     def _watch_sending(self) -> None:
-        """Give the client up if it takes nothing of what waits for it now."""
+        """Abort the connection if the client reads nothing of the waiting bytes in time."""
         num_waiting = self.transport.get_write_buffer_size()
 
         def look() -> None:
@@ -200,14 +200,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._send_timer = self.loop.call_later(self.send_timeout_s, look) if num_waiting else None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what came last with an error, in its turn, and close the connection."""
+        """Answer the request that was received last with an error, in its turn, and close the connection."""
         self._has_refused = True
         self._receive_timer = _cancelled(self._receive_timer)
         headers = {"connection": "close", HEADER: random_id()}
         response = JSONResponse(error_body(status, message), status, headers)
         if not self._is_answering:
             self._write_at_once(response)
-        elif not self.cycle.more_body:  # what came last is none of the requests that are being answered
+        elif not self.cycle.more_body:  # the invalid bytes follow the requests that are being answered
             self.cycle.keep_alive = False
         elif self.pipeline:
             self.pipeline[0] = (self.cycle, cast(Any, response))
@@ -227,7 +227,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """`app` for a client of HTTP/1.0, which knows no chunks: a stream's end is the connection's."""
+    """Adapt `app` to a client of HTTP/1.0, without chunked encoding: closing the connection ends a stream."""
 
     async def plain(scope: Scope, receive: Receive, send: Send) -> None:
         has_length = True

@@ -1,12 +1,12 @@
-"""An engine client whose engine is behind a tritonserver, on this host or another: KServe's protocol over gRPC.
+"""An engine client for an engine behind a tritonserver, on this host or another, over KServe's gRPC protocol.
 
-Requests go over gRPC streams of one connection (`kserve_streams`), never with the header `triton_grpc_error`,
-which can end a tritonserver 2.51. The connection is made again by itself, and a server that is away is
-Unavailable. What a stop asks for is done here at once, and the server told by the end of the stream: there is no
-tensor that ends one sequence of several.
+Requests use gRPC streams of one connection (`kserve_streams`), never with the header `triton_grpc_error`,
+which can end a tritonserver 2.51. The connection is restored automatically; a server that is away raises
+Unavailable. A stop ends the sequence here at once, and the server's request only when all its sequences have
+ended: no tensor ends one sequence of several.
 
-Owns one thread with an event loop, on which everything but the first lines of each method runs: responses arrive
-on it, and the state of requests needs no lock.
+Owns one thread with an event loop. All methods hand their work to that thread, where responses also arrive,
+so the state of requests needs no lock.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
+from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import EngineDescription, Request
+from inflight.core.request.request import Request
 from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, StopReason
 from inflight.errors import (
@@ -64,27 +65,27 @@ _T = TypeVar("_T")
 
 _CONFIG_S, _STATE_S = 5.0, 2.0
 _FRESH_S = 1.0
-"""For how long a server that was there counts as being there still."""
+"""Seconds during which a server that was reachable is assumed to be reachable."""
 _CHANNEL = [
     ("grpc.max_send_message_length", (1 << 31) - 1),
     ("grpc.max_receive_message_length", (1 << 31) - 1),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2000),  # gRPC's own waits up to two minutes after an outage
+    ("grpc.max_reconnect_backoff_ms", 2000),  # gRPC's default waits up to two minutes after an outage
 ]
 _STRUCTURED = re.compile(rf"({'|'.join(ERROR_KINDS)}): (.*)", re.DOTALL)
 _MODEL_AWAY = re.compile(r"unknown model|not ready|no available versions|unload", re.IGNORECASE)
 
 
 class KServeEngineClient:
-    """An `EngineClient` over a tritonserver's gRPC port.
+    """An `EngineClient` for an engine behind a tritonserver's gRPC port.
 
     Args:
         url: HOST:PORT.
         tokenizer_dir: The checkpoint's folder on this machine; its weights are not needed.
-        model: The Triton model that holds the engine.
+        model: Name of the engine's Triton model.
 
     Raises:
-        ConfigError: There is no tokenizer in that folder.
+        ConfigError: The folder has no tokenizer.
     """
 
     def __init__(self, url: str, tokenizer_dir: str, model: str = "tensorrt_llm") -> None:
@@ -92,12 +93,12 @@ class KServeEngineClient:
         self._model = model
         self._describe = describe(tokenizer_dir)
         self._ids = itertools.count(1)
-        self._name = uuid.uuid4().hex[:12]  # so that ids are no other client's
+        self._name = uuid.uuid4().hex[:12]  # makes request ids unique among clients
         self._requests: dict[int, _Running] = {}
         self._closed = False
         self._describing = threading.Lock()
         self._description: EngineDescription | None = None
-        self._config: object = None  # that it was made of; None: it has to be made again
+        self._config: object = None  # basis of `_description`; None: make it again
         self._seen_s = 0.0
         self._connection: triton.InferenceServerClient | None = None
         self._streams: KServeStreams | None = None
@@ -106,13 +107,13 @@ class KServeEngineClient:
         self._thread.start()
 
     def describe(self) -> EngineDescription:
-        """The description of the engine, from the server's model configuration and the tokenizer's folder."""
+        """Return the engine's description, made of the server's model configuration and the tokenizer."""
         with self._describing:
             if self._description is None or time.monotonic() - self._seen_s > _FRESH_S:
                 try:
                     config = self._call(self._ask_config(), _CONFIG_S)
                 except InflightError:
-                    self._config = None  # another engine may be there next
+                    self._config = None  # another engine may answer next
                     raise
                 if config != self._config or self._description is None:
                     self._description = self._described(config, self._description)
@@ -120,11 +121,11 @@ class KServeEngineClient:
             return self._description
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
-        """Send `request` on; a server that cannot be reached is told by its only response.
+        """Send `request`; if the server cannot be reached, the only response has the error.
 
         Raises:
             Unavailable: This client is closed.
-            Unsupported: The request asks for something that has no tensor.
+            Unsupported: No tensor can carry a part of the request.
         """
         request_id = next(self._ids)
         running = _Running(replace(request, request_id=request_id), input_tensors(request), on_response)
@@ -132,34 +133,34 @@ class KServeEngineClient:
         return RequestHandle(request_id, self.stop)
 
     def reserve_id(self) -> int:
-        """An id that no request will run under."""
+        """Return an id that no request will have."""
         return next(self._ids)
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
-        """End a request early, or one of its sequences; unknown ids are ignored."""
+        """End a request, or one of its sequences, early; ignore unknown ids."""
         if not self._closed:
             self._post(self._stop, request_id, reason, sequence_index)
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
-        """Do nothing: an engine on another host waits for no outbox here."""
+        """Do nothing: an engine on another host does not wait for this process's outboxes."""
 
     def state(self, timeout_s: float) -> str:
-        """The engine's state, as JSON; raises Unsupported where the server does not tell it."""
+        """Return the engine's state as JSON; raise Unsupported if the server does not provide it."""
         return self._call(self._ask_text("state", np.array([[True]]), "state"), timeout_s)
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
-        """Have a command carried out; returns all adapters that there are then. Errors are the server's."""
+        """Execute an adapter command; return all adapters after it. Raises the server's errors."""
         said: dict[str, Any] = {"command": command.action.value, "name": command.name, "path": command.path}
         text = json.dumps({key: value for key, value in said.items() if value} | _task_id(command))
         told = self._call(self._ask_text("lora_command", _as_text(text), "adapters"), timeout_s)
         return tuple(AdapterState(**each) for each in json.loads(told)["adapters"])
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """Raise Unsupported: no tensor carries them."""
+        """Raise Unsupported: no tensor carries reports."""
         raise Unsupported("a tritonserver does not tell the statistics of iterations over KServe's protocol")
 
     def close(self) -> None:
-        """End the connection; requests in flight are answered with Unavailable. Idempotent."""
+        """Close the connection; answer requests in flight with Unavailable. Idempotent."""
         if self._closed:
             return
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
@@ -169,16 +170,17 @@ class KServeEngineClient:
             self._loop.close()
 
     def _described(self, config: Any, known: EngineDescription | None) -> EngineDescription:
-        """A description of what has this configuration, `known` if that says the same.
+        """Return the description of an engine with this configuration; return `known` if it is equal.
 
-        Where the server tells its state, the size of its KV cache is in it, which a configuration may leave open.
+        A configuration may leave the size of the KV cache open; it is then read from the server's state, if
+        provided.
         """
         found, num_blocks = self._describe(config, None), None
         self._config = config
         if found.state_enabled:
             try:
                 num_blocks = json.loads(self.state(_STATE_S))["batcher"]["state"]["blocks"]["total"]
-            except (InflightError, KeyError, TypeError) as error:  # an engine that hangs has no state
+            except (InflightError, KeyError, TypeError) as error:  # a hanging engine has no state
                 self._config = None
                 _log.warning("the size of the KV cache is not known, as there is no state: %s", error)
         found = self._describe(config, num_blocks)
@@ -213,7 +215,7 @@ class KServeEngineClient:
         return self._connection
 
     async def _ask_config(self) -> object:
-        """KServe's ModelConfig as JSON."""
+        """Return KServe's ModelConfig as JSON."""
         try:
             if not await self._connected().is_model_ready(self._model):
                 raise Unavailable(f"the model {self._model} of the tritonserver at {self._url} is not ready")
@@ -223,7 +225,7 @@ class KServeEngineClient:
         return config["config"]
 
     async def _ask_text(self, name: str, array: np.ndarray, output: str) -> str:
-        """The text in the one answer to a request of one tensor."""
+        """Return the text of the single response to a request with one input tensor."""
         text = ""
         responses = self._responses({name: array}, [output], {STRUCTURED_ERRORS: True})
         async for result, _ in responses:
@@ -245,7 +247,7 @@ class KServeEngineClient:
             running.fail(Unavailable(f"{self._url} closed the stream before its last response"))
         except InflightError as error:
             running.fail(error)
-        except Exception as error:  # a bug that one request meets must not leave its client without an answer
+        except Exception as error:  # a bug in one request must not leave its client without an answer
             _log.exception("a response of request %d could not be read", request.request_id)
             running.fail(StepFailed(without_places(f"a response could not be read: {error!r}")))
         finally:
@@ -257,9 +259,9 @@ class KServeEngineClient:
         outputs: list[str],
         parameters: Mapping[str, str | bool],
     ) -> AsyncGenerator[tuple[InferResult, bool], None]:
-        """Each response to one request, and whether it is the last; raises what the server says is wrong.
+        """Yield each response to one request, and whether it is the last; raise the server's errors.
 
-        An iteration that is left before the last one cancels the request.
+        Closing the generator before the last response cancels the request.
         """
         asked: InferArguments = {
             "model_name": self._model,
@@ -283,14 +285,14 @@ class KServeEngineClient:
             running.stop(reason, sequence_index)
 
     def _error(self, error: Exception) -> InflightError:
-        """The error that tritonclient or gRPC reports, of the kind that the server put in front of its text."""
+        """Convert an error of tritonclient or gRPC to the kind that its text begins with."""
         if isinstance(error, InferenceServerException):
             message, status = error.message() or "", (error.status() or "").removeprefix("StatusCode.")
         else:
             assert isinstance(error, grpc.RpcError)
             message, status = error.details() or "", error.code().name
-        if structured := _STRUCTURED.search(message):
-            with contextlib.suppress(ValueError):  # not this package's
+        if structured := _STRUCTURED.match(message):
+            with contextlib.suppress(ValueError):  # an error of another package
                 return error_from_kind(structured[1], structured[2])
         if "protocol is restricted" in message:
             return Unavailable(
@@ -311,14 +313,14 @@ class KServeEngineClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._connection is not None:
             await self._connection.close()
-        left = asyncio.all_tasks() - {asyncio.current_task()}  # what waits on streams for the next request
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # streams that wait for their next request
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
 
 class _Running:
-    """One request in flight: what has been answered of it, so that each sequence ends once, and so does it."""
+    """One request in flight, with the sequences that have not ended, so that each ends exactly once."""
 
     def __init__(
         self, request: Request, inputs: Mapping[str, np.ndarray], on_response: SendResponseCallback
@@ -332,11 +334,11 @@ class _Running:
 
     @property
     def is_done(self) -> bool:
-        """Whether the final response is out."""
+        """Return whether the final response was delivered."""
         return not self._unfinished
 
     def take(self, response: InferResult, is_final: bool) -> None:
-        """Pass a response on, unless it is of a sequence that has been ended from here."""
+        """Deliver a response, unless its sequence was stopped here."""
         outputs = {name: response.as_numpy(name) for name in output_names(self.request)}
         found = {name: array for name, array in outputs.items() if array is not None}
         if found:
@@ -356,7 +358,7 @@ class _Running:
         self._end_if_done()
 
     def fail(self, error: InflightError) -> None:
-        """Answer with an error, if the request is not done."""
+        """Deliver an error, unless the request is done."""
         if not self.is_done:
             self._unfinished.clear()
             self._deliver(Response(self.request.request_id, error=error, is_final=True))
@@ -371,7 +373,7 @@ class _Running:
     def _deliver(self, response: Response) -> None:
         try:
             self._on_response(response)
-        except Exception:  # one front end's fault must not end everyone's connection
+        except Exception:  # a failing front end must not end the connection for all
             _log.exception("a front end failed to take a response of request %d", response.request_id)
 
     def _end_if_done(self) -> None:

@@ -1,7 +1,7 @@
-"""The description of a remote engine, from its model's configuration and a tokenizer folder on this machine.
+"""Description of a remote engine, from its model's configuration and a tokenizer folder on this machine.
 
-A server does not tell all of its limits. Those that nobody knows here are as wide as can be, and the server itself
-refuses what exceeds its own. Plain functions, any thread.
+A server does not report all of its limits. Limits not known here are set as wide as possible; the server
+refuses requests that exceed its own. Plain functions, any thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from inflight.checkpoint_config import CheckpointFacts
 from inflight.config import PARAMETERS, Parameters, Role, read_parameters
-from inflight.core.request.request import EngineDescription, ModelLimits
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.schedule.batch import EngineLimits
 from inflight.text.tokenizer import Tokenizer
 
@@ -22,20 +22,20 @@ _KNOWN_HERE = {spec.key for spec in PARAMETERS if Role.ENGINE in spec.roles}
 
 
 class _AnyName(tuple[str, ...]):
-    """Names that only the server knows: any."""
+    """A tuple that contains every name, for names that only the server knows."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 def describe(tokenizer_dir: str) -> Callable[[Mapping[str, Any], int | None], EngineDescription]:
-    """A function from what a server says of its model to its engine's description.
+    """Return a function that converts a server's report of its model to its engine's description.
 
-    It takes KServe's ModelConfig as JSON, and the number of KV cache blocks; None: the server does not tell. It
-    raises ConfigError for a parameter that is known here and has a value that is not.
+    The function takes KServe's ModelConfig as JSON, and the number of KV blocks, None if the server does not
+    report it. It raises ConfigError for a parameter with an invalid value.
 
-    Raises ConfigError if the folder has no tokenizer. Its config.json and generation_config.json are read too, if
-    they are there, and ConfigError says what is wrong with them.
+    Reads the folder's config.json and generation_config.json, too, if they exist. Raises ConfigError if the
+    folder has no tokenizer, or if one of these files is invalid.
     """
     folder = Path(tokenizer_dir).expanduser()
     tokenizer = Tokenizer.from_dir(folder)
@@ -46,7 +46,7 @@ def describe(tokenizer_dir: str) -> Callable[[Mapping[str, Any], int | None], En
 
     def of_model(model: Mapping[str, Any], num_blocks: int | None) -> EngineDescription:
         given = model.get("parameters", {})
-        known = {key: value for key, value in given.items() if key in _KNOWN_HERE}  # it may be a newer server
+        known = {key: value for key, value in given.items() if key in _KNOWN_HERE}  # newer ones have more
         parameters = read_parameters({**model, "parameters": known}, Role.ENGINE)
         return EngineDescription(
             _limits(parameters, vocab_size, positions, num_blocks),

@@ -1,9 +1,8 @@
-"""gRPC streams to a tritonserver that serve one request after another.
+"""gRPC streams to a tritonserver, each of which serves one request after another.
 
-A request has a stream to itself while it is in flight: so it can be cancelled alone, an error is its own, and
-tritonserver 2.51 never writes two requests' responses to one stream, which can end it. A stream whose request has
-ended is kept for the next one, because opening and ending hundreds a minute has ended that server too. One event
-loop.
+A request in flight has a stream to itself. It can therefore be cancelled alone, errors belong to one request,
+and tritonserver 2.51 never writes responses of two requests to one stream, which can end it. Streams are
+reused, because opening and ending hundreds a minute has also ended that server. One event loop.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from tritonclient.grpc import InferResult
 from tritonclient.utils import InferenceServerException
 
 InferArguments = dict[str, Any]
-"""A request by the names of tritonclient's `async_stream_infer`."""
+"""Arguments of tritonclient's `async_stream_infer` for one request."""
 
 
 class KServeStreams:
-    """The streams of one connection: as many as there have been requests in flight at a time."""
+    """Pool of one connection's streams: as many as the most requests in flight at a time so far."""
 
     def __init__(self, connection: triton.InferenceServerClient) -> None:
         self._connection = connection
         self._idle: list[_KServeStream] = []
 
     async def ask(self, asked: InferArguments) -> AsyncGenerator[tuple[InferResult, bool], None]:
-        """Each response to a request, and whether it is the last; ends without a last one if the stream does.
+        """Yield each response to a request, and whether it is the last; end early if the stream ends.
 
-        A request whose iterator is closed before that is cancelled, and its stream ended.
+        Closing the generator early cancels the request and ends its stream.
 
         Raises:
             InferenceServerException, grpc.RpcError: The server refuses the request, or cannot be reached.
@@ -54,21 +53,21 @@ class KServeStreams:
 
 
 class _EndedIdle(Exception):
-    """A stream that was kept for another request had ended meanwhile: it has to be sent again on a new one."""
+    """A reused stream had already ended: send the request again on a new one."""
 
 
 class _KServeStream:
-    """One stream.
+    """A gRPC stream to the server, which serves one request after another.
 
     Attributes:
-        is_idle: Whether it can take a request, as far as is known.
+        is_idle: Whether it can take a request, as far as known here.
     """
 
     def __init__(self, connection: triton.InferenceServerClient) -> None:
         self.is_idle = True
         self._is_used = False
         self._requests: asyncio.Queue[InferArguments | None] = asyncio.Queue()
-        # tritonclient does not annotate what it returns: an asynchronous iterator that can be cancelled.
+        # tritonclient has no annotation for its result: an asynchronous iterator that can be cancelled.
         self._responses: Any = connection.stream_infer(self._sent())
 
     async def ask(self, asked: InferArguments) -> AsyncIterator[tuple[InferResult, bool]]:
@@ -84,14 +83,14 @@ class _KServeStream:
                     return
                 raise
             may_have_ended = False
-            if refusal is not None:  # of this request; the stream goes on
+            if refusal is not None:  # the error ends the request and not the stream
                 self.is_idle = True
                 raise refusal
             self.is_idle = result.get_response().parameters["triton_final_response"].bool_param
             yield result, self.is_idle
 
     def cancel(self) -> None:
-        """End it, and with it what is in flight."""
+        """End the stream, and its request in flight."""
         self._responses.cancel()
         self._requests.put_nowait(None)
 

@@ -1,7 +1,7 @@
-"""Core requests as the tensors of a remote `tensorrt_llm`, and its responses as core results.
+"""Conversion of core requests to tensors of a remote `tensorrt_llm`, and of its responses to core results.
 
-Owns what crosses KServe's protocol and how; docs/tensors.md describes the same from the server's side. What has
-no tensor, or has one that nothing here asks for, is refused. Knows no connections. Plain functions, any thread.
+docs/tensors.md describes these tensors from the server's side. A part of a request that no tensor carries, or
+that this endpoint never uses, is refused. Knows no connections. Plain functions, any thread.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _METRICS = {
     "num_draft_tokens": "total_draft_tokens",
     "num_accepted_draft_tokens": "total_accepted_draft_tokens",
 }
-"""The fields of PerfMetrics that have an output."""
+"""Output tensor of each field of PerfMetrics."""
 
 
 def input_tensors(request: Request) -> dict[str, np.ndarray]:
-    """The inputs of a request, each with the batch dimension; raises Unsupported for what none of them can say."""
+    """Return a request's inputs, with the batch dimension; raise Unsupported for a part that none carries."""
     _refuse_uncarried(request)
     bias, draft = request.embedding_bias, request.draft
     values: dict[str, Any] = {
@@ -76,13 +76,13 @@ def input_tensors(request: Request) -> dict[str, np.ndarray]:
 
 
 def request_parameters(request: Request) -> dict[str, str | bool]:
-    """The parameters that a request has beside its tensors."""
+    """Return a request's parameters, which are sent beside its tensors."""
     several = {END_IDS: ",".join(map(str, request.end_ids))} if len(request.end_ids) > 1 else {}
     return {STRUCTURED_ERRORS: True, **several}
 
 
 def output_names(request: Request) -> list[str]:
-    """The outputs that the results of a request are made of."""
+    """Return the names of the outputs that a request's results are made of."""
     wanted = request.output
     return [
         *("output_ids", "sequence_length", "finish_reason", "num_input_tokens"),
@@ -98,13 +98,13 @@ def output_names(request: Request) -> list[str]:
 def read_result(
     request: Request, outputs: Mapping[str, np.ndarray], is_final: bool, is_first: bool
 ) -> SequenceResult:
-    """One response.
+    """Convert one response of the server to the engine's result.
 
     Args:
-        request: What was asked.
-        outputs: By name, with the batch dimension.
-        is_final: Whether it is the request's last response.
-        is_first: Whether it is its sequence's first response.
+        request: The request.
+        outputs: Output tensors by name, with the batch dimension.
+        is_final: Whether the response is the request's last.
+        is_first: Whether the response is its sequence's first.
     """
     rows = {name: array[0] for name, array in outputs.items()}
     lengths, reasons = rows["sequence_length"].tolist(), rows["finish_reason"].tolist()
@@ -112,9 +112,9 @@ def read_result(
     has_prompt = not (request.streaming or request.output.exclude_input_from_output)
     num_generated = [length - (request.prompt_length if has_prompt else 0) for length in lengths]
     uses_beams = request.sampling.uses_beams
-    # Of a search that goes on beams may have ended, which are replaced by better ones.
+    # While a beam search runs, ended beams may still be replaced by better ones.
     is_last = is_final if uses_beams else finish_reasons[0] is not FinishReason.NOT_FINISHED
-    # Of a sequence's prompt they are in each of its responses.
+    # Every response of a sequence repeats its prompt's log probs.
     prompt_log_probs = rows.get("prompt_log_probs") if is_first else None
     context_logits = rows.get("context_logits") if is_first else None
     return SequenceResult(
@@ -139,13 +139,13 @@ def read_result(
 def ended_result(
     request: Request, last: SequenceResult | None, sequence_index: int, reason: FinishReason
 ) -> SequenceResult:
-    """The last result of a sequence that is ended from here: no more tokens, or of beams those so far.
+    """Return the last result of a sequence that was stopped here: no new tokens; of beams, the tokens so far.
 
     Args:
-        request: What was asked.
-        last: The sequence's result before it; None if there was none.
-        sequence_index: Which sequence it is.
-        reason: Why it ends.
+        request: The request.
+        last: The sequence's previous result; None if there was none.
+        sequence_index: Index of the sequence.
+        reason: Finish reason.
     """
     num_rows = request.sampling.num_outputs
     if last is not None and last.is_cumulative:
@@ -197,7 +197,7 @@ def _refuse_uncarried(request: Request) -> None:
 
 
 def _one_end_id(end_ids: Sequence[int]) -> int | None:
-    """The end id, -1 for none; None where a request parameter has several."""
+    """Return the end id, -1 for none; None if a request parameter carries several."""
     if len(end_ids) > 1:
         return None
     return end_ids[0] if end_ids else -1
@@ -242,7 +242,7 @@ def _or_open(value: int | None) -> int:
 
 
 def _array(name: str, value: Any) -> np.ndarray:
-    """A value as its tensor, batch dimension included: [1, 1], [1, n], or of words [1, 2, n]."""
+    """Return a value as its tensor, with batch dimension: [1, 1], [1, n], or [1, 2, n] for words."""
     dtype = NUMPY_TYPES[INPUTS[name].dtype]
     if name.endswith("words_list"):
         return pack_words(value)[np.newaxis].astype(dtype)
@@ -258,7 +258,7 @@ def _array(name: str, value: Any) -> np.ndarray:
 def _log_probs(array: np.ndarray | None, num_generated: list[int]) -> tuple[tuple[float, ...], ...] | None:
     if array is None:
         return None
-    if len(array) == 1:  # one row is not filled up, but a stream may repeat those of all tokens before
+    if len(array) == 1:  # one row has no padding, but a stream may repeat log probs of previous tokens
         return (tuple(array[0][len(array[0]) - num_generated[0] :].tolist()),)
     return tuple(tuple(row[:count].tolist()) for row, count in zip(array, num_generated, strict=True))
 

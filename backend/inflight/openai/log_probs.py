@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's two routes tell them, and prompts' in vLLM's form. Plain functions, any thread."""
+"""Log probs in OpenAI's formats, and prompt log probs in vLLM's. Plain functions, any thread."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import TopLogProbs
 
 _LEAST = -9999.0
-"""In the place of -inf, which JSON has no word for; vLLM's choice too."""
+"""Replaces -inf, which JSON cannot express; the same value as vLLM's."""
 
 
 class TokenNames:
-    """The names of tokens in an answer.
+    """Names of tokens in a response.
 
-    A token whose bytes are no characters is named by them, so that two of them never share a name.
+    A token whose bytes are not valid UTF-8 is named by its bytes, so that no two tokens share a name.
 
     Args:
-        token_bytes: By id, what each adds to a text.
-        by_id: Call them `token_id:17` instead.
+        token_bytes: By id, the bytes that each token adds to a text.
+        by_id: Name tokens `token_id:17` instead.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], by_id: bool = False) -> None:
@@ -32,11 +32,11 @@ class TokenNames:
         self._by_id = by_id
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that the token adds to a text; b"" for one that the tokenizer does not know."""
+        """Return the bytes that the token adds to a text; b"" for an id that the tokenizer does not know."""
         return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
 
     def name(self, token_id: int) -> str:
-        """The token's name."""
+        """Return the token's name."""
         if self._by_id:
             return f"token_id:{token_id}"
         raw = self.bytes_of(token_id)
@@ -48,12 +48,12 @@ class TokenNames:
 
 @dataclass(slots=True)
 class CompletionLogProbs:
-    """`logprobs` of a choice of /v1/completions, a part at a time.
+    """Builder of `logprobs` of a /v1/completions choice, in parts.
 
     Attributes:
-        names: What tokens are called.
-        num_top: How many of the likeliest tokens are told beside each; the chosen one is told too.
-        offset: Characters of the text so far.
+        names: Names of tokens.
+        num_top: How many likeliest tokens to report at each position; the chosen token is always reported.
+        offset: Number of characters of the text so far.
     """
 
     names: TokenNames
@@ -64,9 +64,10 @@ class CompletionLogProbs:
     )
 
     def start_with(self, text: str, ids: Sequence[int], hidden_ids: frozenset[int]) -> None:
-        """The choice's text begins with `text`, whose tokens `ids` are added next.
+        """Set the offset for a text that begins with `text`, whose tokens `ids` are added next.
 
-        They may stand for more than it: a beginning of sequence, or the space that some tokenizers put in front.
+        The tokens may stand for more than the text: a beginning of sequence, or the leading space of some
+            tokenizers.
         """
         shown = b"".join(self.names.bytes_of(token_id) for token_id in ids if token_id not in hidden_ids)
         self.offset = len(text) - len(shown.decode(errors="replace"))
@@ -78,13 +79,13 @@ class CompletionLogProbs:
         tops: Sequence[TopLogProbs | None],
         hidden_ids: frozenset[int],
     ) -> dict[str, Any]:
-        """The object for these tokens.
+        """Return `logprobs` for the next tokens.
 
         Args:
             ids: The tokens.
-            log_probs: Of each; None for a text's first token.
-            tops: The likeliest beside each; empty if none were asked for.
-            hidden_ids: Tokens that are no part of the text.
+            log_probs: Log prob of each token; None for a text's first token.
+            tops: Likeliest tokens at each position; empty if not requested.
+            hidden_ids: Ids of tokens that add nothing to the text.
         """
         offsets: list[int] = []
         for token_id in ids:
@@ -117,7 +118,7 @@ def chat_log_probs(
     log_probs: Sequence[float],
     tops: Sequence[TopLogProbs],
 ) -> dict[str, Any]:
-    """`logprobs` of a choice of /v1/chat/completions, for these tokens."""
+    """Return `logprobs` of a /v1/chat/completions choice for these tokens."""
 
     def entry(token_id: int, value: float) -> dict[str, Any]:
         return {
@@ -135,12 +136,12 @@ def chat_log_probs(
 
 
 def top_of_prompt(logits: FloatTensor, ids: Sequence[int], num_top: int) -> list[TopLogProbs]:
-    """The likeliest tokens in the place of each prompt token but the first, which nothing comes before.
+    """Return the likeliest tokens at each prompt position but the first, which has no predecessor.
 
     Args:
-        logits: [prompt tokens, vocab_size]: what follows each of them.
-        ids: The prompt.
-        num_top: How many.
+        logits: float32 [prompt tokens, vocab_size]; row i predicts token i + 1.
+        ids: Token ids of the prompt.
+        num_top: How many tokens for each position.
     """
     rows = _rows(logits)
     tops: list[TopLogProbs] = []
@@ -155,7 +156,7 @@ def top_of_prompt(logits: FloatTensor, ids: Sequence[int], num_top: int) -> list
 
 
 def ranks_in_prompt(logits: FloatTensor, ids: Sequence[int]) -> list[int]:
-    """The rank of each prompt token but the first in its place, 1 for the likeliest; arguments as above."""
+    """Return the rank of each prompt token but the first, 1 for the likeliest; arguments as above."""
     ranks: list[int] = []
     for row, token_id in zip(_rows(logits), ids[1:]):
         better = np.count_nonzero(row > row[token_id]) + np.count_nonzero(row[:token_id] == row[token_id])
@@ -175,7 +176,7 @@ def prompt_log_probs_json(
     num_top: int,
     ranks: Sequence[int],
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: null for the first token, then by id the prompt's token and the likeliest."""
+    """Return vLLM's `prompt_logprobs`: null for the first token, then log probs by token id."""
     told: list[dict[str, Any] | None] = [None]
     for place, (token_id, value) in enumerate(zip(ids[1:], log_probs[1:])):
         top = tops[place] if tops else TopLogProbs((), ())
@@ -191,5 +192,5 @@ def _ranked(names: TokenNames, token_id: int, value: float, rank: int | None) ->
 
 
 def finite(value: float) -> float:
-    """The value as JSON can have it."""
+    """Return the value, or the least value that JSON output uses instead of -inf."""
     return max(value, _LEAST)

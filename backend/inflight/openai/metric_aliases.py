@@ -1,8 +1,8 @@
-"""vLLM's names for what the metrics page of the server says, so that its dashboards and routers work here.
+"""vLLM's names for the metrics of this server, so that dashboards and routers for vLLM work with it.
 
-Made from the text of Triton's page and appended to it by the OpenAI endpoint's `/metrics`. Knows the names on
-both sides and nothing else: it asks nobody, keeps nothing, and may run on any thread. Names, types, units and
-labels are those of vLLM's V1 engine; buckets of histograms are this server's.
+Computed from the text of Triton's metrics page, and appended to it by the OpenAI endpoint's `/metrics`. Pure
+functions without state; any thread. Names, types, units and labels are those of vLLM's V1 engine; the
+histograms' buckets are this server's.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Labels: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class _EngineMetrics:
-    """The metrics of one engine: its series by name and by the labels that are not those of the model."""
+    """The metrics of one engine: its series by name and by labels, without the model's labels."""
 
     def __init__(self) -> None:
         self.series: dict[str, dict[Labels, str]] = {}
 
     def number(self, name: str, **labels: str) -> float:
-        """One series; KeyError if it is not on the page."""
+        """Return the value of one series; raise KeyError if the page lacks it."""
         return float(self.series[name][tuple(sorted(labels.items()))])
 
     def by_label(self, name: str) -> dict[str, float]:
-        """Values of a name by its one label; KeyError if it is not on the page."""
+        """Return the values of a metric by its one label; raise KeyError if the page lacks it."""
         return {labels[0][1]: float(value) for labels, value in self.series[name].items()}
 
 
@@ -40,12 +40,12 @@ Read = Callable[[_EngineMetrics], Mapping[Labels, float]]
 
 @dataclass(frozen=True, slots=True)
 class _Alias:
-    """One of vLLM's metrics.
+    """One metric of vLLM.
 
     Attributes:
-        name: Without the prefix `vllm:`.
-        kind, help: For the page.
-        read: Values by the labels that it has beside those of the engine; KeyError if the page lacks it.
+        name: Name without the prefix `vllm:`.
+        kind, help: Type and help text on the page.
+        read: Returns the values by the labels besides the engine's; raises KeyError if the page lacks one.
     """
 
     name: str
@@ -59,7 +59,7 @@ def _gauge(name: str, help: str, family: str, **labels: str) -> _Alias:
 
 
 def _counter(name: str, help: str, *families: str) -> _Alias:
-    """The sum of some counters of ours."""
+    """Return an alias for the sum of some of this server's counters."""
     return _Alias(
         name, "counter", help, lambda engine: {(): sum(engine.number(family) for family in families)}
     )
@@ -73,7 +73,7 @@ def _finished(engine: _EngineMetrics) -> Mapping[Labels, float]:
 
 
 def _lora_requests(engine: _EngineMetrics) -> Mapping[Labels, float]:
-    """Nothing where the engine takes no adapters. The value is when this was, in seconds since the epoch."""
+    """Return the adapters in use, or nothing without adapters. The value is the time in Unix seconds."""
     num_pages = engine.number("inflight_adapter_pages", use="all")
     if not num_pages:
         return {}
@@ -111,7 +111,9 @@ _ALIASES: tuple[_Alias, ...] = (
     _gauge("num_requests_running", "Sequences in the last iteration", _REQUESTS, request_type="scheduled"),
     _gauge("num_requests_waiting", "Sequences that do not run", _REQUESTS, request_type="waiting"),
     _gauge("kv_cache_usage_perc", "Used KV blocks, 0 to 1", _BLOCKS, kv_cache_block_type="fraction"),
-    _gauge("gpu_cache_usage_perc", "The same, as it was called", _BLOCKS, kv_cache_block_type="fraction"),
+    _gauge(
+        "gpu_cache_usage_perc", "Former name of kv_cache_usage_perc", _BLOCKS, kv_cache_block_type="fraction"
+    ),
     _counter("num_preemptions_total", "Pauses", "inflight_preemptions_total"),
     _counter("prompt_tokens_total", "Prompt tokens processed", "inflight_processed_prompt_tokens_total"),
     _counter("generation_tokens_total", "Tokens generated", "inflight_generated_tokens_total"),
@@ -138,7 +140,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     ),
     "time_per_output_token_seconds": (
         "inflight_inter_token_latency_seconds",
-        "The same, as it was called",
+        "Former name of inter_token_latency_seconds",
     ),
     "e2e_request_latency_seconds": (
         "inflight_end_to_end_seconds",
@@ -151,17 +153,18 @@ _HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "request_prompt_tokens": ("inflight_prompt_tokens", "Prompt tokens of requests that have ended"),
     "request_generation_tokens": ("inflight_output_tokens", "Tokens of sequences that have ended"),
 }
-"""vLLM's name without its prefix → this server's name, and what it says."""
+"""vLLM's name without its prefix → this server's name, and the help text."""
 
 
 def vllm_aliases(page: str, model_name: str | None = None) -> str:
-    """vLLM's metrics, made of the text of Triton's metrics page, in Prometheus' text format.
+    """Return vLLM's metrics in Prometheus' text format, computed from Triton's metrics page.
 
     Args:
-        page: What Triton's `/metrics` answers. A metric that it lacks, as where another server is asked, is left
-            out here too; "" gives "".
-        model_name: The label of that name for the model that `/v1` serves: tensorrt_llm, or the first by name
-            where there is none. Other engines, as that of a draft model, keep Triton's name. None: so do all.
+        page: Text of Triton's `/metrics`. Metrics that it lacks, such as those of another server, are left
+            out; "" gives "".
+        model_name: Value of the label `model_name` for the model that `/v1` serves: tensorrt_llm, or the
+            first by name without it. Other engines, such as a draft model's, keep Triton's name; None: all
+            do.
     """
     engines = _read(page)
     lines: list[str] = []
@@ -174,7 +177,7 @@ def vllm_aliases(page: str, model_name: str | None = None) -> str:
 
 
 def _read(page: str) -> dict[Labels, _EngineMetrics]:
-    """The series of this server on the page, by the labels that name the model; the served one first."""
+    """Return this server's engines on the page, by the labels that name the model; the served one first."""
     engines: dict[Labels, _EngineMetrics] = {}
     for name, text, value in _SERIES.findall(page):
         labels = dict(_LABEL.findall(text))
@@ -190,7 +193,7 @@ def _own_labels(number: int, model: Labels, model_name: str | None) -> Labels:
 
 
 def _escaped(label: str) -> str:
-    """A label's value as the text format wants it; those that are read from the page are so already."""
+    """Escape a label's value for the text format. Values read from the page are escaped already."""
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 

@@ -1,7 +1,7 @@
-"""Access to the OpenAI endpoint: who may call it, and from which web pages.
+"""Access to the OpenAI endpoint: API keys, and cross-origin requests of browsers.
 
-Owns what is decided before a request reaches its route: API keys, cross-origin requests of browsers (CORS), and
-that HEAD is GET. Knows nothing of models. Runs on the event loop of the process.
+Owns the checks before a request reaches its route: API keys, cross-origin requests (CORS), and the handling
+of HEAD as GET. Knows nothing of models. Runs on the event loop of the process.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from inflight.openai.options import OpenAiOptions
 
 OPEN_PATHS = frozenset({"/", "/health"})
-"""What is answered without an API key: whether the server lives, and the playground's page, which holds no data.
-Everything else needs one where there are keys, /metrics and what the playground asks for among them."""
+"""Paths served without an API key: the health check, and the playground's page, which holds no data. Every
+other path, /metrics and the playground's own requests included, needs one if keys are set."""
 
 
 def add_middleware(app: FastAPI, options: OpenAiOptions) -> None:
-    """Put what `options` ask for in front of the routes of `app`."""
+    """Add the middleware that `options` ask for to `app`."""
     app.add_middleware(HeadAsGet)
     if options.api_keys:
         app.add_middleware(ApiKeys, keys=options.api_keys)
-    if options.cors_origins:  # outside of these, so that a browser can also read refusals
+    if options.cors_origins:  # outermost, so that browsers can also read refusals
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
@@ -46,11 +46,11 @@ def add_middleware(app: FastAPI, options: OpenAiOptions) -> None:
 
 
 class ApiKeys:
-    """Refuses requests without a known key in `Authorization: Bearer KEY`; how long that takes tells nothing.
+    """Middleware that refuses requests without a known key in `Authorization: Bearer KEY`, in constant time.
 
     Args:
-        app: What answers those that have one.
-        keys: The known keys.
+        app: The application behind it.
+        keys: Known keys.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ class ApiKeys:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with 401, or pass the request on."""
+        """Answer 401, or pass the request on."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(scope):
             await self._app(scope, receive, send)
             return
@@ -74,16 +74,16 @@ class ApiKeys:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             return False
-        # Digests are of one length, and all of them are looked at.
+        # Digests have equal lengths, and all are compared.
         digest = _digest(key.strip().encode("latin-1"))
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
 
 class HeadAsGet:
-    """Has HEAD answered wherever GET is; the HTTP server leaves the answer's body out.
+    """Middleware that treats HEAD as GET; the HTTP server leaves the body out.
 
     Args:
-        app: What answers GET.
+        app: The application behind it.
     """
 
     def __init__(self, app: ASGIApp) -> None:

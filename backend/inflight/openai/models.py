@@ -1,4 +1,4 @@
-"""/v1/models: the model that is served, and its LoRA adapters. The event loop."""
+"""/v1/models: the served model and its LoRA adapters. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _STARTED = int(time.time())
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """Every name that `model` of a body may have."""
+    """Return all names that `model` of a body may have."""
     context = context_of(request)
     return {"object": "list", "data": await context.session.wait_for(lambda: _models(context.model))}
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, request: Request) -> dict[str, Any]:
-    """One of them."""
+    """Return one model or adapter."""
     context = context_of(request)
     for model in await context.session.wait_for(lambda: _models(context.model)):
         if model["id"] == name:

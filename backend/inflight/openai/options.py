@@ -1,8 +1,8 @@
 """Command-line options of the OpenAI endpoint, for `scripts/serve` and for `python -m inflight.openai`.
 
-Owns the flags, which both commands share, and where API keys come from. Files are looked into here, so that one
-that is no good is said before anything is started. Does not know what the endpoint does with them. Standard
-library only, as `scripts/serve` reads it before anything else runs; jinja2 where there is a template. Any thread.
+Owns the flags, which both commands share, and the sources of API keys. Files are checked here, so that an
+invalid one is reported before anything starts. Does not know what the endpoint does with the options.
+Standard library only, as `scripts/serve` imports it first, plus jinja2 if a template is given. Any thread.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 API_KEYS_VARIABLE = "INFLIGHT_API_KEY"
-"""The environment variable that holds API keys, separated by spaces, commas or line ends."""
+"""The environment variable with API keys, separated by spaces, commas or line ends."""
 
 TOOL_CALL_PARSERS = ("auto", "none", "llama3_json", "hermes", "mistral", "json")
 REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1")
-"""Values of the flags; `serving/chat` has the parsers, which this module must not import."""
+"""Values of --reasoning-parser; the parsers are in `serving/chat`, which this module must not import."""
 
 MAX_BODY_BYTES = 16 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -31,24 +31,24 @@ _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class OpenAiOptions:
-    """How one OpenAI endpoint listens, whom it lets in, and what it calls its model.
+    """Settings of one OpenAI endpoint: its address, access, and names of its model.
 
     Attributes:
         host: Address to listen on.
         port: TCP port; 0: any free one.
-        served_model_names: What requests call the model; the first one is in the answers. Without any, the name of
+        served_model_names: Names of the model in requests; responses have the first. Without any, the name of
             the checkpoint's folder.
-        chat_template: A file with a Jinja template, in the place of the checkpoint's own; None: the checkpoint's.
-        tool_call_parser: One of TOOL_CALL_PARSERS: which form of tool calls the model writes.
-        reasoning_parser: One of REASONING_PARSERS: how the model marks what it thinks before it answers.
-        default_max_tokens: Most tokens of an answer whose request does not say it; fewer where no more fit. None:
+        chat_template: File with a Jinja template; None: the checkpoint's own template.
+        tool_call_parser: One of TOOL_CALL_PARSERS: the form in which the model writes tool calls.
+        reasoning_parser: One of REASONING_PARSERS: how the model marks its reasoning.
+        default_max_tokens: Most tokens of an answer whose request sets no limit; fewer if fewer fit. None:
             OpenAI's 16 for completions, and all that fit for chats.
-        api_keys: Requests must bring one of them; without any, everybody may ask.
-        cors_origins: Web pages from these origins may ask from a browser; "*": from anywhere.
+        api_keys: Every request must have one of these keys; without any, all requests are allowed.
+        cors_origins: Origins of web pages that may send requests from a browser; "*": all.
         max_body_bytes: The largest body of a request, in bytes.
-        tls_certificate: A PEM file with the certificate chain; None: no TLS.
-        tls_key: A PEM file with its private key; None: it is in the file of the certificate.
-        metrics_url: Where Triton's metrics page is, for /metrics; "": there is none.
+        tls_certificate: PEM file with the certificate chain; None: no TLS.
+        tls_key: PEM file with the private key; None: it is in the file of the certificate.
+        metrics_url: URL of Triton's metrics page, for /metrics; "": none.
     """
 
     host: str = "127.0.0.1"
@@ -67,7 +67,7 @@ class OpenAiOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that do not depend on where the engine is. Names that vLLM has are vLLM's."""
+    """Add the flags that do not depend on the engine's place; flags that vLLM has, too, have its names."""
     group = parser.add_argument_group("OpenAI endpoint (/v1)")
     _add_model_arguments(group)
     _add_listening_arguments(group)
@@ -80,7 +80,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         nargs="+",
         default=[],
-        help="what requests to /v1 call the model; several: the first one is in the answers (default: the name of "
+        help="names of the model in requests to /v1; the first one is in the answers (default: the name of "
         "the checkpoint's folder)",
     )
     add(
@@ -154,7 +154,7 @@ def read_arguments(
     metrics_url: str = "",
     environment: Mapping[str, str] = os.environ,
 ) -> OpenAiOptions:
-    """The options that parsed flags stand for; ValueError names a flag that cannot be followed."""
+    """Return the options of parsed flags; raise ValueError, which names the flag, for an invalid one."""
     if given.ssl_keyfile is not None and given.ssl_certfile is None:
         raise ValueError(f"--ssl-keyfile {given.ssl_keyfile}: a key without --ssl-certfile, its certificate")
     if given.ssl_certfile is not None:
@@ -177,7 +177,7 @@ def read_arguments(
 
 
 def to_arguments(options: OpenAiOptions) -> list[str]:
-    """The command line of `python -m inflight.openai` for these options, API keys left out."""
+    """Return the command line of `python -m inflight.openai` for these options, without API keys."""
     files = {
         "--chat-template": options.chat_template,
         "--ssl-certfile": options.tls_certificate,
@@ -204,7 +204,7 @@ def _api_keys(given: argparse.Namespace, environment: Mapping[str, str]) -> tupl
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--api-key-file {given.api_key_file}: it cannot be read: {error}") from None
         found = [line.strip() for line in lines if line.strip()]
-        if not found:  # an empty file must not open the door
+        if not found:  # an empty file must not allow all requests
             raise ValueError(f"--api-key-file {given.api_key_file}: there is no key in it")
         keys += found
     if "" in given.api_key:
@@ -212,7 +212,7 @@ def _api_keys(given: argparse.Namespace, environment: Mapping[str, str]) -> tupl
     keys = [key for key in keys if key]
     if not all(key.isascii() and key.isprintable() for key in keys):
         raise ValueError("an API key has letters that an HTTP header cannot hold: expected printable ASCII")
-    if any(re.search(r"[\s,]", key) for key in keys):  # the environment variable holds keys between these
+    if any(re.search(r"[\s,]", key) for key in keys):  # separators in the variable
         raise ValueError("an API key has a space or a comma in it: expected one without")
     return tuple(dict.fromkeys(keys))
 
@@ -227,7 +227,7 @@ def _file(text: str) -> Path:
 
 
 def _template(text: str) -> Path:
-    """A file with a template that compiles in the environment that chats are rendered in."""
+    """Return a file whose template compiles in the environment that renders chats."""
     from inflight.serving.chat.template_environment import compile_template, names_in
 
     path = _file(text)
@@ -237,7 +237,7 @@ def _template(text: str) -> Path:
             raise ValueError("it is empty, expected a Jinja template")
         compile_template(source)
         names = names_in(source)
-    except Exception as error:  # jinja2 has no common class of what it raises for a text that is no template
+    except Exception as error:  # jinja2 raises errors without a common class for invalid templates
         line = getattr(error, "lineno", None)
         raise argparse.ArgumentTypeError(f"{text}{f', line {line}' if line else ''}: {error}") from None
     if "messages" not in names:
@@ -255,7 +255,7 @@ def _check_certificate(chain: Path, key: Path | None) -> None:
 
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, refuse_password)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         raise ValueError(f"{where}: cannot be used for TLS: {error}") from None
 
 

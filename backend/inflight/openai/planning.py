@@ -1,4 +1,4 @@
-"""A body that has been understood, ready for the engine. On the tokenizing threads."""
+"""A checked body, ready for the engine. On the tokenizing threads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from inflight.serving.reply import NewText, new_text
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """The prompts to run, and the facts that their answer needs.
+    """The prompts of a body, and the facts that its answer needs.
 
     Attributes:
-        asked: What holds for all prompts.
-        prompts: For the engine, each with what makes its texts.
-        usage: Counts its tokens.
-        model_name: What the answer says.
-        fingerprint: Of what serves it, for the answer.
-        names: What tokens are called; None where none are named.
-        hidden_ids: Tokens that are no part of a text.
+        asked: Settings for all prompts.
+        prompts: Prompts for the engine.
+        usage: Counter of the answer's tokens.
+        model_name: Model name in the answer.
+        fingerprint: `system_fingerprint` of the answer.
+        names: Names of tokens; None if the answer has none.
+        hidden_ids: Ids of tokens that add nothing to a text.
     """
 
     asked: BodySettings
@@ -38,14 +38,14 @@ class AnswerPlan:
     hidden_ids: frozenset[int]
 
     def prompt_ids(self, batch_index: int) -> tuple[int, ...]:
-        """The ids of one of its prompts."""
+        """Return the token ids of one prompt."""
         return self.prompts[batch_index][0].request.input_token_ids
 
 
 def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> None:
     """Raise ApiError if a body asks for too many sequences: `n` for each of its prompts.
 
-    BodySettings before anything is tokenized, which takes long for many prompts.
+    Call it before tokenization, which takes long for many prompts.
     """
     field = "n" if n > 1 else "prompt"
     try:
@@ -57,13 +57,13 @@ def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> 
 def make_plan(
     model: ServingModel, asked: BodySettings, texts: Sequence[str | None], ids: Sequence[Sequence[int]]
 ) -> AnswerPlan:
-    """Check everything that the model can be asked for.
+    """Check all prompts against the model's limits, and return the plan; raise errors that name body fields.
 
     Args:
-        model: That is served.
-        asked: What holds for all prompts.
-        texts: Of each prompt; None for one that came as ids.
-        ids: Of each prompt.
+        model: The served model.
+        asked: Settings for all prompts.
+        texts: Text of each prompt; None for a prompt given as ids.
+        ids: Token ids of each prompt.
     """
     body, description = asked.body, model.describe()
     tokenizer = model.tokenizer()
@@ -87,7 +87,7 @@ def make_plan(
 
 
 def _truncated(asked: BodySettings, ids: Sequence[int], model: ServingModel) -> Sequence[int]:
-    """The last tokens of a prompt, as many as truncate_prompt_tokens says; -1: as many as fit."""
+    """Return the last truncate_prompt_tokens tokens of a prompt; -1: as many as fit."""
     most = asked.body.truncate_prompt_tokens
     if most is None:
         return ids

@@ -1,8 +1,8 @@
-"""Bodies of requests: OpenAI's fields and those that vLLM adds, each with its type and its default.
+"""Bodies of requests: OpenAI's fields and vLLM's additions, each with type and default.
 
-Sampling controls that are numbers are in `control_fields`, which is written from their declarations. A field that
-is null counts as left out. A field that nobody knows is refused by its name, and one that is known and not served
-in a sentence; there are no others. What a field means for the engine is in `sampling`.
+Numeric sampling controls are in `control_fields`, which is generated from their declarations. A null field
+counts as left out. An unknown field is refused by name, and a known field that is not served with an
+explanation. `sampling` converts fields for the engine.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from inflight.openai.control_fields import BodyControls
 from inflight.openai.errors import ApiError, refused, unsupported
 
 MAX_INT32 = (1 << 31) - 1
-"""Most that a count or a token id may be: the engine's are of 32 bits."""
+"""Largest count or token id: the engine's integers have 32 bits."""
 
 MAX_TOKEN_IDS = 1 << 15
-"""Most tokens that a body may bias, or name as ends."""
+"""Most token ids in a body's biases or end ids."""
 MAX_ID_LENGTH = 256
-"""Most letters of a request's own name, which every chunk of its answer repeats."""
+"""Most characters of a request's id, which every chunk of its answer repeats."""
 _MAX_VARIABLES = 64  # of a chat template
 
-# Each list is given up at its first wrong item. Else every item of a long one would have an error of its own, made
-# on the event loop, where everybody waits for it.
+# Lists fail at their first invalid item. Otherwise every item of a long list would make an error of its own,
+# on the event loop.
 _Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
-    """A body, or an object in one: checked strictly, so that a number in quotes is an error.
+    """A body, or an object in one; strict, so that a number in quotes is an error.
 
     Attributes:
-        not_served: Fields that are known: the values that ask for nothing, and what else is answered.
+        not_served: Known fields that are not served: their neutral values, and the reason for a refusal.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -65,11 +65,11 @@ def _unknown(name: str, known: list[str]) -> ApiError:
 
 
 class StreamOptions(Body):
-    """Options of a stream: the usage beside its choices.
+    """Options of a stream: which chunks report the usage.
 
     Attributes:
-        include_usage: One more chunk at the end has the usage.
-        continuous_usage_stats: Every chunk has the usage so far.
+        include_usage: Whether a last chunk has the usage.
+        continuous_usage_stats: Whether every chunk has the usage so far.
     """
 
     not_served = {
@@ -93,11 +93,11 @@ _OF_OTHER_LIBRARIES: dict[str, tuple[tuple[Any, ...], str]] = dict.fromkeys(
 
 
 class StructuredOutputs(Body):
-    """vLLM's object for guided decoding; exactly one of its kinds.
+    """vLLM's object for guided decoding; it must have exactly one kind of guide.
 
     Attributes:
-        whitespace_pattern: What white space there may be between the tokens of JSON, as a regular expression.
-        disable_any_whitespace: Whether there is none.
+        whitespace_pattern: Allowed white space between the tokens of JSON, as a regular expression.
+        disable_any_whitespace: Whether to allow no white space between the tokens of JSON.
     """
 
     not_served = _OF_OTHER_LIBRARIES
@@ -122,7 +122,7 @@ _COMMON_NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class SamplingBody(Body, BodyControls):
-    """The fields of both routes: sampling, stop conditions and outputs."""
+    """Fields of both routes: sampling, stop conditions and outputs."""
 
     model: str | None = None
     n: int = Field(1, ge=1, le=1024)
@@ -169,17 +169,17 @@ class SamplingBody(Body, BodyControls):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end the output."""
+        """Return the stop strings."""
         return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
 
     @property
     def includes_usage(self) -> bool:
-        """Whether the answer tells its usage: a stream only if asked."""
+        """Return whether the answer reports its usage; a stream does only on request."""
         return not self.stream or (self.stream_options is not None and self.stream_options.include_usage)
 
     @property
     def has_continuous_usage(self) -> bool:
-        """Whether every chunk of the stream does."""
+        """Return whether every chunk of the stream reports the usage."""
         return self.includes_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
@@ -187,7 +187,7 @@ class SamplingBody(Body, BodyControls):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_biases(cls, biases: Any) -> Any:
-        """Name the first wrong value alone: pydantic would make an error for each."""
+        """Raise an error for the first invalid value only; pydantic would make one for each."""
         if isinstance(biases, dict) and len(biases) > MAX_TOKEN_IDS:
             text = f"logit_bias has {len(biases)} tokens; this server takes at most {MAX_TOKEN_IDS}"
             raise refused(ApiError(text, 400, "logit_bias", "invalid_value"))

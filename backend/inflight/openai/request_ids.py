@@ -1,7 +1,7 @@
 """The request id in an answer's headers: the client's X-Request-Id, or a random id.
 
-Every answer has the header, refusals too, so that a client's log and a proxy's can be put side by side. Knows
-nothing of what is asked. Runs on the event loop of the process.
+Every answer has the header, refusals included, so that logs of clients and proxies can be compared. Knows
+nothing of routes. Runs on the event loop of the process.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _SCOPE_KEY = "inflight.request_id"
 
 
 def random_id() -> str:
-    """An id for a request that has none of its own."""
+    """Return an id for a request without one."""
     return uuid.uuid4().hex
 
 
 def request_id_of(request: Request) -> str:
-    """The id of a request that has come through `RequestIds`."""
+    """Return the id of a request that has passed `RequestIds`."""
     return request.scope[_SCOPE_KEY]
 
 
 class RequestIds:
-    """Gives each request an id, and its answer the header that says it.
+    """Middleware that gives each request an id, and returns it in the answer's header.
 
     Args:
-        app: What answers.
+        app: The application behind it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; one whose own id cannot be repeated is answered with 400."""
+        """Pass the request on; answer 400 if its id is not valid in a header."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -65,7 +65,7 @@ class RequestIds:
         if is_usable:
             try:
                 await self._app(scope, receive, send_with_id)
-            except Exception as error:  # a bug: answered here, where the id is known, and raised to be logged
+            except Exception as error:  # a bug: answered here, with the id, and logged by the server
                 if not has_started:
                     await error_response(error)(scope, receive, send_with_id)
                 raise

@@ -1,6 +1,6 @@
-"""A body and the ids of one of its prompts, as the engine's request. Plain functions, on the tokenizing threads.
+"""Conversion of a body and one prompt's ids to an engine request. Plain functions, on the tokenizing threads.
 
-What a field of the body means for the engine is here and nowhere else, with the checks that need the model.
+Owns the meaning of body fields for the engine, and the checks that need the model.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.adapter import LoraRequest
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.request.guide import Guide
-from inflight.core.request.request import EngineDescription, ModelLimits, OutputOptions, Request
+from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid, unsupported
@@ -23,24 +24,24 @@ from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.text.text_encoder import TextEncoder, check_words
 
 MAX_CONTEXT_LOGITS_BYTES = 1 << 30
-"""Most bytes of a prompt's logits, which its likeliest tokens are found in."""
+"""Most bytes of a prompt's logits, from which its likeliest tokens are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BodySettings:
-    """The settings of a body that hold for each of its prompts.
+    """Settings of a body that hold for all of its prompts.
 
     Attributes:
-        body: As it came.
-        max_tokens: Most tokens to generate; None: what fits of `default_max_tokens`.
-        default_max_tokens: Most tokens where the body does not say it; None: no bound but what fits.
-        num_top: How many of the likeliest tokens come beside each generated one; None: no log probabilities.
-        num_prompt_top: The same of prompt tokens.
+        body: The body.
+        max_tokens: Most tokens to generate; None: not given.
+        default_max_tokens: Most tokens if `max_tokens` is None; None: as many as fit.
+        num_top: How many likeliest tokens to return at each generated position; None: no log probs.
+        num_prompt_top: The same for prompt positions.
         echo: Whether the text begins with the prompt.
-        guide: What the text has to look like.
+        guide: Guide of the text; None: none.
         adapter: Name of the LoRA adapter; "": the bare model.
-        seed: Of the random numbers.
-        skip_special_tokens: Whether special tokens are left out of texts.
+        seed: Seed of the random numbers.
+        skip_special_tokens: Whether texts leave special tokens out.
     """
 
     body: SamplingBody
@@ -56,7 +57,7 @@ class BodySettings:
 
     @property
     def fields(self) -> dict[str, str]:
-        """The body's fields by the engine's tensors, where they depend on the body: errors name these fields."""
+        """Return the body's fields by tensor, where they depend on the body; errors name these fields."""
         body = self.body
         guides = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format")
         guide = next((name for name in guides if getattr(body, name) is not None), "structured_outputs")
@@ -77,7 +78,7 @@ class BodySettings:
 
 
 def choose_seed(body: SamplingBody) -> int:
-    """The seed of the body, of 64 bits without a sign; without one a random seed."""
+    """Return the body's seed as an unsigned 64-bit number; a random one if the body has none."""
     return secrets.randbits(64) if body.seed is None else body.seed % (1 << 64)
 
 
@@ -88,7 +89,7 @@ def make_prompt(
     description: EngineDescription,
     encoder: TextEncoder,
 ) -> Prompt:
-    """One prompt for the engine, valid for it; raises what is wrong, by the body's names."""
+    """Return one validated prompt for the engine; raise errors that name fields of the body."""
     body, limits = asked.body, description.limits
     uses_beams = body.use_beam_search and body.n > 1
     stop_strings = body.stop_strings
@@ -132,14 +133,14 @@ def make_prompt(
 
 
 def _stop_words(stop_strings: Sequence[str], encoder: TextEncoder) -> tuple[tuple[int, ...], ...]:
-    """Stop words for the engine, which ends beams by them: the spellings of the stop strings."""
+    """Return the spellings of the stop strings as stop words, by which the engine ends beams."""
     return tuple(word for text in stop_strings for word in encoder.spellings(text))
 
 
 def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
-    """How tokens are chosen. Most numbers mean what they do in the engine; those that do not are spelled out."""
+    """Return a body's sampling config. Fields whose meaning differs from the engine's are converted here."""
     uses_beams = body.use_beam_search and body.n > 1
-    greedy = body.use_beam_search if body.n == 1 else False  # a search with one beam
+    greedy = body.use_beam_search if body.n == 1 else False  # a beam search with one beam
     values: dict[str, Any] = {
         name: getattr(body, control.body.name)
         for name, control in CONTROLS.items()
@@ -150,7 +151,7 @@ def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
         | {
             "beam_width": body.n if uses_beams else 1,
             "num_return_sequences": None if uses_beams else body.n,
-            # A share of nothing is the likeliest token alone; the engine takes 0 for no share.
+            # top_p 0 means only the likeliest token; for the engine, it would mean no limit.
             "temperature": 0.0 if greedy or (body.top_p == 0.0 and not uses_beams) else body.temperature,
             "top_k": max(body.top_k, 0),
             "top_p": body.top_p or 1.0,
@@ -165,7 +166,7 @@ def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
 
 
 def longest_prompt(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> int:
-    """How many of a prompt's tokens leave room for what is asked for; 1 if none does, which is then refused."""
+    """Return how many prompt tokens leave room for the answer; 1 if none do, which is refused later."""
     wanted, width = max(asked.max_tokens or 1, 1), _num_beams(asked.body)
     longest = min(prompt_length, limits.max_input_length, limits.max_context_tokens, limits.room(0) - wanted)
     fitting = (length for length in range(longest, 0, -1) if limits.room(length, width) >= wanted)
@@ -203,7 +204,7 @@ def _max_new_tokens(asked: BodySettings, prompt_length: int, limits: ModelLimits
 
 
 def _end_ids(body: SamplingBody, description: EngineDescription) -> tuple[int, ...]:
-    """The token ids that end a sequence and are not returned: the model's own and the body's."""
+    """Return the token ids that end a sequence and are not returned: the model's and the body's."""
     own = () if body.ignore_eos else description.eos_token_ids
     return tuple(dict.fromkeys((*own, *body.stop_token_ids)))
 
@@ -224,9 +225,9 @@ def _output(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> Out
         return_log_probs=top is not None,
         num_top_log_probs=top or 0,
         return_prompt_log_probs=prompt_top is not None,
-        # The ranks of the prompt's own tokens are told where that is possible.
+        # Report the ranks of the prompt's tokens if the logits fit.
         return_context_logits=bool(prompt_top) or (asked.body.prompt_logprobs is not None and fits),
-        # Nobody reads it of other streams, where it would come with every token.
+        # Only the usage reads the metrics; in other streams every token would carry them.
         return_perf_metrics=asked.body.includes_usage,
     )
 
@@ -242,11 +243,11 @@ def _early_stopping(body: SamplingBody) -> int:
 
 
 def _priority(asked: int) -> float:
-    """vLLM's priority, where the lower goes first and 0 is usual, as the engine's: of [0, 1] the higher first."""
+    """Convert vLLM's priority (0 is usual, lower goes first) to the engine's (0 to 1, higher goes first)."""
     asked = max(-MAX_INT32, min(asked, MAX_INT32))
     return 0.5 - 0.5 * asked / (1 + abs(asked))
 
 
 def _number_of(text: str) -> int:
-    """A number of 64 bits that stands for the text, and is not 0."""
+    """Return a 64-bit hash of the text, never 0."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") or 1

@@ -1,6 +1,6 @@
-"""Routes about the server rather than the model: health, version, metrics.
+"""Routes about the server: health, version, metrics.
 
-And the routes of OpenAI's that are not served, each refused in a sentence.
+Also OpenAI's routes that are not served; each refuses with an explanation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.openai.serving_model import ServingModel, package_version
 router = APIRouter()
 _METRICS_TIMEOUT_S = 5.0
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Whatever http_proxy says: tritonserver is on this machine or beside it, and no proxy finds it there."""
+"""Opener without proxies, whatever http_proxy says: tritonserver is on this machine or beside it."""
 _TEXT_ALONE = "this server generates text alone"
 _RANKS = "this server generates text and ranks nothing"
 _NO_FILES = "this server keeps no files and runs no batches: send each request by itself"
@@ -53,7 +53,7 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine can be reached, else 503."""
+    """Return 200 while the engine can be reached, else 503."""
     context = context_of(request)
     await context.session.wait_for(context.model.describe)
     return Response()
@@ -61,13 +61,13 @@ async def health(request: Request) -> Response:
 
 @router.get("/version")
 async def tell_version() -> dict[str, str]:
-    """The package's version."""
+    """Return the package's version."""
     return {"version": package_version()}
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Triton's metrics page, as it is now, and vLLM's names for what it says."""
+    """Return Triton's current metrics page, followed by its values under vLLM's names."""
     context = context_of(request)
     url = context.model.options.metrics_url
     if not url:
@@ -80,7 +80,7 @@ def _page(url: str, model: ServingModel) -> tuple[str, str]:
     page, kind = _fetch(url)
     try:
         name = model.names[0]
-    except InflightError:  # the engine is away, and the page is there all the same
+    except InflightError:  # without an engine, Triton's page still exists
         name = None
     if not page.endswith("\n"):
         page += "\n"

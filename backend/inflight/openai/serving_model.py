@@ -1,7 +1,7 @@
-"""The model that is served, as every route needs it: its names, its tokenizer, and bodies' texts as ids.
+"""The served model for all routes: its names, its tokenizer, and the encoding of bodies' texts.
 
-Owns which model a name means, and for how long what the engine said of itself holds. Does not know routes.
-Everything that may block runs on the session's threads; the texts of a request are tokenized there too.
+Owns the meaning of model names, and how long facts reported by the engine are kept. Knows no routes. Calls
+that may block, and the tokenization of texts, run on the session's threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
-from inflight.core.request.request import EngineDescription
+from inflight.core.request.engine_description import EngineDescription
 from inflight.errors import Unavailable, Unsupported, without_places
 from inflight.hub import checkpoint_name
 from inflight.openai.errors import ApiError, unsupported
@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 _ADAPTERS_TIMEOUT_S = 10.0
 _ADAPTERS_FRESH_S = 1.0
-"""For how long an adapter that was there counts as being there still; the engine refuses one that is not."""
+"""Seconds for which a listed adapter is assumed to exist; the engine refuses one that does not."""
 _SLOW_S = 1.0
-"""A failure to reach the engine that took longer is remembered for so long, or each request would wait as much."""
+"""Seconds after which a failed attempt to reach the engine counts as slow; for as long it is not repeated."""
 
 
 def package_version() -> str:
-    """The version of this package; unknown where it is not installed."""
+    """Return this package's version, "unknown" if it is not installed."""
     try:
         return version("inflight")
     except PackageNotFoundError:
@@ -45,7 +45,7 @@ def package_version() -> str:
 
 
 class ServingModel:
-    """The served model's names, tokenizer and template, beside the engine client itself; any thread."""
+    """Names, tokenizer and chat template of the served model, for its engine client. Any thread."""
 
     def __init__(self, client: EngineClient, options: OpenAiOptions) -> None:
         self._client = client
@@ -56,12 +56,12 @@ class ServingModel:
         self._failure: Unavailable | None = None
         self._failed_s = 0.0
         self._listing = threading.Lock()
-        self._adapters: dict[str, bool] = {}  # by name: whether it can be used, as far as is known
+        self._adapters: dict[str, bool] = {}  # by name: whether the adapter was usable when last listed
         self._listed_s = 0.0
         self.encoder = TextEncoder(self.tokenizer)
 
     def describe(self) -> EngineDescription:
-        """The engine's description; raises Unavailable while there is none. May block."""
+        """Return the engine's description; raise Unavailable without an engine. May block."""
         with self._reaching:
             begun_s = time.monotonic()
             if self._failure is not None and begun_s - self._failed_s < _SLOW_S:
@@ -76,22 +76,22 @@ class ServingModel:
                 raise
 
     def load(self) -> None:
-        """Read the files of the checkpoint that the engine has now, and log what is wrong with its chat template.
+        """Read the files of the engine's present checkpoint, and log defects of its chat template.
 
-        So that this is known before the first chat, and that need not wait for it. Raises Unavailable while there
-        is no engine.
+        Called early, so that defects are known before the first chat, which then does not wait for the files.
+        Raises Unavailable without an engine.
         """
         self._checkpoint()
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; raises Unsupported without one. Loads it the first time."""
+        """Return the tokenizer, loaded by the first call; raise Unsupported if there is none."""
         return self._checkpoint().tokenizer()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the model, the usual name first. May block the first time.
+        """Return the names of the model, the usual name first. The first call may block.
 
-        Without names of its own it is the checkpoint's that was served last, also while the engine is away.
+        Without `served_model_names`, the name is the last served checkpoint's, also while the engine is away.
         """
         if self.options.served_model_names:
             return self.options.served_model_names
@@ -104,7 +104,7 @@ class ServingModel:
         return (checkpoint_name(Path(loaded.description.model_path)) or "model",)
 
     def adapters(self) -> tuple[AdapterState, ...]:
-        """The LoRA adapters with names, those among them that cannot be loaded. May block."""
+        """Return the LoRA adapters that have names, including those that cannot be loaded. May block."""
         try:
             states = self._client.adapters(AdapterCommand(AdapterAction.LIST), _ADAPTERS_TIMEOUT_S)
         except Unsupported:
@@ -112,20 +112,20 @@ class ServingModel:
         return tuple(state for state in states if state.name)
 
     def adapter_of(self, model: str | None) -> str:
-        """The adapter that a body's `model` means, "" for the bare model; an error 404 for a name of neither.
+        """Return the adapter that a body's `model` names, or ""; raise ApiError (404) for an unknown name.
 
-        The first that is asked for a body, and where it waits for the engine and its files: may block.
+        The first call for each body: it waits for the engine and its files, so it may block.
         """
         self.load()
         if model is None or model in self.names:
             return ""
         with self._listing:
             is_fresh = time.monotonic() - self._listed_s < _ADAPTERS_FRESH_S
-            if not (is_fresh and model in self._adapters):  # a new one can be named at once
+            if not (is_fresh and model in self._adapters):  # a new adapter's name is valid at once
                 self._adapters = {state.name: not state.problem for state in self.adapters()}
                 self._listed_s = time.monotonic()
             adapters = self._adapters
-        if model in adapters:  # one that could not be loaded is tried again, and says why it cannot
+        if model in adapters:  # a failed one is loaded again; the engine reports why it fails
             return model
         known = ", ".join((*self.names, *(name for name, is_usable in adapters.items() if is_usable)))
         raise ApiError(
@@ -138,14 +138,14 @@ class ServingModel:
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[list[int]]:
-        """Ids of each text; raises InvalidArgument, which names `field`, for one that is too long in any case."""
+        """Return the ids of each text; raise InvalidArgument for one that is too long, naming `field`."""
         limits = self.describe().limits
         for text in texts:
             self.encoder.check_prompt_length(len(text.encode()), field, limits)
         return self.tokenizer().encode_batch(texts, add_special_tokens)
 
     def chat_template(self) -> ChatTemplate:
-        """The chat template; raises ApiError without one that can be used."""
+        """Return the chat template; raise ApiError if there is no usable one."""
         template = self._checkpoint().template()
         if template is None:
             raise unsupported(
@@ -157,22 +157,22 @@ class ServingModel:
 
     @property
     def fingerprint(self) -> str:
-        """A name of what makes the answers: the package, the checkpoint, and the limits that it is served with.
+        """Return OpenAI's `system_fingerprint`: a hash of package version, checkpoint, dtype and limits.
 
-        The same as long as these are the same, OpenAI's `system_fingerprint`.
+        It is the same as long as these are the same.
         """
         description = self._checkpoint().description
-        limits = replace(description.limits, num_blocks=0)  # which follow the memory that is free at a start
+        limits = replace(description.limits, num_blocks=0)  # depends on the memory that is free at start
         told = repr((package_version(), description.model_path, description.dtype, limits))
         return f"fp_{blake2b(told.encode(errors='surrogatepass'), digest_size=5).hexdigest()}"
 
     @property
     def token_bytes(self) -> list[bytes]:
-        """By id, the bytes that each token adds to a text."""
+        """Return the bytes that each token adds to a text, by token id."""
         return self._checkpoint().token_bytes()
 
     def _checkpoint(self) -> _Checkpoint:
-        """The checkpoint of the present engine, as loaded here."""
+        """Return the present engine's checkpoint, with its files loaded."""
         description = self.describe()
         with self._lock:
             if self._loaded is None or self._loaded.description is not description:
@@ -185,11 +185,11 @@ class ServingModel:
 class _Checkpoint:
     """The files of one checkpoint; any thread.
 
-    Every connection to an engine has a description of its own, so that another one is the mark of an engine that
-    may have been loaded again, from the same folder too.
+    Every connection to an engine has its own description object. A different object therefore means that the
+    engine may have been loaded again, possibly from the same folder.
 
     Attributes:
-        description: The engine's.
+        description: Description of the engine.
     """
 
     def __init__(self, description: EngineDescription, options: OpenAiOptions) -> None:
@@ -204,7 +204,7 @@ class _Checkpoint:
         self._token_bytes: list[bytes] | None = None
 
     def load(self) -> None:
-        """Read the tokenizer and the chat template, once; those who need them are told what is wrong with them."""
+        """Read the tokenizer and the chat template once; `tokenizer` and `template` raise their errors."""
         with self._lock:
             folder = self.description.tokenizer_dir
             if self._is_loaded:
@@ -214,7 +214,7 @@ class _Checkpoint:
                 return
             try:
                 self._template = load_chat_template(folder, self._template_file)
-            except Exception as error:  # whatever a broken file raises: completions are served all the same
+            except Exception as error:  # of any class; completions work without a template
                 self._problem = without_places(str(error))
                 _log.error("chats will be refused: %s", error)
             template = self._template
@@ -230,7 +230,7 @@ class _Checkpoint:
             return self._finder.require(self.description.tokenizer_dir)
 
     def template(self) -> ChatTemplate | None:
-        self.tokenizer()  # a model without one has no chats either, and says why
+        self.tokenizer()  # raises the reason if there is no tokenizer
         if self._problem is not None:
             raise ApiError(
                 f"chats cannot be answered: {self._problem}. Start the server with --chat-template FILE, or send "

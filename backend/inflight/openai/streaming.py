@@ -1,4 +1,4 @@
-"""How answers leave: server-sent events, and noticing that the client has gone. Event loop."""
+"""Sending of answers: server-sent events, and detection of clients that have gone. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def event(chunk: Any) -> bytes:
-    """One event with `chunk` as JSON."""
+    """Return one event with `chunk` as JSON."""
     return b"data: " + _ENCODER.encode(chunk) + b"\n\n"
 
 
 async def made(make: Callable[[], bytes], grows_with_prompt: bool) -> bytes:
-    """The events that `make` returns.
+    """Return the events that `make` returns.
 
-    Those that grow with the prompt, as the first ones of a stream may, are made on another thread: no other stream
-    waits for them.
+    Events that grow with the prompt, such as a stream's first ones, are made on another thread, so that other
+    streams do not wait for them.
     """
     return await asyncio.to_thread(make) if grows_with_prompt else make()
 
 
 class JsonAnswer(Response):
-    """A whole answer."""
+    """A response with a whole answer as JSON."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Encode it."""
+        """Return the content as JSON."""
         return _ENCODER.encode(content)
 
 
 class EventStream(Response):
-    """A streamed answer: sends what the iterator yields, and an error as the last event.
+    """A streamed answer: the events of an iterator, and an error as the last event.
 
-    Starlette's own watches for the client's end as well, which `Watcher` does here from the request's start on.
+    Starlette's class also watches for the client's end; here `Watcher` does, from the start of the request.
     """
 
     media_type = "text/event-stream"
@@ -57,15 +57,13 @@ class EventStream(Response):
         self._watcher = watcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the events."""
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         await send(start)
         try:
             async for events in self._events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-        except (
-            Exception
-        ) as error:  # whatever it is, the status has been sent: the client reads it in the stream
+        except Exception as error:  # the status has been sent, so the client finds any error in the stream
             last = event(describe_error(error)[1])
             await send({"type": "http.response.body", "body": last, "more_body": True})
         finally:
@@ -74,14 +72,14 @@ class EventStream(Response):
 
 
 class Watcher:
-    """Cancels a stream when its client goes away, until `close`."""
+    """Task that cancels a stream when its client disconnects, until `close`."""
 
     def __init__(self, request: Request, stream: OutputStream) -> None:
         self._stream = stream
         self._task = asyncio.create_task(self._watch(request.receive))
 
     def close(self) -> None:
-        """Stop watching, and end what still runs. Idempotent."""
+        """Stop watching, and end requests that still run. Idempotent."""
         self._task.cancel()
         self._stream.close()
 
@@ -92,7 +90,7 @@ class Watcher:
 
 
 async def peeked(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """`events`, once the first is there: what goes wrong before it is still answered with its own status."""
+    """Wait for the first event, then return all `events`; an error before it still has its own status."""
     try:
         first = await anext(events)
     except StopAsyncIteration:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM has them. Nothing here needs a free place in the engine."""
+"""/tokenize and /detokenize, compatible with vLLM. These routes need no slot in the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ router = APIRouter()
 
 @router.post("/tokenize")
 async def tokenize(body: Annotated[TokenizeBody, body_as(TokenizeBody)], request: Request) -> Response:
-    """The ids that a prompt, or the messages of a chat, would be computed as."""
+    """Return the token ids of a prompt, or of a chat's messages."""
     context = context_of(request)
     await context.adapter_of(body.model)
     return await context.session.compute(lambda: JsonAnswer(_tokenize(context.model, body)))
@@ -28,7 +28,7 @@ async def tokenize(body: Annotated[TokenizeBody, body_as(TokenizeBody)], request
 
 @router.post("/detokenize")
 async def detokenize(body: Annotated[DetokenizeBody, body_as(DetokenizeBody)], request: Request) -> Response:
-    """The text of ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     context = context_of(request)
     await context.adapter_of(body.model)
 

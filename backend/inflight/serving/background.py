@@ -1,7 +1,7 @@
-"""Work that waits where processors are short: beside a model that computes on them.
+"""Lower priority for threads, for when the model computes on all processors.
 
-Responses that are sent late are joined, so that there are fewer; forward passes that are late delay everybody.
-Linux has a niceness for every thread. Knows nothing of what the threads do.
+Late responses are joined, so fewer are sent; a late forward pass delays all requests. Linux has a niceness
+for each thread. Knows nothing of what the threads do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ NICENESS = 10
 
 
 def give_way() -> None:
-    """Let the calling thread have a processor after the others, from here on; what is nicer already stays so."""
+    """Lower the calling thread's priority to niceness 10, unless its niceness is higher already."""
     thread = threading.get_native_id()
     niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
     os.setpriority(os.PRIO_PROCESS, thread, niceness)

@@ -1,6 +1,6 @@
-"""Threads for what takes too long for execute, and the order of each client's requests all the same.
+"""Threads for work that takes too long for execute, which keep the order of each client's requests.
 
-Owns the threads and who waits behind whom. Does not know what the jobs are. Any thread.
+Owns the threads and the clients' queues. Does not know what the jobs do. Any thread.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 Job = Callable[[], None]
-"""Must not raise."""
+"""A job; it must not raise."""
 
 NOBODY = 0
-"""A client without a name. Such clients may be anybody, so they do not wait for each other."""
+"""Client id of requests without one. They may be of different clients, so they run concurrently."""
 
 
 class ClientLanes:
-    """Runs jobs on a few threads: those of one client one after the other, in the order in which they came.
+    """Pool of threads that runs the jobs of one client in order, one after the other.
 
     Args:
         num_threads: Most jobs at a time. Threads start with the first jobs.
@@ -26,20 +26,20 @@ class ClientLanes:
 
     def __init__(self, num_threads: int) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[int, deque[Job]] = {}  # by client, of all that have a job
+        self._waiting: dict[int, deque[Job]] = {}  # by client, for all clients with a job
         self._pool = ThreadPoolExecutor(num_threads, "inflight-tokenizing")
 
     @property
     def are_idle(self) -> bool:
-        """Whether no client with a name has a job."""
+        """Return whether no client with an id has a job."""
         return not self._waiting
 
     def is_busy(self, client: int) -> bool:
-        """Whether the client has a job that has not ended."""
+        """Return whether the client has a job that has not ended."""
         return client in self._waiting
 
     def submit(self, client: int, job: Job) -> None:
-        """Run `job` on one of the threads, after those that came before it for the same client."""
+        """Run `job` on one of the threads, after the client's previous jobs."""
         if client != NOBODY:
             with self._lock:
                 if client in self._waiting:
@@ -49,7 +49,7 @@ class ClientLanes:
         self._pool.submit(self._run, client, job)
 
     def close(self) -> None:
-        """Wait for the jobs that have begun; the others never run. `submit` raises RuntimeError afterwards."""
+        """Wait for jobs that have begun; drop the others. `submit` raises RuntimeError afterwards."""
         with self._lock:
             for waiting in self._waiting.values():
                 waiting.clear()

@@ -1,7 +1,7 @@
-"""Text of prompts and completions: finds the model's tokenizer, and turns a sequence's tokens into text.
+"""Texts of prompts and completions: loading of the model's tokenizer, and conversion of tokens to text.
 
-Owns when a tokenizer is loaded, what text_output starts with, and where a stop string ends it. Does not know
-tensors. The tokenizer is found on the thread that calls execute; a CompletionText belongs to the sender thread.
+Owns when a tokenizer is loaded, how text_output starts, and where a stop string ends it. Knows no tensors.
+The thread that calls execute loads the tokenizer; a CompletionText belongs to the sender thread.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.stop_strings import StopStringFinder, StopStrings
 from inflight.text.tokenizer import Tokenizer
 
-# What comes before a completion decides how it starts, by a space or not; the last few ids are enough.
+# The tokens before a completion decide whether it starts with a space; the last few are enough.
 _PREFIX_TOKENS = 32
 
 NO_STOP_STRINGS = StopStrings(())
-"""An empty set, which ends no text."""
+"""An empty set of stop strings."""
 
 _T = TypeVar("_T")
 
@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 class TokenizerFinder:
-    """Loads a model's tokenizer once, as soon as it is known where it is.
+    """Loader of a model's tokenizer, which loads it once, when its folder is known.
 
     Args:
-        directory: Parameter tokenizer_dir; None takes the folder that the engine names.
-        load: Loads the tokenizer of a folder; raises for a folder that has none.
+        directory: Parameter tokenizer_dir; None: the folder that the engine names.
+        load: Loads the tokenizer of a folder; raises if the folder has none.
     """
 
     def __init__(self, directory: str | None, load: Callable[[str], Tokenizer] = Tokenizer.from_dir) -> None:
@@ -46,13 +46,13 @@ class TokenizerFinder:
         self._problem: str | None = None
 
     def find(self, engine_directory: str = "") -> Tokenizer | None:
-        """The tokenizer of parameter tokenizer_dir, else of `engine_directory`; None if there is none."""
+        """Return the tokenizer in parameter tokenizer_dir, or else in `engine_directory`, or None."""
         if self._found is None and self._problem is None:
             self._look(self._directory or engine_directory)
         return self._found
 
     def require(self, engine_directory: str = "") -> Tokenizer:
-        """As `find`; raises Unsupported with the reason why there is none."""
+        """Return the tokenizer as `find` does; raise Unsupported, with the reason, if there is none."""
         tokenizer = self.find(engine_directory)
         if tokenizer is None:
             raise Unsupported(f"this model serves no text: {self._problem}")
@@ -64,20 +64,20 @@ class TokenizerFinder:
             return
         try:
             self._found = self._load(directory)
-        except Exception as error:  # whatever a broken file raises: ids are served all the same
+        except Exception as error:  # of any class, for broken files; requests with ids still work
             self._problem = without_places(str(error))
             _log.warning("text will be refused: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The effect of one result on the text of one sequence or beam.
+    """The change of one sequence's or beam's text by one result.
 
     Attributes:
-        text: What the result adds to the text; with beams, the beam's whole text.
-        num_kept_tokens: How many of the result's new tokens count: all, or those up to the one that completes a
-            stop string.
-        stopped: Whether a stop string is complete, in this result or an earlier one.
+        text: The new part of the text; for beams, the whole text.
+        num_kept_tokens: How many of the result's new tokens count: all, or those up to the one that completes
+            a stop string.
+        stopped: Whether this or an earlier result completes a stop string.
     """
 
     text: str
@@ -86,28 +86,28 @@ class TextDelta:
 
 
 class CompletionText:
-    """text_output of one sequence, or of one search's beams, as its results come; and where a stop string ends it.
+    """Incremental text_output of one sequence, or of the beams of one search, with its stop strings.
 
-    A completion's text continues its prompt's: where the two need a space between them, the completion brings it.
-    Stop strings are looked for in the generated text alone, with its special tokens and without them. Shown is
-    nothing of a stop string, and nothing that may become one; the tokens up to the one that completes it are kept.
-    All of that is the same however the tokens were spread over results, but for a tokenizer whose text is only
-    known at the end (`TokenDecoder.is_token_by_token`): there all tokens that came are kept.
+    A completion's text continues its prompt's: a space needed between them belongs to the completion. Stop
+    strings are searched in the generated text only, both with and without its special tokens. The text
+    includes no part of a stop string, nor text that may become one; the tokens up to the one that completes
+    it are kept. This does not depend on how tokens are divided into results, except for a tokenizer whose
+    text is known only at the end (`TokenDecoder.is_token_by_token`): then all tokens received are kept.
 
     Args:
-        tokenizer: Of the model.
-        prompt_ids: The prompt.
-        prompt_text: The prompt as it came; None if it came as ids.
+        tokenizer: Tokenizer of the model.
+        prompt_ids: Token ids of the prompt.
+        prompt_text: Text of the prompt; None if the prompt was given as ids.
         lead: Whether the text starts with the prompt.
-        stop_strings: What ends the text; may be shared by all sequences of a request.
-        skip_special_tokens: Leave special tokens out of the text. Stop strings that name one are found all the
-            same.
-        min_tokens: A stop string that is complete with so many tokens, or fewer, ends nothing.
+        stop_strings: Stop strings; all sequences of a request may share them.
+        skip_special_tokens: Leave special tokens out of the text. Stop strings that name one are found all
+            the same.
+        min_tokens: A stop string completed by one of the first `min_tokens` tokens ends nothing.
 
     Usage, once per result and in order:
 
         deltas = text.add(result)
-        result = cut_at_stop(result, deltas)   # where one has stopped, it ends here with STOP_WORDS
+        result = cut_at_stop(result, deltas)   # a stopped sequence ends here with STOP_WORDS
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class CompletionText:
         self._lead = lead
         self._stop_strings = stop_strings
         self._skip_special_tokens = skip_special_tokens
-        # Made with the first result: on the sender thread, and not for a request that never has one.
+        # Created by the first result: on the sender thread, and only for a request that has one.
         self._row: _RowText | None = None
 
     def add(self, result: SequenceResult) -> tuple[TextDelta, ...]:
-        """Add a result; returns what it adds to the text of each of its beams (one, if there are none).
+        """Add a result; return a delta for each of its beams, or one without beams.
 
-        Bytes of an unfinished character wait for the next one, and so does what may begin a stop string; both
-        come with the sequence's last result. After a stop there is neither text nor a token to keep.
+        Bytes of an incomplete character, and text that may begin a stop string, are held until they are
+        decided, or until the sequence's last result. After a stop, deltas have no text and keep no tokens.
         """
         if result.is_cumulative or len(result.output_token_ids) > 1:
             return tuple(self._whole(ids, result) for ids in new_tokens(result))
@@ -162,14 +162,14 @@ class CompletionText:
 
 
 class _RowText:
-    """Makes the generated text of one row."""
+    """Generated text of one row."""
 
     def __init__(
         self, detokenizer: IncrementalDetokenizer, finder: StopStringFinder | None, min_tokens: int
     ) -> None:
         self._detokenizer = detokenizer
         self._finder = finder
-        self._num_protected = min_tokens  # how many of the next tokens complete no stop string that counts
+        self._num_protected = min_tokens  # number of next tokens that cannot complete a stop string
 
     def add(self, ids: tuple[int, ...], is_final: bool, lead: str) -> TextDelta:
         if self._finder is not None:
@@ -183,7 +183,7 @@ class _RowText:
         if finder.stopped:
             return TextDelta("", 0, stopped=True)
         parts = [lead]
-        # One by one, so that the token that completes a stop string is found in any company.
+        # One by one, to find the token that completes a stop string whatever tokens it came with.
         for count, token_id in enumerate(ids, 1):
             parts.append(self._add_token(finder, token_id))
             if finder.stopped:
@@ -203,7 +203,7 @@ class _RowText:
         hidden = self._detokenizer.hidden_text(token_id)
         if not hidden:
             return finder.add(self._detokenizer.add((token_id,)), may_stop=may_stop)
-        # What the detokenizer still holds back comes before the special token only if the text ends here.
+        # Text held by the detokenizer comes before the special token only if the text ends here.
         rest = self._detokenizer.flush()
         if rest:
             trial = finder.copy()
@@ -215,16 +215,16 @@ class _RowText:
 
 
 def new_tokens(result: SequenceResult) -> tuple[tuple[int, ...], ...]:
-    """The result's generated tokens, by beam."""
+    """Return the result's generated tokens, by beam."""
     return tuple(
         ids[len(ids) - count :] for ids, count in zip(result.output_token_ids, result.num_output_tokens)
     )
 
 
 def cut_at_stop(result: SequenceResult, deltas: Sequence[TextDelta]) -> SequenceResult:
-    """Cut `result` where a stop string has ended it: to the tokens that count, with what belongs to them.
+    """Cut `result` after the tokens that count, together with all values that belong to tokens.
 
-    Rows that have stopped end with STOP_WORDS, and when all have, the sequence has ended.
+    Stopped rows end with STOP_WORDS; the sequence ends when all of its rows have.
     """
     if not any(delta.stopped for delta in deltas):
         return result

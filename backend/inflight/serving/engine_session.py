@@ -1,9 +1,9 @@
-"""The asyncio face of an engine client: prompts in, and what is to be sent of their results as it comes.
+"""Asyncio interface of an engine client: prompts in, outputs to send as they arrive.
 
-Owns the threads that calls which may block run on: few that compute, so that the event loop gets its turns, and
-more that wait for somebody else. Each stream has a delivery of its own: responses that a client has not been sent
-wait there, joined, and the event loop is woken once for all that have come. Does not know the protocol. Responses
-arrive on the client's thread; everything else belongs to the event loop.
+Owns the threads for calls that may block: few for computation, so that the event loop gets its turns, and
+more for calls that wait for another process. Each stream has its own delivery, in which unsent responses wait
+and are joined; the event loop is woken once for all that have arrived. Knows no protocol. Responses arrive on
+the client's thread; everything else belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from inflight.prompt import Output, Prompt
 from inflight.serving.reply import NewText, Repetition, Reply
 
 _T = TypeVar("_T")
-_DELTAS = Repetition(log_probs=False, max_bytes=0)  # nothing of a stream is said twice
-_COMPUTING, _WAITING = 4, 64  # threads, made when they are needed
+_DELTAS = Repetition(log_probs=False, max_bytes=0)  # streams repeat nothing
+_COMPUTING, _WAITING = 4, 64  # most threads; started on demand
 
 
 class EngineSession:
-    """Runs prompts on an engine for coroutines of one event loop."""
+    """Runner of prompts on an engine, for coroutines of one event loop."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -39,27 +39,27 @@ class EngineSession:
         self._waiting = ThreadPoolExecutor(_WAITING, "inflight-waiting")
         self._stopping = ThreadPoolExecutor(1, "inflight-stopping")  # never behind a long text
         self._lock = threading.Lock()
-        self._news: list[asyncio.Event] = []  # of streams, to be set on the event loop
+        self._news: list[asyncio.Event] = []  # events of streams, to be set on the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def compute(self, function: Callable[[], _T]) -> _T:
-        """Run a function that takes processor time on another thread; return or raise its result."""
+        """Run a function that computes on another thread; return or raise its result."""
         return await asyncio.get_running_loop().run_in_executor(self._computing, function)
 
     def compute_later(self, function: Callable[[], object]) -> None:
-        """Have `function` run on such a thread, whatever becomes of it."""
+        """Run `function` on such a thread later; ignore its result."""
         with contextlib.suppress(RuntimeError):  # closed
             self._computing.submit(function)
 
     async def wait_for(self, function: Callable[[], _T]) -> _T:
         """Run a function that waits for another process on another thread; return or raise its result.
 
-        It keeps nobody who calls `compute` waiting.
+        Callers of `compute` do not wait for it.
         """
         return await asyncio.get_running_loop().run_in_executor(self._waiting, function)
 
     def open(self, prompts: Sequence[tuple[Prompt, NewText | None]]) -> OutputStream:
-        """The outputs of `prompts`, which run once the stream is started and until it is closed."""
+        """Return the outputs of `prompts`, which run after the stream's `start` and until its `close`."""
         self._loop = asyncio.get_running_loop()
         return OutputStream(self, prompts)
 
@@ -75,22 +75,22 @@ class EngineSession:
         reason: StopReason = StopReason.CANCELLED,
         sequence_index: int | None = None,
     ) -> None:
-        """Stop requests, or one sequence of each, without waiting for whatever carries that there."""
+        """Stop requests, or one sequence of each, without waiting for the engine's transport."""
 
         def stop() -> None:
             for handle in handles:
                 handle.stop(reason, sequence_index)
 
-        with contextlib.suppress(RuntimeError):  # closed, and the requests with it
+        with contextlib.suppress(RuntimeError):  # closed, and its requests with it
             self._stopping.submit(stop)
 
     def tell(self, has_news: asyncio.Event) -> None:
-        """Set an event on the event loop, which is woken once for all of them; any thread, never waits."""
+        """Set an event on the event loop, which is woken once for all events; any thread, never blocks."""
         with self._lock:
             self._news.append(has_news)
             is_first = len(self._news) == 1
         if is_first and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(self._tell_all)
 
     def _tell_all(self) -> None:
@@ -101,9 +101,9 @@ class EngineSession:
 
 
 class OutputStream:
-    """The outputs of one client's request, as an asynchronous iterator of those that go out together.
+    """The outputs of one client's request, as an asynchronous iterator of outputs to send together.
 
-    Raises the engine's error when a prompt has failed, Cancelled after `cancel`.
+    Raises the engine's error if a prompt fails, and Cancelled after `cancel`.
     """
 
     def __init__(self, session: EngineSession, prompts: Sequence[tuple[Prompt, NewText | None]]) -> None:
@@ -115,20 +115,20 @@ class OutputStream:
         self._delivery: Delivery[Response] = Delivery(on_news=partial(session.tell, self._has_news))
         self._is_cancelled = False
         self._lock = threading.Lock()
-        self._handles: dict[int, tuple[int, RequestHandle]] = {}  # by request id, with the batch index
+        self._handles: dict[int, tuple[int, RequestHandle]] = {}  # by request id; with the batch index
         self._is_closed = False
 
     def __aiter__(self) -> OutputStream:
         return self
 
     async def start(self) -> None:
-        """Submit the requests; one that is closed meanwhile submits no more of them.
+        """Submit the requests; submit no more of them after `close`.
 
-        Raises what the engine client raises; then none of them runs on.
+        Raises the engine client's errors; none of the requests runs on then.
         """
         try:
             await self._session.wait_for(self._submit)
-        except BaseException:  # cancellation too: what has been submitted must not run on
+        except BaseException:  # cancellation included: submitted requests must not run on
             self.close()
             raise
 
@@ -144,13 +144,13 @@ class OutputStream:
         raise StopAsyncIteration
 
     def cancel(self) -> None:
-        """The client is gone: end the requests, and let whoever reads the outputs find out."""
+        """End the requests because the client has gone; the iterator raises Cancelled."""
         self._is_cancelled = True
         self._has_news.set()
         self.close()
 
     def close(self) -> None:
-        """End what still runs. Idempotent; quick where everything has ended."""
+        """End requests that still run. Idempotent; quick if all have ended."""
         with self._lock:
             if self._is_closed:
                 return
@@ -160,7 +160,7 @@ class OutputStream:
             self._session.stop_later(running)
 
     def _submit(self) -> None:
-        """On a thread that may block."""
+        """Submit the requests, on a thread that may block."""
         client = self._session.client
         for batch_index, request in enumerate(self._requests):
             if self._is_closed:
@@ -173,7 +173,7 @@ class OutputStream:
                 handle.stop()
 
     def _arrive(self, response: Response) -> None:
-        """Take one response, which is dropped if nobody reads on; on the client's thread, never waits."""
+        """Take one response; drop it after `close`. On the client's thread, never blocks."""
         if not self._is_closed:
             self._delivery.put(response)
 

@@ -1,7 +1,7 @@
-"""The requests in flight of one front end: the clients' request ids, the engine's ids, and the clients.
+"""The requests in flight of one front end, with clients' request ids, engine ids and client streams.
 
-Owns the requests in flight of one front end and what may be done to them: start, stop, cancel. Does not know
-protocols or how answers are sent. Any thread; one lock, never held while sending a response.
+Owns starting, stopping and cancelling of these requests. Knows no protocols, nor how answers are sent. Any
+thread; one lock, never held while sending a response.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from inflight.serving.reply import Reply
 
 
 class ClientStream(Protocol):
-    """One client's end of one request, in its protocol."""
+    """The connection to one client for one request, in the client's protocol."""
 
     def send(self, response: Any) -> None:
-        """Send one response of several."""
+        """Send one response, to be followed by others."""
         ...
 
     def finish(self, response: Any = None) -> None:
-        """Send the last response, or none, and end the request. Only the first call does anything."""
+        """Send the last response, or none, and end the request. Later calls do nothing."""
         ...
 
     def fail(self, error: InflightError) -> None:
-        """Send an error as the last response, and end the request, as `finish` does."""
+        """Send an error as the last response, and end the request; later calls do nothing."""
         ...
 
     def is_cancelled(self) -> bool:
-        """Whether the client cancelled or went away; false once the request is finished."""
+        """Return whether the client cancelled or disconnected; false after the request was finished."""
         ...
 
 
 class Ending(Enum):
-    """The reason why this front end ended a request early, where it changes the last response."""
+    """The reason why this front end ended a request early, if it changes the last response."""
 
     NONE = "not ended here, or by a stop request, which gets a normal last response"
     CLIENT_GONE = "the client cancelled or went away"
@@ -56,29 +56,29 @@ class Ending(Enum):
 
 
 def error_of_ending(ending: Ending) -> InflightError:
-    """The error for the client of a request that was ended here."""
+    """Return the error for the client of a request that was ended here."""
     if ending is Ending.CLIENT_GONE:
         return Cancelled("the request was cancelled by its client")
     if ending is Ending.UNLOAD:
         return Unavailable("the model was unloaded before the request was done")
-    return StepFailed("a response could not be sent")  # where there is no better reason
+    return StepFailed("a response could not be sent")  # without a more specific reason
 
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """One client's request between its arrival and its final response: a prompt, or a batch of them.
+    """One client's request, with one prompt or a batch, between its arrival and its final response.
 
     Attributes:
-        client_request_id: The id that the client gave it, "" if it gave none.
-        stream: The way back to the client.
-        reply: Makes its outputs. Touched by the sender thread only, once the engine knows of the request.
-        shown_name: The client's own name for an input, for errors of the engine.
-        ticket: Of `ResponseBudget`, to release when it is answered; 0 until the engine knows of the request.
-        handles: Of its prompts, in the order of the batch. Written once, by InFlight.
-        num_unfinished: Prompts whose final response has not come. Written by InFlight.
+        client_request_id: The client's id of the request; "": none.
+        stream: The connection to the client.
+        reply: Makes its outputs. Used by the sender thread only, after the engine has the request.
+        shown_name: Returns the client's name of an input, for errors of the engine.
+        ticket: Ticket of `ResponseBudget`, to release after the answer; 0 until the engine has the request.
+        handles: Handles of its prompts, in the order of the batch. Written once, by InFlight.
+        num_unfinished: Number of prompts without a final response. Written by InFlight.
         ending: Why it was ended early. Written by InFlight.
-        is_stopped: Whether a stop request came before the engine knew of it. Written by InFlight.
-        send_failure: Why a response could not be sent. Touched by the sender thread only.
+        is_stopped: Whether a stop request came before the engine had the request. Written by InFlight.
+        send_failure: Why a response could not be sent. Used by the sender thread only.
     """
 
     client_request_id: str
@@ -94,23 +94,23 @@ class InFlightRequest:
 
     @property
     def engine_ids(self) -> tuple[int, ...]:
-        """The engine's request ids of its prompts."""
+        """Return the engine's request ids of the prompts."""
         return tuple(handle.request_id for handle in self.handles)
 
     def __str__(self) -> str:
-        """For log lines."""
+        """Return a description for log lines."""
         return self.client_request_id or "/".join(map(str, self.engine_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The request and prompt that an arrived response belongs to.
+    """The request and prompt of an arrived response.
 
     Attributes:
         entry: The client's request.
-        batch_index: Which of its prompts.
-        is_last: Whether nothing more comes for any of them; then the request is forgotten already, and its id may
-            be used again.
+        batch_index: Index of the prompt in the batch.
+        is_last: Whether no prompt of the request has another response to come; the request is then forgotten,
+            and its id may be used again.
     """
 
     entry: InFlightRequest
@@ -119,7 +119,7 @@ class Arrival:
 
 
 class InFlight:
-    """The registry. A client's request id is unique among requests in flight; the empty one is no id at all."""
+    """Registry of requests in flight. Clients' request ids are unique in it; "" is no id."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -130,11 +130,11 @@ class InFlight:
         self._closed = False
 
     def register(self, entry: InFlightRequest) -> None:
-        """Register `entry` before it is known what the engine is to do for it; `start` or `withdraw` follows.
+        """Register `entry` before its requests are known; `start` or `withdraw` must follow.
 
-        Its id is in flight from here on. A stop or a cancellation that comes meanwhile counts when it starts.
-        Raises AlreadyExists if the id is in flight, unless the client that sent it is gone: that request is
-        cancelled then. Raises Unavailable after `stop_admitting`.
+        Its id is in flight from now on. A stop or cancellation before the start takes effect at the start.
+        Raises AlreadyExists if the id is in flight, unless that request's client has gone; that request is
+        then cancelled. Raises Unavailable after `stop_admitting`.
         """
         with self._changed:
             self._register(entry)
@@ -147,10 +147,10 @@ class InFlight:
     def start(
         self, entry: InFlightRequest, requests: Sequence[Request], on_response: SendResponseCallback
     ) -> None:
-        """Submit `requests`, in the order of the batch, and register `entry` if that has not happened yet.
+        """Submit `requests`, in the order of the batch; register `entry` unless it is registered.
 
-        Raises what `register` and the engine client raise, and the error of its ending for an entry that has been
-        ended meanwhile; then nothing of it runs on, and nothing is registered that was not before.
+        Raises the errors of `register` and of the engine client, and the error of its ending if the entry was
+        ended before. No request runs on then, and an entry that this call registered is forgotten.
         """
         with self._changed:
             is_known = entry in self._entries
@@ -158,10 +158,10 @@ class InFlight:
                 self._check_goes_on(entry)
             else:
                 self._register(entry)
-            # Under the lock, so that a response that comes before submit returns finds its entry.
+            # Under the lock, so that a response that arrives before submit returns finds its entry.
             try:
                 entry.handles = self._submit(requests, on_response)
-            except Exception:  # whatever it is, it is raised again, and nothing may stay registered
+            except Exception:  # of any class: forget the entry, and raise the error again
                 if not is_known:
                     self._forget(entry)
                 raise
@@ -172,7 +172,7 @@ class InFlight:
             _stop_all(entry.handles)
 
     def stop(self, client_request_id: str) -> None:
-        """End the request with this id, which gets a normal last response; an unknown id is ignored."""
+        """Stop the request with this id, which gets a normal last response; ignore unknown ids."""
         if not client_request_id:
             raise InvalidArgument("Cannot send stop request without specifying a request_id")
         with self._changed:
@@ -183,7 +183,7 @@ class InFlight:
             _stop_all(entry.handles)
 
     def cancel(self, entry: InFlightRequest, ending: Ending = Ending.CLIENT_GONE) -> None:
-        """End `entry`, whose last response then is an error; does nothing the second time."""
+        """End `entry` with an error as its last response; do nothing if it was ended before."""
         with self._changed:
             if entry.ending is not Ending.NONE:
                 return
@@ -191,7 +191,7 @@ class InFlight:
         _stop_all(entry.handles)
 
     def abandon(self, entry: InFlightRequest) -> None:
-        """Forget `entry` and end what still runs for it: it gets its last response now."""
+        """Forget `entry`, whose last response is sent now, and end its prompts that still run."""
         with self._changed:
             running = [handle for handle in entry.handles if handle.request_id in self._by_engine_id]
             for handle in running:
@@ -200,7 +200,7 @@ class InFlight:
         _stop_all(running)
 
     def arrive(self, engine_id: int, is_final: bool) -> Arrival | None:
-        """Count a final response; returns whose response has come, None if nobody waits for it."""
+        """Count a final response; return the request of a response, None if the request is forgotten."""
         with self._changed:
             found = self._by_engine_id.get(engine_id)
             if found is None:
@@ -214,13 +214,13 @@ class InFlight:
             return Arrival(entry, batch_index, is_last=not entry.num_unfinished)
 
     def wait_for_requests(self) -> tuple[InFlightRequest, ...]:
-        """Everything in flight, as soon as there is something; empty after `stop_admitting`."""
+        """Wait for and return the requests in flight; return () after `stop_admitting`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._entries)
             return () if self._closed else tuple(self._entries)
 
     def stop_admitting(self) -> tuple[InFlightRequest, ...]:
-        """Refuse new requests from now on; returns what is still in flight."""
+        """Refuse new requests from now on; return the requests in flight."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -260,14 +260,14 @@ class InFlight:
         try:
             for request in requests:
                 handles.append(self._client.submit(request, on_response))
-        except Exception:  # whatever it is, it is raised again, and nothing submitted may run on
+        except Exception:  # of any class: stop the submitted requests, and raise the error again
             _stop_all(handles)
             raise
         return tuple(handles)
 
     def _forget(self, entry: InFlightRequest) -> None:
         self._entries.pop(entry, None)
-        # The id may be another's by now: the client of this one was gone when it came.
+        # The id may belong to another request that arrived after this one's client had gone.
         if self._by_client_request_id.get(entry.client_request_id) is entry:
             del self._by_client_request_id[entry.client_request_id]
 

@@ -1,7 +1,7 @@
-"""Every metric the engine's model publishes: names, labels, units, meanings, and where the values come from. Pure.
+"""Declarations of all published metrics: names, labels, units, meanings and sources. Pure.
 
-The families called nv_trt_llm_… and nv_llm_… are those of tensorrtllm_backend. A gauge shows a value of the log
-line (`IterationStats.log_fields`), named by its key, so that the two cannot differ.
+The families nv_trt_llm_… and nv_llm_… are those of tensorrtllm_backend. A gauge shows the value of a key of
+the log line (`IterationStats.log_fields`), so that the two cannot differ.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from inflight.core.request.stop import FinishReason
 from inflight.errors import ERROR_CODES
 
 TIMESTAMP = "Timestamp"
-"""The one key of the log line whose value is text; its gauge shows microseconds since the epoch."""
+"""The log line's only key with a text value; its gauge shows microseconds since the epoch."""
 
 
 class Batching(Enum):
-    """The kind of batching that an engine does; some families are there with one kind alone."""
+    """The kind of batching of an engine; some families exist for one kind only."""
 
     INFLIGHT = "in-flight batching"
     STATIC = "static batching"
@@ -30,10 +30,10 @@ class Gauge:
     """One series of a family of gauges.
 
     Attributes:
-        value: Of the family's label.
-        log_key: The same number in the log line.
-        unit: What is counted.
-        meaning: What it says.
+        value: Value of the family's label.
+        log_key: Key of the same number in the log line.
+        unit: Unit of the value.
+        meaning: Meaning of the value.
     """
 
     value: str
@@ -44,13 +44,13 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class GaugeFamily:
-    """Gauges that are told apart by one label.
+    """Gauges that differ in one label.
 
     Attributes:
-        name, help: Of the family.
-        label: The label's name.
-        gauges: One for each of its values.
-        batching: The only kind of batching that the family is there with; None for one that is always there.
+        name, help: Name and help text of the family.
+        label: Name of the label.
+        gauges: One gauge for each value of the label.
+        batching: The kind of batching for which the family exists; None: both.
     """
 
     name: str
@@ -62,13 +62,13 @@ class GaugeFamily:
 
 @dataclass(frozen=True, slots=True)
 class CounterFamily:
-    """Counts since the model was loaded.
+    """Counters since the model was loaded.
 
     Attributes:
-        name, help, unit: Of the family.
-        read: Counts by the label's value; by "" without a label.
-        label: The label's name, "" for a single counter without one.
-        values: The label's values that are there from the start, at 0.
+        name, help, unit: Name, help text and unit of the family.
+        read: Returns the counts by label value; by "" without a label.
+        label: Name of the label; "": a single counter without label.
+        values: Label values that exist from the start, with count 0.
     """
 
     name: str
@@ -81,16 +81,16 @@ class CounterFamily:
 
 @dataclass(frozen=True, slots=True)
 class LevelFamily(CounterFamily):
-    """Gauges that show numbers of the moment which the log line does not have; a value that is gone shows 0."""
+    """Gauges of present numbers that are not in the log line; a value that disappears shows 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramFamily:
-    """A histogram of what was observed since the model was loaded.
+    """A histogram of observations since the model was loaded.
 
     Attributes:
-        name, help, unit: Of the family.
-        field: The field of MetricsSnapshot that has it.
+        name, help, unit: Name, help text and unit of the family.
+        field: Field of MetricsSnapshot with the histogram.
     """
 
     name: str
@@ -99,18 +99,18 @@ class HistogramFamily:
     field: str
 
     def read(self, metrics: MetricsSnapshot) -> HistogramSnapshot:
-        """The histogram at that moment."""
+        """Return the histogram in a snapshot."""
         return getattr(metrics, self.field)
 
 
 @dataclass(frozen=True, slots=True)
 class LengthFamily(HistogramFamily):
-    """A histogram of the server's own kind, with fewer buckets than the one it is made of, and one more label.
+    """A histogram derived from another, with fewer buckets and one more label.
 
     Attributes:
-        value: Of the label.
-        label: The label's name.
-        bounds: Of the buckets.
+        value: Value of the label.
+        label: Name of the label.
+        bounds: Upper bounds of the buckets.
     """
 
     value: str
@@ -261,7 +261,7 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
 )
 
 TRANSFERS = {"kv_cache_transfer_ms": "KV cache transfer time", "request_count": "Request count"}
-"""Labels of the one family of counters whose numbers are in the log line too, and their keys there."""
+"""Label values, and log keys, of the one family of counters whose numbers are in the log line, too."""
 
 COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
@@ -386,6 +386,6 @@ LEVELS: tuple[LevelFamily, ...] = (
         (),
     ),
 )
-"""Adapters without a name, whose ids clients make up, have no series: there could be any number of them."""
+"""Adapters without a name have no series: clients choose their ids, so there could be any number of them."""
 
 FAMILIES: tuple[Family, ...] = (*GAUGES, *LEVELS, *LENGTHS, *HISTOGRAMS, *COUNTERS)

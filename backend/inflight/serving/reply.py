@@ -1,9 +1,9 @@
-"""The reply to one client's request: the engine's results in, the outputs of responses out.
+"""The reply to one client's request: converts results of the engine to outputs of responses.
 
-A client's request is one prompt or a batch of them, each an engine request of its own with one or several
-sequences. Owns what is held back: results that are gathered because the client wants one response where the engine
-gives several, and whatever comes after a text stop string. Owns what is repeated in every response of a stream.
-Knows no protocol. Belongs to the sender thread.
+A client's request is one prompt or a batch; each prompt is an engine request of its own with one or several
+sequences. Owns what is held back: results gathered for a client that wants one response, and tokens after a
+text stop string. Owns which values every response of a stream repeats. Knows no protocol. Belongs to the
+sender thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inflight.text.stop_strings import StopStrings
 from inflight.text.tokenizer import Tokenizer
 
 NewText = Callable[[], CompletionText]
-"""Begins the text of one more sequence."""
+"""Creates the text of one more sequence."""
 
 _T = TypeVar("_T")
 _ResultAndTexts = tuple[SequenceResult, tuple[str, ...] | None]
@@ -32,10 +32,10 @@ _FLOAT_BYTES = 4
 
 
 def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) -> NewText:
-    """A function that begins the text of each of the prompt's sequences."""
+    """Return a function that creates the text of each of the prompt's sequences."""
     options, prompt_ids = prompt.options, prompt.request.input_token_ids
     stop_strings = StopStrings(options.stop_strings)  # one automaton for all sequences
-    if prompt.request.prompt_table is not None:  # whose rows are no text
+    if prompt.request.prompt_table is not None:  # its rows have no text
         prompt_ids = tuple(token_id for token_id in prompt_ids if token_id < options.vocab_size)
     return lambda: CompletionText(
         tokenizer,
@@ -53,9 +53,10 @@ class Repetition:
     """The values that every response of a stream repeats, as in tensorrtllm_backend.
 
     Attributes:
-        log_probs: Whether it has the log probabilities of all tokens so far; else those of its own tokens.
-        max_bytes: How large context outputs may be to be repeated; larger ones come in the first response alone.
-        text: Whether it has the whole text so far; else the new text.
+        log_probs: Whether a response has the log probs of all tokens so far; otherwise those of its own
+            tokens.
+        max_bytes: Size up to which context outputs are repeated; larger ones are in the first response only.
+        text: Whether a response has the whole text so far; otherwise the new text.
     """
 
     log_probs: bool = True
@@ -67,15 +68,15 @@ AS_UPSTREAM = Repetition()
 
 
 class Reply:
-    """Makes the outputs of one client's request from the results of all of its prompts.
+    """Maker of the outputs of one client's request from the results of all its prompts.
 
     Args:
-        prompts: In the order of the batch, each with what makes the text of its sequences, None without text.
-        in_one: Whether the client gets one response, when everything is there.
-        repetition: What every response of a stream repeats.
+        prompts: In the order of the batch, each with the function that creates its texts; None: no text.
+        in_one: Whether the client gets one response, after all results.
+        repetition: Values that every response of a stream repeats.
 
     Attributes:
-        has_just_stopped: Whether the result added last has brought its sequence to a stop string.
+        has_just_stopped: Whether the last added result completed a stop string of its sequence.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class Reply:
         self._held: list[Output] = []
 
     def add(self, batch_index: int, result: SequenceResult, is_last: bool) -> tuple[Output, ...]:
-        """Add a result; returns what is to be sent now, as one response, empty if nothing is.
+        """Add a result; return the outputs of the response to send now, () for none.
 
         Args:
-            batch_index: Whose result it is.
-            result: From the engine.
-            is_last: Whether no prompt of this request has another result to come.
+            batch_index: Index of the prompt in the batch.
+            result: Result of the engine.
+            is_last: Whether no prompt of the request has another result to come.
         """
         sequence = self._sequence(batch_index, result.sequence_index)
         was_stopped = sequence.stopped
@@ -128,7 +129,7 @@ class _Sequence:
         self._repeated = _Repeated(repetition) if repeats else None
         self._repeats_text = repetition.text and prompt.options.streaming
         self._text_so_far = ""
-        # The engine streams where text has to be looked at before anyone knows whether it goes on.
+        # The engine streams if texts must be examined for stop strings while they grow.
         self._gathers = prompt.request.streaming and not prompt.options.streaming
         self._gathered: list[_ResultAndTexts] = []
         self._stopped_at: SequenceResult | None = None
@@ -160,13 +161,13 @@ class _Sequence:
             return result, None
         deltas = self._text.add(result)
         kept = cut_at_stop(result, deltas)
-        # Beams run on: what is said of them may be said differently by the next response.
+        # Beams continue: the next response may replace their texts.
         if not result.is_cumulative and deltas and all(delta.stopped for delta in deltas):
             self._stopped_at = kept
         return kept, tuple(delta.text for delta in deltas)
 
     def _whole(self) -> _ResultAndTexts:
-        """Everything gathered, as a request that is not streamed gets it."""
+        """Return everything gathered in the form of a request that is not streamed."""
         result = merge_responses([Response(0, result) for result, _ in self._gathered]).result
         assert result is not None
         request = self._prompt.request
@@ -179,7 +180,7 @@ class _Sequence:
 
 
 class _Repeated:
-    """The values in earlier responses of one stream that later ones repeat."""
+    """Values of earlier responses of a stream that later ones repeat."""
 
     def __init__(self, rules: Repetition) -> None:
         self._rules = rules
@@ -188,7 +189,7 @@ class _Repeated:
         self._prompt_log_probs: tuple[float, ...] | None = None
 
     def add(self, result: SequenceResult) -> SequenceResult:
-        """`result`, with what is repeated of those before it."""
+        """Return `result` with the repeated values of earlier results."""
         logits, prompt = result.context_logits, result.prompt_log_probs
         if logits is not None and len(logits.data) <= self._rules.max_bytes:
             self._context_logits = logits
@@ -207,7 +208,7 @@ class _Repeated:
 
 
 def _after_stop(stopped_at: SequenceResult, last: SequenceResult) -> SequenceResult:
-    """The last result of a sequence that a stop string had ended before: no more tokens, but its metrics."""
+    """Return the last result of a sequence that a stop string ended earlier: metrics without tokens."""
     return replace(
         stopped_at,
         output_token_ids=((),),
@@ -227,7 +228,7 @@ def _after_stop(stopped_at: SequenceResult, last: SequenceResult) -> SequenceRes
 
 
 def _joined(outputs: list[Output]) -> tuple[Output, ...]:
-    """One output for each prompt, its sequences as rows, in order."""
+    """Return one output for each prompt, with its sequences as rows, in order."""
     of_prompt: dict[int, list[Output]] = {}
     for output in sorted(outputs, key=lambda one: (one.batch_index, one.result.sequence_index)):
         of_prompt.setdefault(output.batch_index, []).append(output)
@@ -254,12 +255,12 @@ def _as_rows(sequences: list[Output]) -> Output:
 
 
 def _of_tokens(result: SequenceResult) -> Iterator[ReturnedOutput]:
-    """The additional outputs that come with tokens."""
+    """Return the additional outputs that belong to tokens."""
     return (output for output in result.additional_outputs if output.name.startswith(GENERATION))
 
 
 def _additional_rows(results: list[SequenceResult]) -> tuple[ReturnedOutput, ...]:
-    """Combine additional outputs: the prompt's once, as all share it, and a tensor of each sequence's tokens."""
+    """Combine additional outputs: one of the shared prompt, and a tensor for each sequence's tokens."""
     of_sequences = [{output.name: output.tensors[0] for output in _of_tokens(result)} for result in results]
     return tuple(
         ReturnedOutput(output.name, tuple(each.get(output.name, _NO_ROWS) for each in of_sequences))
@@ -270,7 +271,7 @@ def _additional_rows(results: list[SequenceResult]) -> tuple[ReturnedOutput, ...
 
 
 def _rows(parts: list[tuple[_T, ...] | None], missing: _T) -> tuple[_T, ...] | None:
-    """The one row of every part, `missing` where a part has none; None if no part has one."""
+    """Return the single row of each part, `missing` for a part that is None; None if all parts are."""
     if all(part is None for part in parts):
         return None
     return tuple(missing if part is None else part[0] for part in parts)

@@ -1,21 +1,21 @@
-"""Refuses requests whose responses could not be sent, before anything is computed for them.
+"""Refusal of requests whose responses could not be sent, before anything is computed for them.
 
-Owns how large a response can get, and what of /dev/shm the requests of this process may still need. Does not know
-the tensors of requests, nor who sends. `reserve` and `release` may be called on any thread.
+Owns how large a response can get, and the room in /dev/shm that requests of this process may need. Knows
+neither the tensors of requests nor the sender. `reserve` and `release` may be called on any thread.
 
-Two limits. A gRPC message has at most 2 GiB; tritonserver answers with an error beyond that. And a response
-crosses to tritonserver through a pool of shared memory, a file in /dev/shm (a container's `--shm-size`) which
-belongs to this process alone. The pool takes a tensor into a hole that is large enough, and else grows by the
-tensor's whole size, rounded up; it never shrinks. Where /dev/shm has no room for that, sending fails with "Failed
-to increase the shared memory pool size": the file's space is allocated before it is used, so there is no SIGBUS,
-and other responses go on as before, but all the work for this one is lost. (Seen with tritonserver 2.51.)
+There are two limits. A gRPC message has at most 2 GiB; tritonserver answers with an error beyond that. And a
+response reaches tritonserver through a pool of shared memory: a file in /dev/shm (a container's
+`--shm-size`), one for each process. The pool places a tensor in a hole that is large enough, or else grows by
+the tensor's whole size, rounded up; it never shrinks. If /dev/shm has no room for that, sending fails with
+"Failed to increase the shared memory pool size". The file's space is allocated before use, so there is no
+SIGBUS, and other responses continue, but all work for this one is lost. (Observed with tritonserver 2.51.)
 
-For a model that is not decoupled it is worse: after a send that has failed, the stub takes no other response, and
-the client waits for ever. So there is a second look just before a large response is sent: other processes (other
-models of this server) may have taken what was free when the request came.
+For a model that is not decoupled, the stub accepts no other response after a failed one, and the client waits
+forever. Free space is therefore checked again just before a large response is sent: other processes, such as
+other models of this server, may have taken it since the request arrived.
 
-A pool holds one response at a time, because one thread sends them and a send returns when tritonserver is done
-with it: requests that need the same room share it, and what has been sent once fits again.
+A pool holds one response at a time, because one thread sends them, and a send returns when tritonserver has
+finished with it. Requests share the same room, and a response no larger than an earlier one fits again.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from inflight.endpoint.delivery import MAX_JOINED_LOGITS_BYTES
 from inflight.endpoint.frames import MAX_FRAME_BYTES
 from inflight.errors import InvalidArgument, Unavailable
 
-# A message holds names, shapes and the smallest outputs too.
+# The rest of 2 GiB is for names, shapes and the smallest outputs.
 MAX_RESPONSE_BYTES = (1 << 31) - 1 - (1 << 20)
 MAX_LISTED_BYTES = MAX_FRAME_BYTES // 4
-"""Everything but logits crosses the engine endpoint, and Python, as lists; a value is up to 9 bytes of a frame."""
+"""Most bytes of outputs without logits, which cross the engine endpoint as lists, up to 9 bytes a value."""
 
 SMALL_BYTES = 256 * 1024
-"""Smaller responses are not counted: every pool has that much, and more, from the start."""
+"""Size up to which responses are not counted: every pool has more room than that from the start."""
 
-_VALUE_BYTES = 4  # ids are INT32, everything else that counts FP32
-_TEXT_BYTES_PER_TOKEN = 32  # more than nearly every token has
-# A pool grows in steps; this is the launcher's, and more than tritonserver's own.
+_VALUE_BYTES = 4  # ids are INT32, all other counted values FP32
+_TEXT_BYTES_PER_TOKEN = 32  # more than nearly every token needs
+# Step by which a pool grows: the launcher's, which is larger than tritonserver's own.
 _POOL_STEP_BYTES = 4 << 20
 
 
 def shared_memory_space() -> tuple[int, int]:
-    """Bytes of /dev/shm in all, and those that nobody has taken."""
+    """Return the size of /dev/shm and its free space, in bytes."""
     status = os.statvfs("/dev/shm")
     return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
 class ResponseBudget:
-    """The room that the responses of one process may need. Every `reserve` is followed by a `release`.
+    """Room that the responses of one process may need. Every `reserve` needs a `release`.
 
     Args:
-        space: Bytes of shared memory in all, and free.
+        space: Returns the total and the free bytes of shared memory.
     """
 
     def __init__(self, space: Callable[[], tuple[int, int]] = shared_memory_space) -> None:
         self._space = space
         self._lock = threading.Lock()
         self._tickets = itertools.count(1)
-        self._reserved: dict[int, ResponseSize] = {}  # of every request in flight, by its ticket
-        self._held = ResponseSize(())  # the largest that the pool is known to take
+        self._reserved: dict[int, ResponseSize] = {}  # of all requests in flight, by ticket
+        self._held = ResponseSize(())  # largest response that the pool is known to have held
 
     def reserve(
         self,
@@ -75,22 +75,22 @@ class ResponseBudget:
         in_one: bool,
         offered: tuple[OfferedOutput, ...] = (),
     ) -> int:
-        """Make sure that every response to a client's request can be sent.
+        """Reserve room for every response to a client's request.
 
         Args:
-            requests: The engine's requests for it, one for each prompt of a batch; their `output` says what comes
-                back.
-            vocab_size: Values in a row of logits.
-            streaming: Whether the client gets responses as tokens come.
-            in_one: Whether all sequences of all prompts come back in one response.
+            requests: The engine's requests, one for each prompt of the batch; their `output` determines the
+                sizes.
+            vocab_size: Number of values in a row of logits.
+            streaming: Whether the client gets a stream of responses.
+            in_one: Whether one response returns all sequences of all prompts.
             offered: The engine's additional outputs.
 
         Returns:
-            A ticket for `release`, when the request has been answered; 0 for a small one, which costs nothing.
+            A ticket for `release`, to call after the answer; 0 for a small request, which needs no room.
 
         Raises:
-            InvalidArgument: It exceeds gRPC's limit, or all of /dev/shm.
-            Unavailable: It exceeds what is free of /dev/shm now.
+            InvalidArgument: A response can exceed gRPC's limit or the whole of /dev/shm.
+            Unavailable: A response can exceed the free space of /dev/shm.
         """
         sizes = [response_size(request, vocab_size, streaming, in_one, offered) for request in requests]
         largest = _sum(sizes) if in_one else max(sizes, key=lambda size: size.num_bytes)
@@ -104,16 +104,16 @@ class ResponseBudget:
         return ticket
 
     def sending(self, ticket: int, sizes: Iterable[tuple[str, int]]) -> AbstractContextManager[None]:
-        """Wrap the sending of a response to the request of `ticket`; does nothing for a small request.
+        """Return a context for sending a response to the ticket's request; it does nothing for ticket 0.
 
         Args:
-            ticket: From `reserve`.
-            sizes: (name, bytes) of the response's tensors; looked at only where the request is large.
+            ticket: Ticket from `reserve`.
+            sizes: (name, bytes) of the response's tensors; read only if the ticket is not 0.
 
         Raises:
-            Unavailable: There is no room for the response any more; nothing has been sent.
+            Unavailable: There is no room for the response now; nothing was sent.
         """
-        return self._sending(sizes) if ticket else nullcontext()  # of nearly every response
+        return self._sending(sizes) if ticket else nullcontext()  # nearly every response
 
     @contextmanager
     def _sending(self, sizes: Iterable[tuple[str, int]]) -> Generator[None]:
@@ -127,7 +127,7 @@ class ResponseBudget:
                 self._held = size
 
     def release(self, ticket: int) -> None:
-        """Give back the room of a request that has been answered. 0 does nothing, nor does a second call."""
+        """Release the room of an answered request. Does nothing for 0, or for a released ticket."""
         if ticket:
             with self._lock:
                 self._reserved.pop(ticket, None)
@@ -149,7 +149,7 @@ class ResponseBudget:
             )
 
     def _growth(self, sizes: list[ResponseSize]) -> int:
-        """How much the pool may grow until it has taken all of these, at worst the smaller ones first."""
+        """Return the pool's largest growth, in bytes, for these responses in the worst order: ascending."""
         held, growth = self._held, 0
         for size in sorted(sizes, key=lambda size: size.num_bytes):
             if not size.fits_where(held):
@@ -166,33 +166,33 @@ _LESS = (
 
 @dataclass(frozen=True, slots=True)
 class ResponseSize:
-    """How large the outputs of one response can get.
+    """The largest sizes of the outputs of one response.
 
     Attributes:
-        outputs: (name, bytes).
+        outputs: (name, bytes) of each output.
     """
 
     outputs: tuple[tuple[str, int], ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all outputs together."""
+        """Return the size of all outputs together, in bytes."""
         return sum(size for _, size in self.outputs)
 
     @property
     def listed_bytes(self) -> int:
-        """Bytes of the outputs that are no logits, nor additional outputs."""
+        """Return the size of the outputs other than context and generation outputs, in bytes."""
         return sum(size for name, size in self.outputs if not name.startswith((CONTEXT, GENERATION)))
 
     @property
     def room(self) -> int:
-        """Bytes by which a pool may grow for this response: every tensor by itself, in steps."""
+        """Return the pool's largest growth for this response, in bytes: each tensor alone, in steps."""
         return self.num_bytes + _POOL_STEP_BYTES * sum(size > SMALL_BYTES for _, size in self.outputs)
 
     def fits_where(self, other: ResponseSize) -> bool:
-        """Whether a pool that has taken `other` takes this one without growing."""
+        """Return whether a pool that has held `other` holds this response without growing."""
         largest = max((size for _, size in self.outputs), default=0)
-        # What is small finds room beside what is large.
+        # Small tensors fit beside large ones.
         return self.num_bytes <= other.num_bytes + 2 * SMALL_BYTES and any(
             size >= largest for _, size in other.outputs
         )
@@ -221,9 +221,9 @@ def response_size(
     in_one: bool,
     offered: tuple[OfferedOutput, ...] = (),
 ) -> ResponseSize:
-    """How large the largest response to one prompt can get.
+    """Return the size of the largest response to one prompt.
 
-    Streamed, that may be nearly the whole answer: deltas that wait are joined.
+    For a stream, it can be nearly the whole answer: waiting responses are joined.
     """
     output, new, prompt = request.output, request.max_new_tokens, request.prompt_length
     rows = request.sampling.num_outputs * (request.sampling.num_sequences if in_one else 1)
@@ -247,7 +247,7 @@ def response_size(
 def _additional_sizes(
     request: Request, offered: OfferedOutput, streaming: bool, num_sequences: int
 ) -> Generator[tuple[str, int]]:
-    """Yield the sizes of an additional output's two tensors, 0 for one that the request does not ask for."""
+    """Yield the sizes of an additional output's two tensors, 0 for a tensor that is not requested."""
     asked = next((each for each in request.output.additional_outputs if each.name == offered.name), None)
     row_bytes = offered.width * _VALUE_BYTES
     gathers = asked is not None and asked.gather_context
@@ -260,13 +260,13 @@ def _logits_rows(request: Request, row_bytes: int, streaming: bool) -> int:
     if not streaming:
         return request.max_new_tokens
     if request.sampling.uses_beams:
-        return 0  # streamed beams have none
+        return 0  # a streamed beam search returns none
     at_once = 1 + max(request.draft_length, request.prompt_lookup_num_tokens)
     return min(request.max_new_tokens, max(at_once, MAX_JOINED_LOGITS_BYTES // row_bytes))
 
 
 def _sum(sizes: Sequence[ResponseSize]) -> ResponseSize:
-    """The size of several responses with the same outputs in one."""
+    """Return the size of one response with the outputs of several."""
     together = zip(*(size.outputs for size in sizes))
     return ResponseSize(tuple((output[0][0], sum(size for _, size in output)) for output in together))
 

@@ -1,9 +1,9 @@
-"""The thread that answers: takes responses as the engine makes them and hands them to their clients.
+"""The sender thread: takes the engine's responses and sends them to their clients.
 
-Owns the sending of everything but refusals and what needs no engine. A send may cost more than the engine may wait
-for, so the engine only puts responses into a delivery; streams that have fallen behind, as they do where the model
-computes on all processors, get what waits for them in one response, the longest-waiting first. Text is made here
-too. Does not know where responses come from, nor the clients' protocol.
+Owns the sending of all responses except refusals and answers that need no engine. A send may take longer than
+the engine can wait, so the engine only puts responses into a delivery. Streams that fall behind, as with a
+model that computes on all processors, get their waiting responses joined, the longest-waiting first. This
+thread also makes the text. Knows neither the source of responses nor the clients' protocol.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _log = logging.getLogger(__name__)
 
 
 class ResponseMaker(Protocol):
-    """Makes a protocol's responses, which `ClientStream.send` and `finish` take."""
+    """Maker of a protocol's responses, for `ClientStream.send` and `finish`."""
 
     def outputs(self, outputs: Sequence[Output]) -> Any:
-        """One response with all these outputs."""
+        """Return one response with all these outputs."""
         ...
 
     def tensor_sizes(self, response: Any) -> Iterable[tuple[str, int]]:
-        """Tell (name, bytes) of all in a response that takes shared memory on its way; see `response_size`."""
+        """Return (name, bytes) of each part of a response that uses shared memory; see `response_size`."""
         ...
 
 
 class Sender:
-    """Sends on one thread, from construction to `close`.
+    """Sender of responses on one thread, from construction to `close`.
 
     Args:
-        in_flight: Where the clients of responses are found.
-        responses: Makes the responses of the clients' protocol.
-        budget: Knows whether there is room for a response, and gets it back when a request has been answered.
-        stream_interval: How many tokens a streamed response waits for, `Delivery`'s `interval`.
+        in_flight: Registry with the clients of responses.
+        responses: Makes responses of the clients' protocol.
+        budget: Checks the room for responses, and gets it back after the answer.
+        stream_interval: Number of tokens for each streamed response, the `interval` of `Delivery`.
     """
 
     def __init__(
@@ -58,24 +58,24 @@ class Sender:
         self._in_flight = in_flight
         self._responses = responses
         self._budget = budget
-        # One at a time: what still waits goes on joining.
+        # One response at a time, so that waiting ones can still be joined.
         self._delivery: Delivery[Response] = Delivery(limit=1, interval=stream_interval)
         self._thread = threading.Thread(target=self._run, name="inflight-sender", daemon=True)
         self._thread.start()
 
     def put(self, response: Response) -> None:
-        """Queue one response of the engine's; never waits."""
+        """Queue one response of the engine; never blocks."""
         self._delivery.put(response)
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait until all that was put here has been sent, for `timeout_s` at most; returns whether it has.
+        """Wait until all queued responses are sent, at most `timeout_s`; return whether they are.
 
-        What `stream_interval` holds back does not count. Any thread.
+        Responses held back by `stream_interval` do not count. Any thread.
         """
         return self._delivery.wait_until_sent(timeout_s)
 
     def close(self) -> None:
-        """Send what waits and end the thread."""
+        """Send the waiting responses and end the thread."""
         self._delivery.close()
         self._thread.join()
 
@@ -92,14 +92,14 @@ class Sender:
         if arrival is None:
             return
         if response.result is None and not arrival.is_last:
-            # One prompt of a batch has failed: so has the request, and the others work for nobody.
+            # One failed prompt fails the whole request: end its other prompts.
             self._in_flight.abandon(arrival.entry)
             arrival = replace(arrival, is_last=True)
         if arrival.entry.ending is not Ending.NONE and not arrival.is_last:
             return
         try:
             self._send(arrival, response)
-        except Exception as error:  # whatever making or sending it raises, other clients are still answered
+        except Exception as error:  # of any class: other clients must still be answered
             self._give_up(arrival, error)
         if arrival.is_last:
             self._budget.release(arrival.entry.ticket)
@@ -125,7 +125,7 @@ class Sender:
                 stream.send(message)
 
     def _message(self, arrival: Arrival, result: SequenceResult) -> Any:
-        """Make a response of the clients' protocol; None if there is nothing to send yet."""
+        """Return a response of the clients' protocol; None if there is nothing to send yet."""
         entry = arrival.entry
         outputs = entry.reply.add(arrival.batch_index, result, arrival.is_last)
         if not result.is_sequence_final and entry.reply.has_just_stopped:
@@ -133,7 +133,7 @@ class Sender:
         return self._responses.outputs(outputs) if outputs else None
 
     def _give_up(self, arrival: Arrival, error: Exception) -> None:
-        """Answer with an error because a response could not be made or sent, and stop the request."""
+        """Answer with an error, as a response could not be made or sent, and stop the request."""
         entry = arrival.entry
         _log.debug("request %s could not be answered: %r", entry, error)
         failed = error if isinstance(error, InflightError) else unexpected("response not sent", error)
@@ -143,5 +143,5 @@ class Sender:
             return
         try:
             entry.stream.fail(failed)
-        except Exception as last:  # whatever it is, nothing is left to tell this client
+        except Exception as last:  # of any class: this client cannot be answered
             _log.debug("request %s could not be ended: %r", entry, last)

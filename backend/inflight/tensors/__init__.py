@@ -1,5 +1,5 @@
-"""The tensors of requests and responses: their tables, and what they mean. Needs numpy, and no Triton.
+"""The tensors of requests and responses: their tables and their meaning. Needs numpy, but not Triton.
 
-`spec` says what a row of a table is, and `reader` reads values by these rows; `requests` makes Requests of a
-client's inputs, and `output_arrays` makes the outputs of results.
+`spec` defines a row of a table, and `reader` reads values by these rows; `requests` converts a client's inputs to
+Requests, and `output_arrays` converts results to output tensors.
 """

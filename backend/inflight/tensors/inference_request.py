@@ -1,6 +1,6 @@
 """TensorRT-LLM's `InferenceRequest`, a map of tensors, for programs that use GptManager as a library.
 
-What the tensors mean, `requests` says, as for a served model.
+`requests` interprets the tensors, as for a served model.
 Specification: Inference Request. Any thread.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import numpy as np
-
-from inflight.core.request.request import EngineDescription, ModelLimits, Request
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
+from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument, Name, Unsupported
 from inflight.prompt import Prompt
 from inflight.tensors.input_table import INPUTS
@@ -31,26 +31,27 @@ class InferenceRequest:
 
     Attributes:
         request_id: Unique among requests in flight, 0 .. 2**64 - 1.
-        tensors: By the names of docs/tensors.md and in its types. Arrays may come with or without the batch
+        tensors: numpy arrays by the names and in the types of docs/tensors.md, with or without the batch
             dimension: word lists as [2, n] or [1, 2, n], ids as [n] or [1, n]; scalars as [1, 1], [1] or [].
+            `executor.trtllm_gpt_manager` takes torch tensors too.
     """
 
     request_id: int
-    tensors: Mapping[str, np.ndarray]
+    tensors: Mapping[str, Any] = field(default_factory=dict)
 
     def to_request(self, limits: ModelLimits) -> Request:
-        """The Request that GetInferenceRequests returns to a GptManager; see `to_prompt`."""
+        """Return the Request that a GetInferenceRequests callback returns to a GptManager; see `to_prompt`."""
         return self.to_prompt(limits).request
 
     def to_prompt(self, limits: ModelLimits) -> Prompt:
-        """Convert the tensors to a Request, and to which outputs are to come back.
+        """Convert the tensors to a Request and the names of its outputs.
 
         Args:
-            limits: Of the scheduler that the GptManager runs (`Scheduler.limits`).
+            limits: Limits of the scheduler that the GptManager runs (`Scheduler.limits`).
 
         Raises:
             InvalidArgument: A name, type, shape or value is wrong; the message names the tensor.
-            Unsupported: A tensor is not built, or needs a tokenizer: there is none here.
+            Unsupported: A tensor is not implemented, or needs a tokenizer, which is not available here.
         """
         for name in self.tensors:
             self._check_name(name)

@@ -1,15 +1,16 @@
-"""THE table of inputs of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`; config.pbtxt is generated from it.
+"""The table of inputs of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`; config.pbtxt is generated from it.
 
-Tensors of sampling controls are declared with these (`core/request/sampling_config.py`), all others here:
-TensorRT-LLM's Inference Request; what tensorrtllm_backend adds, so that its clients work unchanged; and this
-project's own. Rows with a `neutral` value are declared and not built: any other value is refused, never ignored.
+Tensors of sampling controls are declared with these (`core/request/sampling_config.py`), all others here: those of
+TensorRT-LLM's Inference Request; tensorrtllm_backend's additions, so that its clients work unchanged; and this
+project's own. Rows with a `neutral` value are declared but not implemented: any other value is refused, not
+ignored.
 
-`early_stopping` is INT32 as the specification has it; tensorrtllm_backend's config.pbtxt declares BOOL, and a file
-that does so is served too.
+`early_stopping` is INT32 as in the specification; tensorrtllm_backend's config.pbtxt declares BOOL, and such
+a file can be served too.
 
-All models take the names of TensorRT-LLM's `llmapi` model (`sampling_param_*`), and `ensemble` also those of
-tensorrtllm_backend's `tensorrt_llm_bls`. Inputs that only image, video and encoder-decoder models have are
-declared as tensorrtllm_backend declares them.
+All models accept the names of TensorRT-LLM's `llmapi` model (`sampling_param_*`), and `ensemble` also those of
+tensorrtllm_backend's `tensorrt_llm_bls`. Inputs that only image, video and encoder-decoder models use are
+declared as in tensorrtllm_backend.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def _values(*values: float) -> Neutral:
 
 _SAMPLING_PARAM = "sampling_param_"
 _LLMAPI = ("max_tokens", "lora_id")
-"""What else llmapi's clients call a tensor."""
+"""Names that only llmapi's clients use for a tensor of another name."""
 
 _ZERO = _values(0)
 _FALSE = _values(False)
-# What tensorrtllm_backend's preprocessing sends with every prompt, for models that have no use for it too.
+# tensorrtllm_backend's preprocessing sends the pad id with every prompt, even to models that do not use it.
 _PAD_ID = Neutral(NeutralRule.PAD_ID)
 
 
@@ -51,9 +52,9 @@ def _both(
     text_names: tuple[str, ...] = (),
     **more: Any,
 ) -> TensorSpec:
-    """A tensor of both vocabularies; `text_names` are its names in that of text, by default `name` alone.
+    """Return a tensor of both vocabularies; `text_names` are its names in the text vocabulary, default `name`.
 
-    Those of llmapi among them, whose model is called `tensorrt_llm` too, are aliases in the other.
+    Names of llmapi among them are aliases in the other vocabulary too, as llmapi's model is called `tensorrt_llm`.
     """
     own = more.pop("aliases", ())
     aliases = (
@@ -66,7 +67,7 @@ def _both(
 def _llmapi(
     name: str, dtype: str, meaning: str, neutral: Neutral | None = None, dims: tuple[int, ...] = ()
 ) -> TensorSpec:
-    """A tensor of TensorRT-LLM's llmapi model, which both vocabularies have under its name."""
+    """Return a tensor of TensorRT-LLM's llmapi model, which has the same name in both vocabularies."""
     return TensorSpec(name, dtype, dims, meaning, (), (name,), neutral)
 
 
@@ -113,7 +114,7 @@ _PROMPT = (
 
 
 def _of_control(name: str, control: Control) -> TensorSpec:
-    """The tensor of a sampling control."""
+    """Return the tensor of a sampling control."""
     dims = (-1,) if isinstance(NEUTRAL[name], tuple) else ()
     more = {"aliases": control.aliases, "other_dtypes": control.other_dtypes}
     return _both(control.tensor, control.dtype, control.meaning, dims, control.text_names, **more)

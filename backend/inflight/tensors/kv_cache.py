@@ -1,4 +1,4 @@
-"""The tensors of one prompt that say how its KV blocks are shared and how long they are worth keeping."""
+"""Reads one prompt's tensors about sharing and retention of its KV blocks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _STARTS = "retention_token_range_starts"
 _ENDS = "retention_token_range_ends"
 _PRIORITIES = "retention_token_range_priorities"
 _DURATIONS = "retention_token_range_durations_ms"
-_OPEN_ENDED = -1  # an end that is the prompt's, and a duration that has no end
+_OPEN_ENDED = -1  # as an end: the prompt's end; as a duration: unlimited
 
 
 def read_identity(reader: TensorReader) -> PrefixIdentity:
-    """The facts that the prompt's KV blocks depend on, besides its tokens and its table."""
+    """Return what the prompt's KV blocks depend on besides its tokens and its table."""
     return PrefixIdentity(cache_salt_id=reader.integer("cache_salt_id") or 0)
 
 
 def read_retention(reader: TensorReader) -> RetentionConfig:
-    """How long the prompt's blocks are worth keeping; the defaults where no tensor says anything.
+    """Return the retention of the prompt's blocks; the defaults if no tensor is given.
 
     Raises InvalidArgument if a range lacks a part; the message names the tensors and their lengths.
     """
@@ -53,7 +53,7 @@ def _decode_retention(reader: TensorReader) -> Retention | None:
 
 
 def _beside(reader: TensorReader, name: str, length: int) -> list[int]:
-    """Returns the tensor `name`, which must have a number for each of `length` ranges."""
+    """Return the tensor `name`, which must have a number for each of `length` ranges."""
     values = reader.integers(name)
     if values is None:
         raise InvalidArgument(Name(name), " must be provided: ", Name(_STARTS), f" has {length} ranges")

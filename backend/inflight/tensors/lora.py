@@ -1,7 +1,7 @@
-"""The tensors of one prompt that say which adapter it wants, and the command of a request about adapters.
+"""Reads one prompt's tensors about its adapter, and the command of a request about adapters.
 
-Owns which of them go together. Whether there is such an adapter, and whether its weights fit the model, the
-adapter cache finds out. Any thread.
+Owns which of them can be combined. The adapter cache finds out whether the adapter exists, and whether its weights
+fit the model. Any thread.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _COMMANDS = {
     AdapterAction.LOAD: frozenset({"name", "path"}),
     AdapterAction.UNLOAD: frozenset({"name", "task_id"}),
 }
-"""What a command of each kind may say."""
+"""The keys that a command of each kind may have."""
 
 
 def read_lora(reader: TensorReader) -> LoraRequest | None:
-    """The adapter that a prompt wants; None for the bare model.
+    """Return the adapter that a prompt asks for; None for the base model.
 
     Raises:
-        InvalidArgument: The tensors do not go together; the message names them.
-        Unsupported: A folder of another format than PEFT's.
+        InvalidArgument: The tensors cannot be combined; the message names them.
+        Unsupported: A folder in another format than PEFT's.
     """
     source = reader.text("lora_ckpt_source")
     if source and source != _PEFT:
@@ -53,7 +53,7 @@ def read_lora(reader: TensorReader) -> LoraRequest | None:
             Name("lora_config"),
             " are stored under it",
         )
-    if path:  # then name and id are what its client calls it, as in TensorRT-LLM's LoRARequest
+    if path:  # name and id are then the client's own labels, as in TensorRT-LLM's LoRARequest
         return LoraRequest(path=path)
     if name and task_id is not None:
         raise InvalidArgument(
@@ -85,7 +85,7 @@ def _read_weights(reader: TensorReader) -> LoraWeights | None:
 
 
 def read_adapter_command(rows: Sequence[TensorReader]) -> AdapterCommand:
-    """The command in a request with `lora_command`; InvalidArgument says what is wrong with it."""
+    """Return the command in a request with `lora_command`; raise InvalidArgument if it is not valid."""
     first, *others = rows
     if others:
         raise InvalidArgument(Name("lora_command"), f" takes one command, got a batch of {1 + len(others)}")

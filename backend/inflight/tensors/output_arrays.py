@@ -1,8 +1,8 @@
-"""The engine's results as arrays of output tensors.
+"""Converts the engine's results to the arrays of output tensors.
 
-Owns the shapes. Ragged rows are filled up, ids with the prompt's pad_id (else -1), numbers with 0. An array's
-first dimension is the prompts of the response, then come rows: beams, or sequences; texts are one flat list of all
-rows. Plain functions, any thread.
+Owns the shapes. Ragged rows are padded: ids with the prompt's pad_id (default -1), numbers with 0. An array's
+first dimension is the prompts of the response, followed by rows: beams or sequences; texts are one flat list
+of all rows. Plain functions, any thread.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _NO_PAD = -1
 
 
 def make_array(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
-    """The output tensor `name` of one response, [prompts, …] or flat; None if there is nothing to say.
+    """Return the output tensor `name` of one response, [prompts, …] or flat; None if it has no values.
 
-    Types are numpy's choice; KeyError for a name that no table knows.
+    The dtype is numpy's choice. Raises KeyError for an unknown name.
     """
     return _additional(name, outputs) if is_additional(name) else _MAKERS[name](outputs)
 
 
 def without_elements(name: str, num_prompts: int) -> np.ndarray:
-    """The array of an output of the table that was named and not asked for."""
+    """Return an empty array for an output of the table that was named but whose flag is not set."""
     spec = OUTPUTS[name]
     return np.empty([num_prompts] * spec.is_batched + [0] * len(spec.dims))
 
@@ -41,12 +41,12 @@ _Rows = Sequence[Sequence[Any]]
 
 
 def _scalars(value: Callable[[Output], int]) -> _Maker:
-    """A maker of [prompts, 1]."""
+    """Return a function that makes an array [prompts, 1]."""
     return lambda outputs: np.array([[value(output)] for output in outputs])
 
 
 def _metrics(value: Callable[[PerfMetrics], float]) -> _Maker:
-    """A maker of [prompts, 1] from performance metrics, 0 for a prompt without any; None if none has any."""
+    """Return a maker of [prompts, 1] from performance metrics, 0 for a prompt without; None if all lack them."""
 
     def make(outputs: Sequence[Output]) -> np.ndarray | None:
         metrics = [output.result.perf_metrics for output in outputs]
@@ -87,7 +87,7 @@ def _output_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
 
 
 def _top(part: Callable[[TopLogProbs], Sequence[float]], dtype: type, is_padded: bool) -> _Maker:
-    """A maker of [prompts, rows, longest, most candidates]."""
+    """Return a function that makes an array [prompts, rows, longest, most candidates]."""
 
     def make(outputs: Sequence[Output]) -> np.ndarray | None:
         found = [output.result.top_log_probs for output in outputs]
@@ -124,7 +124,7 @@ def _vocab_size(outputs: Sequence[Output]) -> int:
 
 
 def _additional(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
-    """[prompts, prompt tokens, width] or [prompts, rows, longest, width], also of no tokens."""
+    """Return [prompts, prompt tokens, width] or [prompts, rows, longest, width], also if there are no tokens."""
     found = [
         next((each.tensors for each in output.result.additional_outputs if each.name == name), None)
         for output in outputs
@@ -168,8 +168,8 @@ _MAKERS: dict[str, _Maker] = {
     "acceptance_rate": _metrics(lambda metrics: metrics.acceptance_rate),
     "total_accepted_draft_tokens": _metrics(lambda metrics: metrics.num_accepted_draft_tokens),
     "total_draft_tokens": _metrics(lambda metrics: metrics.num_draft_tokens),
-    "state": lambda outputs: None,  # only the answer to a state request has one
-    "adapters": lambda outputs: None,  # likewise
+    "state": lambda outputs: None,  # only the response to a state request has it
+    "adapters": lambda outputs: None,  # only the response to an adapter command has it
     "context_phase_params": lambda outputs: None,
 }
 
@@ -184,8 +184,8 @@ def _all_missing(parts: Sequence[object | None]) -> bool:
 
 
 def _table(rows: _Rows, fill: object, dtype: type) -> np.ndarray:
-    """An array [prompts, rows], filled up with `fill`."""
-    if len(rows) == 1:  # nothing to fill up: nearly every response
+    """Return an array [prompts, rows], padded with `fill`."""
+    if len(rows) == 1:  # nothing to pad: nearly every response
         return np.array([list(rows[0])], dtype)
     table = np.full((len(rows), max(map(len, rows))), fill, dtype)
     for index, row in enumerate(rows):
@@ -194,7 +194,7 @@ def _table(rows: _Rows, fill: object, dtype: type) -> np.ndarray:
 
 
 def _stack(rows: _Rows, fills: Sequence[int] | None, dtype: type, tail: tuple[int, ...] = ()) -> np.ndarray:
-    """An array [prompts, rows, longest, *tail], filled up with the prompts' numbers in `fills`, else with 0."""
+    """Return an array [prompts, rows, longest, *tail], padded with `fills`, a number per prompt, else with 0."""
     if not tail and len(rows) == 1 and len(rows[0]) == 1:
         return np.array([[rows[0][0]]], dtype)
     longest = max((len(row) for of_prompt in rows for row in of_prompt), default=0)
@@ -204,13 +204,13 @@ def _stack(rows: _Rows, fills: Sequence[int] | None, dtype: type, tail: tuple[in
             stack[index] = fills[index]
         for number, row in enumerate(of_prompt):
             if len(row):
-                values = np.asarray(row, dtype)  # of top log probs, prompts may want more or fewer
+                values = np.asarray(row, dtype)  # prompts may ask for different numbers of top log probs
                 stack[(index, number, *map(slice, values.shape))] = values
     return stack
 
 
 def _stack_tensors(rows: Sequence[Sequence[FloatTensor]], width: int) -> np.ndarray:
-    """An array [prompts, rows, longest, width], also of no tokens; a single tensor is not copied."""
+    """Return an array [prompts, rows, longest, width], also for no tokens; a single tensor is not copied."""
     arrays = [[_as_array(tensor, width) for tensor in of_prompt] for of_prompt in rows]
     if len(arrays) == 1 and len(arrays[0]) == 1:
         return arrays[0][0][np.newaxis, np.newaxis]

@@ -1,4 +1,4 @@
-"""THE table of outputs of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`, as `input_table` is of inputs."""
+"""The table of outputs of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`; see also `input_table`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _asked(
     flag: str = "",
     text_only: bool = False,
 ) -> TensorSpec:
-    """An output that its own return_* flag asks for, or the input `flag`."""
+    """Return an output that its own return_* flag requests, or the input `flag`."""
     asked_by = flag or f"return_{name}"
     return _output(name, dtype, dims, in_stream, meaning, asked_by=asked_by, text_only=text_only)
 
@@ -36,7 +36,7 @@ def _metric(name: str, meaning: str, dtype: str = "INT32") -> TensorSpec:
 
 OUTPUTS = TensorTable(
     (
-        # Ids and their lengths are for those who speak in ids; everything else `ensemble` returns too.
+        # `ensemble` returns everything except ids and their lengths.
         TensorSpec("output_ids", "INT32", (-1, -1), "[beams, n]; streaming: the new tokens", in_stream=_NEW),
         TensorSpec("sequence_length", "INT32", (-1,), "[beams] ids in this response", in_stream=_NEW),
         _output(
@@ -98,11 +98,11 @@ ADDITIONAL_OUTPUTS = (
     ),
     _asked(f"{GENERATION}<name>", "FP32", (-1, -1, -1), _NEW, "[sequences, n, width]", "additional_outputs"),
 )
-"""Rows for the documentation: which outputs of the kind there are, the parameter additional_model_outputs says."""
+"""Rows for the documentation; the parameter additional_model_outputs determines which of these outputs exist."""
 
 
 def is_additional(name: str) -> bool:
-    """Whether an output that is in no table is one that the parameter additional_model_outputs adds."""
+    """Return whether an output that is not in the table is added by the parameter additional_model_outputs."""
     return name.startswith((CONTEXT, GENERATION)) and name not in _OUTPUT_NAMES
 
 

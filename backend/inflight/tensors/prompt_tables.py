@@ -1,4 +1,4 @@
-"""The tensors of one prompt that say which embeddings stand for ids beyond the vocabulary."""
+"""Reads one prompt's tensors that define embeddings for ids beyond the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from inflight.tensors.reader import TensorReader
 
 
 def read_prompt_table(reader: TensorReader) -> PromptTable | None:
-    """The rows that ids beyond the vocabulary stand for; None without any.
+    """Return the embeddings of ids beyond the vocabulary; None without any.
 
-    Raises InvalidArgument if prompt_vocab_size is not their number, or not all numbers are finite.
+    Raises InvalidArgument if prompt_vocab_size is not their number, or a value is not finite.
     """
     array, num_rows = reader.array("prompt_embedding_table"), reader.integer("prompt_vocab_size")
     found = 0 if array is None else len(array)
@@ -24,9 +24,9 @@ def read_prompt_table(reader: TensorReader) -> PromptTable | None:
 
 
 def read_extra_ids(reader: TensorReader, num_rows: int, length: int) -> tuple[int, ...]:
-    """The extra ids of a text of `length` ids that begins with so many rows: the rows have one, the text has 0.
+    """Return the extra ids of `length` ids of a text whose first `num_rows` are rows of a table; 0 for text.
 
-    A model of the other names takes one for each id.
+    For models with id inputs the client gives an extra id per token instead.
     """
     if not reader.has_text_vocabulary:
         return tuple(reader.integers("prompt_table_extra_ids") or ())

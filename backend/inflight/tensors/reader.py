@@ -1,7 +1,7 @@
-"""Reads a request's input tensors by the table's names; whatever is wrong becomes an error that names the tensor.
+"""Reads a request's input tensors by the table's names; errors name the tensor.
 
-Owns shapes, data types, aliases, the rows of a batch and the refusal of what is declared but not built. Does not
-know what a request does with the values. Any thread.
+Owns shapes, data types, aliases, the rows of a batch and the refusal of declared but unimplemented tensors.
+Does not know the use of the values. Any thread.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ NUMPY_TYPES: dict[str, type] = {
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """One tensor of the request, under the name that the client used."""
+    """One tensor of the request, with the name that the client used."""
 
     wire_name: str
     array: np.ndarray
 
 
 class TensorReader:
-    """The inputs of one request, or those of a row of its batch.
+    """The inputs of one request, or of one row of its batch.
 
-    Names are the table's main names; errors use the name that the client knows. An empty tensor counts as absent.
-    Scalars may come in any shape with one element, arrays with or without the leading 1 of the batch dimension.
+    Methods take the table's main names; errors use the client's name. An empty tensor counts as absent.
+    Scalars may have any shape with one element, arrays may have the leading 1 of the batch dimension or not.
 
     Args:
-        arrays: By the names that the client sent; strings as object arrays of bytes.
-        table: What the names mean.
-        vocabulary: Which of its names the client speaks.
+        arrays: By the names that the client sent; strings are object arrays of bytes.
+        table: The table of the inputs.
+        vocabulary: The vocabulary of the client's names.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], table: TensorTable, vocabulary: Vocabulary) -> None:
@@ -57,16 +57,16 @@ class TensorReader:
         self._sent: dict[str, list[_Sent]] = {}
         self._unknown: list[str] = []
         for wire_name, array in arrays.items():
-            # Triton refuses what config.pbtxt does not declare; somebody else's may declare more than this table.
+            # Triton refuses tensors that config.pbtxt does not declare; another config.pbtxt may declare more.
             if (spec := table.sent_as(wire_name, vocabulary)) is None:
                 self._unknown.append(wire_name)
             else:
                 self._sent.setdefault(spec.name, []).append(_Sent(wire_name, array))
 
     def rows(self) -> list[TensorReader]:
-        """A reader for each prompt of the batch: row i of every tensor.
+        """Return a reader for each prompt of the batch: row i of every tensor.
 
-        Raises InvalidArgument where tensors differ in their number of rows, which Triton lets nobody send.
+        Raises InvalidArgument if tensors differ in their number of rows, which Triton does not let through.
         """
         sizes = {
             sent.wire_name: _num_rows(sent.array, self._table[name])
@@ -87,7 +87,7 @@ class TensorReader:
         return [self] if most == 1 else [self._with(partial(_row, index)) for index in range(most)]
 
     def _with(self, change: Callable[[np.ndarray, TensorSpec], np.ndarray]) -> TensorReader:
-        """A reader of the same tensors with other arrays."""
+        """Return a reader of the same tensors with changed arrays."""
         reader = TensorReader({}, self._table, self._vocabulary)
         reader._unknown = self._unknown
         reader._sent = {
@@ -97,11 +97,11 @@ class TensorReader:
         return reader
 
     def shown_name(self, name: str) -> str:
-        """This request's client's name for a tensor; a name that no tensor has stays as it is."""
+        """Return the client's name of a tensor; a name that is not in the table is returned unchanged."""
         return self.client_names()(name)
 
     def client_names(self) -> Callable[[str], str]:
-        """`shown_name`, as a function that does not keep this reader's arrays."""
+        """Return `shown_name` as a function that does not hold this reader's arrays."""
         sent = {name: found[0].wire_name for name, found in self._sent.items()}
         return partial(_shown_name, self._table, self._vocabulary, sent)
 
@@ -111,19 +111,19 @@ class TensorReader:
         return self._vocabulary is Vocabulary.TEXT
 
     def integer(self, name: str) -> int | None:
-        """A scalar INT32 or UINT64, None when absent; of a BOOL, true is 1."""
+        """Return a scalar INT32 or UINT64, for a BOOL 1 or 0; None if absent."""
         value = self._scalar(name)
         if value is not None and value.dtype == np.bool_:
             return int(_is_true(value))
         return None if value is None else int(value.item())
 
     def real(self, name: str) -> float | None:
-        """A scalar FP32, None when absent; NaN and infinities come through."""
+        """Return a scalar FP32, which may be NaN or infinite; None if absent."""
         value = self._scalar(name)
         return None if value is None else float(value.item())
 
     def value(self, name: str) -> int | float | tuple[int, ...] | tuple[float, ...] | None:
-        """A scalar's number, or all numbers of an array of one dimension; None when absent."""
+        """Return a scalar's number, or all numbers of a one-dimensional array; None if absent."""
         spec = self._table[name]
         if not spec.scalar:
             array = self.array(name)
@@ -131,22 +131,22 @@ class TensorReader:
         return self.real(name) if spec.dtype == "FP32" else self.integer(name)
 
     def boolean(self, name: str) -> bool | None:
-        """A scalar BOOL, None when absent. Any byte but 0 is true: load generators send random ones."""
+        """Return a scalar BOOL; None if absent. Any byte but 0 is true: load generators send random ones."""
         value = self._scalar(name)
         return None if value is None else _is_true(value)
 
     def text(self, name: str) -> str | None:
-        """A scalar BYTES as UTF-8, None when absent."""
+        """Return a scalar BYTES as UTF-8; None if absent."""
         value = self._scalar(name)
         return None if value is None else decode_utf8(value.item(), self.shown_name(name))
 
     def texts(self, name: str) -> list[str]:
-        """The elements of a BYTES array as UTF-8, in order; none when absent."""
+        """Return the elements of a BYTES array as UTF-8, in order; empty if absent."""
         array = self.array(name)
         return [] if array is None else [decode_utf8(raw, self.shown_name(name)) for raw in array.tolist()]
 
     def text_sizes(self, name: str) -> list[int]:
-        """Bytes of each element of a BYTES tensor; none when absent or of another type."""
+        """Return the size in bytes of each element of a BYTES tensor; empty if absent or of another type."""
         return [
             len(raw)
             for sent in self._sent.get(name, ())
@@ -155,21 +155,21 @@ class TensorReader:
         ]
 
     def detached(self) -> TensorReader:
-        """A reader of copies, for when the request's own tensors may be gone."""
+        """Return a reader with copies of the arrays, for use after the request's own tensors are gone."""
         return self._with(lambda array, _: array.copy())
 
     def array(self, name: str) -> np.ndarray | None:
-        """An array of the row's rank, without the batch dimension; None when absent or empty."""
+        """Return an array without the batch dimension; None if absent or empty."""
         found = self._find(self._table[name])
         return None if found is None else _without_batch(found, self._table[name])
 
     def integers(self, name: str) -> list[int] | None:
-        """The numbers of an array of one dimension; None when absent or empty."""
+        """Return the numbers of a one-dimensional array; None if absent or empty."""
         array = self.array(name)
         return None if array is None else array.tolist()
 
     def refuse_unbuilt(self) -> None:
-        """Raise Unsupported for a tensor that asks for what this version does not do, or that it does not know."""
+        """Raise Unsupported for an unknown tensor, or one that asks for an unimplemented feature."""
         if self._unknown:
             raise Unsupported(
                 Name(self._unknown[0]),
@@ -201,7 +201,7 @@ class TensorReader:
         return found.array.reshape(1)
 
     def _find(self, spec: TensorSpec) -> _Sent | None:
-        """The tensor that was sent under any of the row's names, checked; None when absent or empty."""
+        """Return the tensor that was sent under any of the row's names, checked; None if absent or empty."""
         found = [sent for sent in self._sent.get(spec.name, ()) if sent.array.size]
         for sent in found:
             dtypes = (spec.dtype, *spec.other_dtypes)
@@ -227,7 +227,7 @@ def _shown_name(table: TensorTable, vocabulary: Vocabulary, sent: Mapping[str, s
 
 
 def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
-    """Call the reader of each row of a batch; an error says which of several rows it is about."""
+    """Call the reader of each row of a batch; with several rows an error names the row."""
     results = []
     for index, read in enumerate(readings):
         try:
@@ -240,12 +240,12 @@ def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
 
 
 def _is_true(array: np.ndarray) -> bool:
-    """Whether any byte of a BOOL array is not 0; numpy itself expects 0 or 1."""
+    """Return whether a BOOL array has a non-zero byte; numpy itself expects only 0 or 1."""
     return bool(array.view(np.uint8).any())
 
 
 def is_neutral(array: np.ndarray, neutral: Neutral) -> bool:
-    """Whether a non-empty tensor asks for nothing."""
+    """Return whether a non-empty tensor is neutral, that is, has no effect."""
     if neutral.rule is NeutralRule.VALUES:
         raw = array.view(np.uint8) if array.dtype == np.bool_ else array
         return bool(np.isin(raw, np.asarray(neutral.values).astype(raw.dtype)).all())
@@ -253,7 +253,7 @@ def is_neutral(array: np.ndarray, neutral: Neutral) -> bool:
 
 
 def decode_utf8(raw: bytes | str, name: str) -> str:
-    """A BYTES element as text; InvalidArgument names the tensor and the first byte that is not UTF-8."""
+    """Decode a BYTES element; raise InvalidArgument that names tensor and first byte that is not UTF-8."""
     if isinstance(raw, str):
         return raw
     try:
@@ -266,7 +266,7 @@ def decode_utf8(raw: bytes | str, name: str) -> str:
 
 
 def _num_rows(array: np.ndarray, spec: TensorSpec) -> int:
-    """Rows of the batch; 1 for a tensor without that dimension, and for a wrong shape, which fails when read."""
+    """Return the number of rows; 1 without a batch dimension or for a wrong shape, which fails when read."""
     if spec.scalar:
         return array.size
     return array.shape[0] if array.ndim == len(spec.dims) + 1 else 1
@@ -300,7 +300,7 @@ def _batch_refused(sent: _Sent) -> Unsupported:
 
 
 def _shown(array: np.ndarray) -> str:
-    """A value for a message: the element if there is one, else the shape and the first few."""
+    """Return a value for a message: a single element, else the shape and the first few elements."""
     first = [_readable(value) for value in array.ravel()[:4].tolist()]
     if array.size == 1:
         return repr(first[0])

@@ -9,7 +9,7 @@ from inflight.tensors.reader import TensorReader
 
 
 class RequestKind(Enum):
-    """The kind of a request; where it does not generate, only the tensor that names the kind has a meaning."""
+    """The kind of a request; if it is not GENERATE, only the tensor that determines the kind has a meaning."""
 
     GENERATE = "tokens for its prompts"
     STOP = "the end of another request"
@@ -18,7 +18,7 @@ class RequestKind(Enum):
 
 
 def request_kind(rows: Sequence[TensorReader]) -> RequestKind:
-    """The kind of a request by the rows of its batch: one row that asks for another kind makes all of it such."""
+    """Return the kind of a batch's request: if one row is of a kind other than GENERATE, the request is."""
     if any(row.boolean("stop") for row in rows):
         return RequestKind.STOP
     if any(row.boolean("state") for row in rows):

@@ -1,11 +1,11 @@
-"""The parameters of a request beside its tensors: its timeout, and parameters that stand in for tensors.
+"""A request's parameters, which are not tensors: its timeout, and parameters that replace tensors.
 
-tritonserver keeps its own `priority` to itself, hands `timeout` (microseconds) on, and passes every other
-parameter through: integers, booleans, numbers and strings over gRPC and HTTP infer, whatever JSON has over HTTP
-generate, which makes a parameter of every key that is no input of the model (of `timeout` too).
+tritonserver does not pass on its own `priority`, passes on `timeout` (microseconds) and every other parameter:
+integers, booleans, numbers and strings with gRPC and HTTP infer, any JSON value with HTTP generate, which
+turns every key that is not an input of the model into a parameter (`timeout` too).
 
-Owns which parameters mean something, what may stand in them, and which others clients send that ask for nothing.
-Any other is refused: through HTTP generate it is a misspelt or unknown input.
+Owns the meaning and the valid values of parameters, and the list of harmless parameters that clients send.
+Any other parameter is refused: with HTTP generate it is a misspelt or unknown input.
 Any thread.
 """
 
@@ -37,10 +37,10 @@ HARMLESS: Mapping[str, str] = {
     "sequence_end": "the same",
     "binary_data_output": "Triton's HTTP front end's own: how outputs are encoded",
 }
-"""Request parameters that clients are known to send, that nobody here reads, and why that is no loss."""
+"""Parameters that clients are known to send and that are ignored here, and why that is harmless."""
 
 TRITON_PREFIX = "triton_"
-"""Names that begin so are Triton's own, for instance triton_enable_empty_final_response."""
+"""Prefix of Triton's own parameters, such as triton_enable_empty_final_response."""
 
 _REQUEST_TYPE = "triton_trtllm_request_type"
 _WHOLE = "context_and_generation"
@@ -48,18 +48,18 @@ _WHOLE = "context_and_generation"
 _LARGEST_CLIENT_ID = (1 << 64) - 1
 _LARGEST_TIME = (1 << 63) - 1
 _EXACT = 1 << 53
-"""Beyond it a number that came as a float may be another's neighbour."""
+"""Up to this magnitude, every integer that is sent as a float arrives unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """The values for every prompt of a request whose tensors do not say otherwise. None: not given.
+    """Values for all prompts of a request, which tensors of a prompt override. None: not given.
 
     Attributes:
         priority: Parameter `request_priority`, in [0, 1].
         client_id: Parameter `client_id`.
         allotted_time_ms: Parameter `allotted_time_ms`, else `timeout`, rounded up.
-        end_ids: Parameter `end_ids`: several tokens that end the sequence, where the tensor `end_id` has one.
+        end_ids: Parameter `end_ids`: tokens that end the sequence; the tensor `end_id` has only one.
     """
 
     priority: float | None = None
@@ -77,15 +77,15 @@ def read_request_parameters(
     """Read a request's parameters, a JSON object, and Triton's own timeout.
 
     Args:
-        parameters: As Triton hands them on.
-        timeout_us: Triton's own; 0: none.
-        vocabulary: Whose tensor names the request's client uses.
-        ignored: Parameter `ignored_request_parameters`.
+        parameters: The JSON text that Triton passes on.
+        timeout_us: Triton's own timeout; 0: none.
+        vocabulary: The vocabulary of the client's tensor names.
+        ignored: The model's parameter `ignored_request_parameters`.
 
     Raises:
-        InvalidArgument: A bad value, or a parameter that nobody reads, a tensor of the other vocabulary for
-            instance; the message names the parameter, what came and what was expected.
-        Unsupported: A parameter that asks for one phase of a request alone.
+        InvalidArgument: A value is not valid, or a parameter is unknown, for instance a tensor of the other
+            vocabulary; the message names the parameter, the value and what was expected.
+        Unsupported: A parameter asks for only one phase of a request.
     """
     given = json.loads(parameters) if parameters and parameters != "{}" else {}
     if not given and not timeout_us:  # nearly every request
@@ -103,12 +103,12 @@ def read_request_parameters(
 
 
 def error_writer(parameters: str) -> Callable[[InflightError], str]:
-    """The function that writes the message of an error for a request's client, as the request's parameters say.
+    """Return the function that writes error messages for a request's client, as the request's parameters say.
 
-    With `error_codes` true the message begins with the error's code, since Triton keeps codes from those who
-    stream: "INVALID_ARG: end_id must be …". With `structured_errors` true it begins with the error's kind, and
-    marks the names of inputs: "INVALID_ARG: {end_id} must be …" (`InflightError.marked`). Other values ask for
-    nothing here, and are refused where they are read.
+    With `error_codes` true the message begins with the error's code, because Triton does not pass codes to
+    streaming clients: "INVALID_ARG: end_id must be …". With `structured_errors` true it begins with the
+    error's kind, and marks the names of inputs: "INVALID_ARG: {end_id} must be …" (`InflightError.marked`).
+    Other values have no effect here, and are refused where the parameters are read.
     """
     if CODED_ERRORS not in parameters and STRUCTURED_ERRORS not in parameters:  # nearly every request
         return str
@@ -123,13 +123,13 @@ def error_writer(parameters: str) -> Callable[[InflightError], str]:
 def refuse_unread(
     given: Mapping[str, Any], table: TensorTable, vocabulary: Vocabulary, read: Collection[str]
 ) -> None:
-    """Raise InvalidArgument for the first parameter that is not in `read` and not known to ask for nothing.
+    """Raise InvalidArgument for the first parameter that is neither in `read` nor known to be harmless.
 
     Args:
         given: The request's parameters.
         table: The model's inputs.
-        vocabulary: Whose names these go by.
-        read: Names of parameters that somebody reads, or that the server was told to ignore.
+        vocabulary: The vocabulary of their names.
+        read: Names of parameters that are read, or that the operator configured to be ignored.
     """
     inputs = [name for name, _ in table.declared(vocabulary)]
     for key, value in given.items():
@@ -162,7 +162,7 @@ def _check_booleans(given: Mapping[str, Any]) -> None:
 
 
 def _refuse_misnamed(given: Mapping[str, Any], vocabulary: Vocabulary, ignored: Collection[str]) -> None:
-    """Refuse tensors of the other vocabulary, which HTTP generate makes parameters of: nobody would read them."""
+    """Refuse tensors of the other vocabulary, which HTTP generate turns into parameters without effect."""
     own = {name for name, _ in INPUTS.declared(vocabulary)}
     (other,) = set(Vocabulary) - {vocabulary}
     for key in given:
@@ -189,7 +189,7 @@ def _end_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 def _allotted_time(given: Mapping[str, Any], timeout_us: int) -> int | None:
     allotted_ms = _integer(given, ALLOTTED_TIME, _LARGEST_TIME)
-    if timeout_us > _LARGEST_TIME:  # a negative one arrives as what it is modulo 2**64
+    if timeout_us > _LARGEST_TIME:  # a negative timeout arrives modulo 2**64
         timeout_us = _in_range(TIMEOUT, timeout_us - (1 << 64), _LARGEST_TIME)
     timeout_us = timeout_us or _integer(given, TIMEOUT, _LARGEST_TIME) or 0
     if allotted_ms is not None:
@@ -209,7 +209,7 @@ def _fraction(given: Mapping[str, Any], name: str) -> float | None:
         number = float("nan")
     if not 0.0 <= number <= 1.0:
         raise InvalidArgument(f"request parameter {name} must be a number in [0, 1], got {value!r}")
-    return float(np.float32(number))  # as a tensor would bring it: equal priorities are equal
+    return float(np.float32(number))  # the precision of a tensor, so that equal priorities compare equal
 
 
 def _integer(given: Mapping[str, Any], name: str, largest: int) -> int | None:

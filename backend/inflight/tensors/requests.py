@@ -1,8 +1,8 @@
-"""Makes Requests of a client's inputs, and says what their replies depend on.
+"""Converts a client's inputs to Requests, and determines what their replies depend on.
 
-Owns the meaning of prompts and of what ends them; each other subject has a module that reads its tensors. Does not
-check ranges, which Request.validate does, and does not register, submit or answer anything: whatever is wrong is
-raised before the engine knows of the request. Any thread.
+Owns the meaning of prompts and of end conditions; other tensors are read by a module for each subject. It neither
+checks ranges, which Request.validate does, nor registers, submits or answers anything: errors are raised
+before the engine knows of the request. Any thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TypeVar
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.adapter import PromptTable
 from inflight.core.request.drafted import DraftedRequest
-from inflight.core.request.request import EngineDescription, ModelLimits, Request
+from inflight.core.request.engine_description import EngineDescription, ModelLimits
+from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument, Name
 from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.tensors.kv_cache import read_identity, read_retention
@@ -30,7 +31,7 @@ from inflight.text import text_encoder
 from inflight.text.text_encoder import TextEncoder
 
 NO_ID = -1
-"""The id that stands for none."""
+"""The token id that means no token."""
 
 _DEFAULT_PRIORITY = 0.5
 
@@ -41,15 +42,15 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class ServingContext:
-    """The context that the meaning of a request depends on beside its tensors.
+    """Everything besides its tensors that the meaning of a request depends on.
 
     Attributes:
         description: The engine behind this model.
         decoupled: Whether a request may have more than one response.
-        exclude_input_in_output: Whether the prompt is left out by default.
-        naming: Which outputs its client names.
-        encoder: Turns its texts into ids.
-        parameters: What the request says beside its tensors.
+        exclude_input_in_output: Whether the prompt is excluded by default.
+        naming: The outputs that the client named.
+        encoder: Encodes the request's texts.
+        parameters: The request's parameters.
         has_draft_model: Whether another model can draft tokens.
     """
 
@@ -63,17 +64,17 @@ class ServingContext:
 
 
 def client_id(rows: Sequence[TensorReader], parameters: RequestParameters) -> int:
-    """The id of the client whose request this is, of a batch the first prompt's; 0 for one without a name."""
+    """Return the id of the request's client, in a batch that of the first prompt; 0 if none is given."""
     return _first(rows[0].integer("client_id"), parameters.client_id, 0)
 
 
 def check_texts(rows: Sequence[TensorReader], encoder: TextEncoder, limits: ModelLimits) -> None:
-    """Refuse texts that are too long for this model, whatever they say, before anything looks at them.
+    """Raise an error if a text is too long for this model, before any other use of the texts.
 
     Raises:
-        InvalidArgument: text_input has more bytes than the tokens of the longest prompt can stand for, or there
-            are too many words or too long ones; the message names tensor, length and bound.
-        Unsupported: A long text came, and there is no tokenizer.
+        InvalidArgument: text_input has more bytes than the tokens of the longest prompt can represent, or there
+            are too many words or too long ones; the message names tensor, length and limit.
+        Unsupported: A long text was sent, and there is no tokenizer.
     """
     for num_bytes in _text_sizes(rows, "text_input"):
         encoder.check_prompt_length(num_bytes, "text_input", limits)
@@ -83,7 +84,7 @@ def check_texts(rows: Sequence[TensorReader], encoder: TextEncoder, limits: Mode
 
 
 def tokenizing_cost(rows: Sequence[TensorReader]) -> int:
-    """Bytes of a prompt that take as long to tokenize as all texts of this request."""
+    """Return the size in bytes of a prompt that takes as long to tokenize as all texts of this request."""
     words = [size for name in _TEXT_LISTS for size in _text_sizes(rows, name)]
     return text_encoder.tokenizing_cost(_text_sizes(rows, "text_input"), words)
 
@@ -93,10 +94,10 @@ def _text_sizes(rows: Sequence[TensorReader], name: str) -> list[int]:
 
 
 def convert(readers: Sequence[TensorReader], context: ServingContext) -> tuple[Prompt, ...]:
-    """The prompts of one client's request, one for each row of its batch.
+    """Convert one client's request to prompts, one for each row of its batch.
 
-    Raises InvalidArgument or Unsupported; the message names the tensor by the client's name for it, what came,
-    what was expected, and the row where there are several. The requests are valid for the engine that `context`
+    Raises InvalidArgument or Unsupported; the message has the client's name of the tensor, the value, what was
+    expected, and the row if there are several. The resulting requests are valid for the engine that `context`
     describes.
     """
     rows = [_PromptReader(row, context, is_in_batch=len(readers) > 1) for row in readers]
@@ -112,7 +113,7 @@ def convert(readers: Sequence[TensorReader], context: ServingContext) -> tuple[P
 
 
 class _PromptReader:
-    """One prompt's tensors, and what their meaning depends on."""
+    """Reads one prompt's tensors in their context."""
 
     def __init__(self, reader: TensorReader, context: ServingContext, is_in_batch: bool) -> None:
         self._reader = reader
@@ -120,7 +121,7 @@ class _PromptReader:
         self._is_in_batch = is_in_batch
 
     def prompt_text(self) -> str | None:
-        """The prompt's text; None if it came as ids."""
+        """Return the prompt's text; None if it came as ids."""
         reader = self._reader
         reader.refuse_unbuilt()
         text = reader.text("text_input")
@@ -147,7 +148,7 @@ class _PromptReader:
         return text
 
     def prompt(self, prompt_text: str | None, encoded: Sequence[int] | None) -> Prompt:
-        """The whole prompt. `encoded` has the ids of `prompt_text`; both are None for one that came as ids."""
+        """Return the whole prompt. `encoded` has the ids of `prompt_text`; both are None if ids were sent."""
         reader, context, said = self._reader, self._context, self._context.parameters
         sampling = read_sampling_config(reader)
         wanted = wanted_outputs(
@@ -164,7 +165,7 @@ class _PromptReader:
             request_id=0,
             input_token_ids=token_ids,
             max_new_tokens=self._max_new_tokens(),
-            # Drafts come in rounds.
+            # Rounds of drafts are responses of a stream.
             streaming=engine_streams(streaming, stop_strings, sampling.uses_beams) or bool(drafted),
             end_ids=self._end_ids(prompt_text is not None),
             pad_id=self._pad_id(),
@@ -201,9 +202,9 @@ class _PromptReader:
     def _prompt_ids(
         self, encoded: Sequence[int] | None, table: PromptTable | None
     ) -> tuple[tuple[int, ...], PrefixIdentity]:
-        """The prompt's ids, and what its KV blocks depend on besides these.
+        """Return the prompt's ids, and what its KV blocks depend on besides these.
 
-        The rows of a text's table stand in front of it, as tensorrtllm_backend's preprocessing puts them.
+        The rows of a text's prompt table come before the text, as in tensorrtllm_backend's preprocessing.
         """
         if encoded is None:
             token_ids, extra_ids = self._sent_ids()
@@ -214,7 +215,7 @@ class _PromptReader:
         return token_ids, replace(read_identity(self._reader), extra_ids=extra_ids)
 
     def _sent_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids of a prompt that came as such, and their extra ids."""
+        """Return the ids of a prompt that came as ids, and their extra ids."""
         reader = self._reader
         ids = reader.array("input_ids")
         length = reader.integer("input_lengths")
@@ -232,7 +233,7 @@ class _PromptReader:
                 f", got {length}",
             )
         extra_ids = reader.integers("prompt_table_extra_ids") or ()
-        # Behind a shorter prompt of a batch both are filled up.
+        # In a batch, the ids and extra ids of a shorter prompt are both padded.
         used = extra_ids[:length] if len(extra_ids) == ids.size else extra_ids
         return tuple(ids[:length].tolist()), tuple(used)
 
@@ -255,7 +256,7 @@ class _PromptReader:
         return streaming
 
     def _end_ids(self, is_text: bool) -> tuple[int, ...]:
-        """Without end_id the defaults, which differ for text and ids; an explicit -1 means none either way."""
+        """Return end_id, or without it the defaults, which differ for text and ids; none if end_id is -1."""
         end_id, several = self._reader.integer("end_id"), self._context.parameters.end_ids
         if end_id is None and several is not None:
             return several
@@ -271,7 +272,7 @@ class _PromptReader:
         return None if pad_id == NO_ID else pad_id
 
     def _stop_words(self, texts: tuple[str, ...]) -> Words:
-        """Stop words as ids: those that came so, and those texts that a beam search has to know as ids."""
+        """Return stop words as ids: those sent as ids, and texts that a beam search needs as ids."""
         words = read_words(self._reader, "stop_words_list")
         return words + tuple(ids for text in texts for ids in self._context.encoder.spellings(text))
 
@@ -301,7 +302,7 @@ class _PromptReader:
 
 
 def _first(tensor: _Number | None, parameter: _Number | None, default: _Number) -> _Number:
-    """The prompt's own tensor if it came, else the parameter, which holds for all prompts of a request."""
+    """Return the prompt's own tensor if it was sent, else the request's parameter, else the default."""
     if tensor is not None:
         return tensor
     return default if parameter is None else parameter

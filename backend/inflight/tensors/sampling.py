@@ -1,7 +1,7 @@
-"""The tensors of one prompt that say how its tokens are chosen: sampling controls, bias, drafts and guide.
+"""Reads one prompt's tensors for the choice of tokens: sampling controls, bias, drafts and guide.
 
-Each sampling control says itself which tensor it comes by (`core/request/sampling_config.py`). Does not check
-ranges: Request.validate does. Any thread.
+Each sampling control declares its tensor (`core/request/sampling_config.py`). Ranges are not checked here:
+Request.validate does that. Any thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORD_BIAS = ("embedding_bias_words", "embedding_bias_weights")
 
 
 def read_sampling_config(reader: TensorReader) -> SamplingConfig:
-    """The sampling controls that came, each by its tensor; the others, and those that are off, are neutral."""
+    """Return the sampling controls that were sent; all others, and disabled ones, have neutral values."""
     values: dict[str, Any] = {}
     for name, control in CONTROLS.items():
         value = reader.value(control.tensor)
@@ -33,7 +33,7 @@ def read_sampling_config(reader: TensorReader) -> SamplingConfig:
 
 
 def read_guide(reader: TensorReader) -> Guide | None:
-    """The guide that the text must follow; None if none is asked for."""
+    """Return the guide that the text must follow; None without a guide."""
     name, text = reader.text("guided_decoding_guide_type"), reader.text("guided_decoding_guide")
     if not name:
         if text:
@@ -53,7 +53,7 @@ def read_guide(reader: TensorReader) -> Guide | None:
 
 
 def read_draft(reader: TensorReader) -> ExternalDraft | None:
-    """The draft from outside; None if there is none."""
+    """Return the draft that the client sent; None if there is none."""
     ids, logits = reader.array("draft_input_ids"), reader.array("draft_logits")
     if ids is None:
         if logits is not None:
@@ -61,7 +61,7 @@ def read_draft(reader: TensorReader) -> ExternalDraft | None:
                 Name("draft_logits"), " came without ", Name("draft_input_ids"), ", whose logits they are"
             )
         return None
-    # The largest of a row is NaN if one of them is.
+    # The maximum of a row is NaN if the row has a NaN.
     if logits is not None and not np.isfinite(logits.max(axis=-1)).all():
         raise InvalidArgument(
             Name("draft_logits"), " must hold finite numbers in every row; -inf for what is never drawn"
@@ -71,9 +71,9 @@ def read_draft(reader: TensorReader) -> ExternalDraft | None:
 
 
 def read_drafting(reader: TensorReader, has_draft_model: bool) -> dict[str, Any]:
-    """The further arguments of a `DraftedRequest`; empty where no other model is to draft tokens.
+    """Return the additional arguments of a `DraftedRequest`; empty if no draft model is to be used.
 
-    Raises Unsupported if there is no such model, InvalidArgument for what goes with no number of drafts.
+    Raises Unsupported if there is no draft model, InvalidArgument for use_draft_logits without a number of drafts.
     """
     count, with_logits = reader.integer("num_draft_tokens") or 0, bool(reader.boolean("use_draft_logits"))
     if not count:
@@ -92,7 +92,7 @@ def read_drafting(reader: TensorReader, has_draft_model: bool) -> dict[str, Any]
 
 
 def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> FloatTensor | None:
-    """embedding_bias and embedding_bias_words together; None if they ask for nothing."""
+    """Return embedding_bias and embedding_bias_words combined; None if neither has an effect."""
     bias = reader.array("embedding_bias")
     if bias is None and not has_word_bias(reader, *_WORD_BIAS):  # nearly every request
         return None
@@ -107,26 +107,26 @@ def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> Fl
 
 
 def has_word_bias(reader: TensorReader, words: str, weights: str) -> bool:
-    """Whether `add_word_bias` has something to add or to refuse; arguments as there."""
+    """Return whether `add_word_bias` has an effect or raises; the arguments are the same."""
     return any(reader.texts(words)) or reader.array(weights) is not None
 
 
 def add_word_bias(
     bias: np.ndarray, reader: TensorReader, words: str, weights: str, ids_of: Callable[[str], Sequence[int]]
 ) -> None:
-    """Add what a request's words ask for, in place, by tensorrtllm_backend's rule.
+    """Add the bias that a request's words ask for, in place, by tensorrtllm_backend's rule.
 
-    A word's weight is added to each of its tokens, as often as the token is there.
+    A word's weight is added to each of its tokens, once per occurrence of the token.
 
     Args:
-        bias: [vocab_size] float32. A tokenizer may know tokens beyond it, which have no logit; they are left out.
+        bias: [vocab_size] float32. Tokens of the tokenizer beyond vocab_size have no logit and are ignored.
         reader: The request's tensors.
-        words: Main name of the tensor of texts; empty ones ask for nothing.
-        weights: Main name of the tensor of one weight per text.
-        ids_of: Turns a text into its ids.
+        words: Main name of the tensor of texts; empty texts have no effect.
+        weights: Main name of the tensor with one weight per text.
+        ids_of: Encodes a text.
 
     Raises:
-        InvalidArgument: The numbers of texts and weights differ; or a sum is NaN or +inf (-inf bans a token).
+        InvalidArgument: The numbers of texts and weights differ, or a sum is NaN or +inf (-inf bans a token).
     """
     texts, array = reader.texts(words), reader.array(weights)
     values = [] if array is None else array.tolist()
@@ -140,17 +140,17 @@ def add_word_bias(
     for text, weight in zip(texts, values):
         if text and weight:
             ids = np.array(ids_of(text), dtype=np.int64)
-            with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is refused
+            with np.errstate(over="ignore", invalid="ignore"):  # check_bias refuses such results
                 np.add.at(bias, ids[ids < len(bias)], np.float32(weight))
     check_bias(bias, reader.shown_name(weights))
 
 
 def check_bias(bias: np.ndarray, name: str) -> None:
-    """Raise InvalidArgument about the tensor `name` for NaN and +inf."""
+    """Raise InvalidArgument about the tensor `name` if it has NaN or +inf."""
     if np.isnan(bias).any() or np.isposinf(bias).any():
         raise InvalidArgument(Name(name), " must hold finite numbers, or -inf to ban a token")
 
 
 def as_float_tensor(array: np.ndarray) -> FloatTensor:
-    """The same values as the core hands them through."""
+    """Convert an array to the float32 tensor that the core passes on."""
     return FloatTensor(array.shape, np.ascontiguousarray(array, np.float32).tobytes())

@@ -1,7 +1,7 @@
-"""The specification of a tensor: its names, data type and shape, and the values that ask for nothing.
+"""The specification of a tensor: names, data type, shape, and neutral values, which have no effect.
 
-The tables of tensors are made of these. Knows neither numpy nor Triton's Python objects, so that config.pbtxt can
-be written from the tables anywhere. Pure.
+The tables of tensors consist of such rows. Knows neither numpy nor Triton's Python objects, so that
+config.pbtxt can be generated anywhere. Pure.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from enum import Enum
 
 
 class Vocabulary(Enum):
-    """The two sets of names that tensors go by: `tensorrt_llm`'s and `ensemble`'s."""
+    """The two sets of tensor names: `tensorrt_llm`'s and `ensemble`'s."""
 
     TOKENS = "tokens"
     TEXT = "text"
 
 
 class NeutralRule(Enum):
-    """How to recognize a tensor that asks for nothing; an empty tensor always does."""
+    """How to recognize a neutral tensor, which has no effect; an empty tensor always is one."""
 
     EMPTY = "it has no elements"
     VALUES = "every element is one of `values`"
@@ -28,7 +28,7 @@ class NeutralRule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Neutral:
-    """The values with which a tensor that is not built yet may still be sent.
+    """The values with which a tensor of an unimplemented feature may be sent.
 
     Attributes:
         rule: How to recognize them.
@@ -53,7 +53,7 @@ NO_TEXT = Neutral(NeutralRule.NO_TEXT)
 
 
 class InStream(Enum):
-    """The content of an output in each response of a stream; with streamed beams, all so far in every output."""
+    """Content of an output in each response of a stream; a stream of beams always has everything so far."""
 
     NEW = "the new tokens'"
     SO_FAR = "all so far"
@@ -71,15 +71,15 @@ class TensorSpec:
             UINT64.
         dims: Shape of one request's tensor without the batch dimension, -1 for any length. () is a scalar: [1, 1]
             on the wire, [1] in the model.
-        meaning: One line for the reader of config.pbtxt.
+        meaning: One line of explanation for readers of config.pbtxt.
         aliases: Other names of the same tensor.
-        text_names: Its names in the text vocabulary, the main one first; none if that has no such tensor.
-        neutral: None for a tensor that is built. Otherwise any other value than these is refused.
-        asked_by: Of an output: the input that asks for it; "" for one that always comes.
-        other_dtypes: Of an input: more data types that it is read in, for a config.pbtxt that declares it so.
-        text_only: Whether the text vocabulary alone has it; then `text_names` has `name`.
-        in_stream: Of an output: what each response of a stream has in it; None for one that is in no stream.
-        is_batched: Whether it has a batch dimension on the wire; one that has none is flat.
+        text_names: Names in the text vocabulary, the main one first; empty if the tensor is not in it.
+        neutral: None for a tensor that is implemented. Otherwise all other values are refused.
+        asked_by: For an output: the input that requests it; "" if it is always returned.
+        other_dtypes: For an input: further accepted data types, which a config.pbtxt may declare instead.
+        text_only: Whether only the text vocabulary has the tensor; then `text_names` includes `name`.
+        in_stream: For an output: its content in each response of a stream; None if it is not in streams.
+        is_batched: Whether it has a batch dimension on the wire; otherwise it is flat.
     """
 
     name: str
@@ -97,36 +97,36 @@ class TensorSpec:
 
     @property
     def built(self) -> bool:
-        """Whether this version acts on the tensor."""
+        """Whether this version implements the tensor."""
         return self.neutral is None
 
     @property
     def asks_for_nothing(self) -> str:
-        """How to send a tensor that is not built, as text for people: "left out", "left out or 0"."""
-        # Triton carries no empty tensor of a fixed shape.
+        """How to send a tensor of an unimplemented feature, for messages: "left out", "left out or 0"."""
+        # Triton cannot send an empty tensor with a fixed shape.
         is_left_out = self.neutral is None or (self.neutral.rule is NeutralRule.EMPTY and -1 not in self.dims)
         return "left out" if is_left_out else f"left out or {self.neutral}"
 
     @property
     def scalar(self) -> bool:
-        """Whether one request carries one value of it."""
+        """Whether a request has one value of it."""
         return self.dims == ()
 
     @property
     def wire_shape(self) -> str:
-        """The shape on the wire, as text for messages: [1, 1], [1, n], [1, 2, n]."""
+        """The shape on the wire, for messages: [1, 1], [1, n], [1, 2, n]."""
         lengths = ["n" if length == -1 else str(length) for length in self.dims or (1,)]
         return f"[{', '.join(['1', *lengths] if self.is_batched else lengths)}]"
 
     def names(self, vocabulary: Vocabulary) -> tuple[str, ...]:
-        """Every name a client may use, the main one first; empty if the vocabulary has no such tensor."""
+        """Return every name that a client may use, the main one first; empty if not in the vocabulary."""
         if vocabulary is Vocabulary.TEXT:
             return self.text_names
         return () if self.text_only else (self.name, *self.aliases)
 
 
 def of_other_models(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
-    """A tensor that only models of other kinds have, for images for instance."""
+    """Return a tensor that only other kinds of models use, such as image models."""
     return TensorSpec(name, dtype, dims, meaning, neutral=NO_TEXT if dtype == "BYTES" else EMPTY)
 
 
@@ -139,17 +139,17 @@ class TensorTable:
         self._by_wire_name = {vocabulary: dict(self.declared(vocabulary)) for vocabulary in Vocabulary}
 
     def __getitem__(self, name: str) -> TensorSpec:
-        """The row of that (main) name; KeyError if there is none."""
+        """Return the row with this main name; raise KeyError if there is none."""
         return self._by_name[name]
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a row of that (main) name."""
+        """Return whether there is a row with this main name."""
         return name in self._by_name
 
     def sent_as(self, wire_name: str, vocabulary: Vocabulary) -> TensorSpec | None:
-        """The row that a client of this vocabulary means, aliases included; None if there is none."""
+        """Return the row of a wire name in this vocabulary, aliases included; None if there is none."""
         return self._by_wire_name[vocabulary].get(wire_name)
 
     def declared(self, vocabulary: Vocabulary) -> list[tuple[str, TensorSpec]]:
-        """(name on the wire, row) of everything a model with this vocabulary declares, aliases included."""
+        """Return wire name and row of every tensor that a model with this vocabulary declares, with aliases."""
         return [(name, spec) for spec in self.specs for name in spec.names(vocabulary)]

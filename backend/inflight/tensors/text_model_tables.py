@@ -1,7 +1,7 @@
-"""The tables of tensors of `preprocessing` and `postprocessing`, by tensorrtllm_backend's names.
+"""The tables of tensors of `preprocessing` and `postprocessing`, with tensorrtllm_backend's names.
 
-Those that only image, video and encoder-decoder models have are declared as there: such inputs are refused, and
-such outputs never come.
+Tensors that only image, video and encoder-decoder models use are declared as in tensorrtllm_backend: such
+inputs are refused, and such outputs are never returned.
 """
 
 from __future__ import annotations

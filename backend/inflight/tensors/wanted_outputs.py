@@ -1,4 +1,4 @@
-"""The choice of a prompt's outputs: those that its client names, or that its flags ask for."""
+"""Determines a prompt's outputs from the names that its client requested and from its flags."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _METRIC_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs if spec.asked_by
 class Naming:
     """The outputs that a client names. It gets exactly these; one whose flag is not set has no elements.
 
-    A Triton ensemble names whatever it hands on, be it wanted or not, so a name asks for nothing that has a flag.
-    A client that names none, as HTTP generate never does, gets what the flags say.
+    A Triton ensemble names every output that it passes on, wanted or not, so for an output with a flag only
+    the flag counts. A client that names none, as with HTTP generate, gets the outputs whose flags are set.
 
     Attributes:
-        requested: Names of outputs; all of the model's if the client named none.
-        named: Whether it named them.
+        requested: Names of outputs; all outputs of the model if the client named none.
+        named: Whether the client named outputs.
     """
 
     requested: frozenset[str]
@@ -37,13 +37,13 @@ class Naming:
     def from_triton(
         cls, requested: frozenset[str], vocabulary: Vocabulary, declared: Collection[str] = ()
     ) -> Naming:
-        """Read what Triton says: all outputs of the model stand for none named.
+        """Create from Triton's list of requested outputs, which has all outputs if the client named none.
 
         Args:
             requested: Names of outputs.
-            vocabulary: Whose names the model goes by.
-            declared: Names of the outputs in its config.pbtxt; without any, those of the table. Those that the
-                parameter additional_model_outputs adds are among them.
+            vocabulary: The model's vocabulary of names.
+            declared: Names of the outputs in the model's config.pbtxt, including those that the parameter
+                additional_model_outputs adds; if empty, the names of the table.
         """
         known = {name for name, _ in OUTPUTS.declared(vocabulary)} | {*filter(is_additional, declared)}
         return cls(requested & known, requested & known != (known & frozenset(declared) or known))
@@ -52,15 +52,15 @@ class Naming:
 def wanted_outputs(
     reader: TensorReader, naming: Naming, tells_prompts_apart: bool, tells_sequences_apart: bool
 ) -> frozenset[str]:
-    """Names of the outputs that are asked for, as far as there is something to say.
+    """Return the names of the outputs to return.
 
-    Additional outputs are asked for by their names, or by the tensor additional_outputs.
+    Additional outputs are requested by their names, or by the tensor additional_outputs.
 
     Args:
-        reader: One prompt's tensors, for the flags.
-        naming: What the client named.
-        tells_prompts_apart: Whether responses of several prompts come one by one.
-        tells_sequences_apart: Whether responses of several sequences do.
+        reader: One prompt's tensors, which include the flags.
+        naming: The outputs that the client named.
+        tells_prompts_apart: Whether several prompts get separate responses.
+        tells_sequences_apart: Whether several sequences get separate responses.
     """
     left_out: set[str] = set()
     if reader.boolean("return_finish_reason") is False:
@@ -80,7 +80,7 @@ def wanted_outputs(
 
 
 def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
-    """Yield those that are named, else those in the tensor; InvalidArgument for one that is not declared."""
+    """Yield named additional outputs, else those in the tensor; raise InvalidArgument if one is not declared."""
     if naming.named:
         yield from filter(is_additional, naming.requested)
         return
@@ -96,9 +96,9 @@ def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
 
 
 def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputOptions:
-    """The values that the engine has to keep and send for these outputs."""
+    """Return which values the engine has to keep and send for these outputs."""
     return OutputOptions(
-        # Nobody looks at the prompt's ids without these outputs: they need not come back.
+        # Without these outputs the prompt's ids are not used and need not be returned.
         exclude_input_from_output=exclude_input or not wanted & _ID_OUTPUTS,
         return_log_probs=bool(wanted & _LOG_PROB_OUTPUTS),
         num_top_log_probs=(reader.integer("num_top_log_probs") or 0) if wanted & _TOP_OUTPUTS else 0,

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's packed lists of words, arrays [2, n]: all ids, over the end offset of each word."""
+"""TensorRT-LLM's packed lists of words, arrays [2, n]: all ids in row 0, the end offset of each word in row 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.errors import InvalidArgument, Name
 from inflight.tensors.reader import TensorReader
 
 MAX_WORD_IDS = 1 << 16
-"""Most ids in all words of a list together."""
+"""Maximum number of ids in all words of a list together."""
 
 _WORD_LAYOUT = (
     "The first row holds the ids of all words, the second row after each word how many ids there are so far, "
@@ -20,11 +20,11 @@ _WORD_LAYOUT = (
 Words = tuple[tuple[int, ...], ...]
 """The ids of each word."""
 
-_END = -1  # fills the second row up
+_END = -1  # pads the second row
 
 
 def read_words(reader: TensorReader, name: str) -> Words:
-    """The words of the tensor `name`; none when absent. Every error shows the layout by an example."""
+    """Return the words of the tensor `name`; none if absent. Errors show the layout by an example."""
     try:
         array = reader.array(name)
     except InvalidArgument as error:
@@ -33,18 +33,18 @@ def read_words(reader: TensorReader, name: str) -> Words:
 
 
 def read_word_list(array: np.ndarray, name: str) -> Words:
-    """The words of TensorRT-LLM's packed list, a [2, n] array.
+    """Return the words of TensorRT-LLM's packed list, a [2, n] array.
 
-    [[0], [-1]], an empty list as NVIDIA's clients send it, has no words. Ids after the last word's end are
-    ignored: they fill up the shorter lists of a batch.
+    [[0], [-1]], which NVIDIA's clients send as an empty list, has no words. Ids after the last word's end are
+    ignored: they pad the shorter lists of a batch.
 
     Args:
         array: Integers, without the batch dimension.
         name: The tensor's name for the client.
 
     Raises:
-        InvalidArgument: There are too many ids, or the rows or the end offsets are wrong; then the message shows
-            the layout by an example.
+        InvalidArgument: There are too many ids, or the rows or end offsets are wrong; then the message shows the
+            layout by an example.
     """
     if array.ndim != 2 or array.shape[0] != 2:
         raise _broken(name, f"must have two rows, shape [1, 2, n], got shape {list(array.shape)}")
@@ -75,7 +75,7 @@ def _shown(values: list[int]) -> str:
 
 
 def pack_words(words: Sequence[Sequence[int]]) -> np.ndarray:
-    """Pack words as [2, n]: all ids, then each word's end offset, filled up with -1. No words: [[0], [-1]]."""
+    """Pack words as [2, n]: all ids, then each word's end offset, padded with -1; [[0], [-1]] for no words."""
     flat = [token_id for word in words for token_id in word]
     if not flat:
         return np.array([[0], [-1]])

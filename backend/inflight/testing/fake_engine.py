@@ -1,11 +1,11 @@
-"""A device whose KV cache holds digests: every position stores a digest of the whole prefix up to it.
+"""An engine without a model, whose KV cache stores at every position a digest of the whole prefix up to it.
 
-A row's next token is a digest of everything its block table holds, of what is in its adapter's pages, and of its
-recurrent state where that is not the digest of the prefix. So any slip in scheduling changes the tokens: a wrong
-block, a block shared too early or freed too soon, a missing copy, a token computed twice or not at all, a page
-that is overwritten while it is in use, the state of another slot or of another position. The `expected_*`
-functions of `fake_model` say what the tokens should have been. External drafts are verified as drafts without
-logits are. There is no model and no clock. Only the loop thread calls it.
+A row's next token is a digest of everything that its block table and its adapter's pages hold, and of its
+recurrent state if that differs from the digest of the prefix. So any scheduling error changes the tokens: a wrong
+block, a block shared or freed too early, a missing copy, a token computed twice or not at all, a page overwritten
+while in use, the recurrent state of another slot or position. The `expected_*` functions of `fake_model` return
+the correct tokens. External drafts are verified like drafts without logits. There is no clock. Only the loop
+thread calls it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from inflight.testing.fake_model import (
     remember,
 )
 
-_EMPTY = 0  # what an unwritten position holds
-_NOT_SAVED = -1  # what a snapshot holds that was never saved
-_NO_ADAPTER = b"nothing", 0  # what an unwritten page for adapters holds
+_EMPTY = 0  # content of an unwritten position
+_NOT_SAVED = -1  # content of a snapshot that was never saved
+_NO_ADAPTER = b"nothing", 0  # content of an unwritten adapter page
 
 
 @dataclass(slots=True)
 class _Slot:
-    """The device's state of a slot; `history` is used only if the choice of tokens looks back.
+    """The device's state of a slot; `history` is used only if the choice of tokens depends on earlier ones.
 
-    What is in the pages of its adapter is looked up whenever it is used, and is no part of `conditions`.
+    The content of its adapter's pages is looked up at every use and is not part of `conditions`.
     """
 
     start: SlotStart
@@ -73,13 +73,13 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class FakeLogits:
-    """The result of `forward` for `decode`: digests, from which the logits follow.
+    """The result of `forward` for `decode`: digests, from which the logits are derived.
 
     Attributes:
-        sampled: For each of `ScheduledBatch.sampled_slots` the digests of its rows, one more than it has drafts.
-        context: For chunks that want context outputs, by slot, the request and the digests of the chunk's rows.
-            The slot itself may be void when they are decoded, if a later batch has failed.
-        output: The tokens that were chosen, if the batch samples on the device.
+        sampled: For each of `ScheduledBatch.sampled_slots`, the digests of its rows, one more than it has drafts.
+        context: For chunks with context outputs, by slot: the request and the digests of the chunk's rows.
+            When they are decoded, the slot itself may be void because a later batch has failed.
+        output: The chosen tokens if the batch samples on the device.
     """
 
     sampled: list[Sequence[int]]
@@ -92,9 +92,9 @@ class FakeEngine:
 
     Args:
         limits: The limits that the engine declares.
-        seconds_per_step: Seconds that a forward pass sleeps.
-        attend_to_all: Whether a row reads every position of the prefix, as attention does, or only the one before,
-            which costs the same at any length.
+        seconds_per_step: Duration of a forward pass, which sleeps.
+        attend_to_all: Whether a row reads every position of the prefix, as attention does, or only the last, which
+            takes the same time at any length.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class FakeEngine:
         self._attend_to_all = attend_to_all
         self._cache = [[_EMPTY] * limits.tokens_per_block for _ in range(limits.num_blocks)]
         self._slots: dict[int, _Slot] = {}
-        # What is in each page: whose content, and which part of it.
+        # The content of each page: the adapter's digest, and the index of the page in the adapter.
         self._adapter_pages: list[tuple[bytes, int]] = [_NO_ADAPTER] * limits.num_adapter_pages
-        self._adapters: dict[int, tuple[int, ...]] = {}  # all pages of an adapter by its first
+        self._adapters: dict[int, tuple[int, ...]] = {}  # an adapter's pages by the first of them
         self._snapshots = [_NOT_SAVED] * limits.num_state_snapshots
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
-        """Apply the deltas and compute every row; choose tokens too, if the batch samples on the device."""
+        """Apply the deltas and compute every row; also choose tokens if the batch samples on the device."""
         with self._forgotten_on_failure(batch, batch.starts, batch.adapter_loads):
             return self._forward(batch)
 
@@ -136,7 +136,7 @@ class FakeEngine:
         return replace(logits, output=self._decode(batch, logits)) if batch.samples_on_device else logits
 
     def decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
-        """Turn digests into tokens and feed each back to its slot; beams wait for their next moves."""
+        """Convert digests to tokens and feed each back to its slot; beams wait for their next moves."""
         with self._forgotten_on_failure(batch, self._still_there(batch.starts)):
             return self._decode(batch, logits)
 
@@ -166,7 +166,7 @@ class FakeEngine:
         return output
 
     def close(self) -> None:
-        """Forget everything."""
+        """Discard all state."""
         self._slots.clear()
         self._cache.clear()
 
@@ -176,10 +176,10 @@ class FakeEngine:
     def _forgotten_on_failure(
         self, batch: ScheduledBatch, starts: Sequence[SlotStart], loads: Sequence[AdapterLoad] = ()
     ) -> Iterator[None]:
-        """Forget the slots and loads of a batch that fails, so that they have to be started and loaded again."""
+        """Discard the slots and loads of a batch that fails, so that they must be started and loaded again."""
         try:
             yield
-        except BaseException:  # whatever it is, it is raised again
+        except BaseException:  # of any kind; reraised below
             named = (
                 *(start.slot for start in starts),
                 *(chunk.slot for chunk in batch.context),
@@ -192,7 +192,7 @@ class FakeEngine:
             raise
 
     def _still_there(self, starts: Sequence[SlotStart]) -> list[SlotStart]:
-        """The starts that still hold: a later batch may have started another sequence in a slot."""
+        """Return the starts that are still valid: a later batch may have started another sequence in a slot."""
         return [
             start for start in starts if start.slot in self._slots and self._slots[start.slot].start is start
         ]
@@ -204,7 +204,7 @@ class FakeEngine:
         self._adapters[load.pages[0]] = load.pages
 
     def _adapter_in(self, first_page: int) -> bytes:
-        """Digest of the adapter in these pages, or something else if they do not hold one adapter in order."""
+        """Return the digest of the adapter in these pages, or another value if they do not hold one in order."""
         held = [self._adapter_pages[page] for page in self._adapters[first_page]]
         digest = held[0][0]
         is_whole = held == [(digest, part) for part in range(len(held))]
@@ -258,7 +258,7 @@ class FakeEngine:
         return [self._run_token(row, token_id) for token_id in chunk.token_ids]
 
     def _check_ids(self, chunk: ContextChunk, request: Request) -> None:
-        """A prompt may have ids of rows of the request's table; nothing that is generated or drafted has any."""
+        """Check that only a prompt, not generated or draft tokens, has ids of rows of the request's table."""
         num_rows = 0 if request.prompt_table is None else request.prompt_table.num_rows
         behind = max(0, request.prompt_length - chunk.start)
         assert max(chunk.token_ids) < self.limits.vocab_size + num_rows, f"slot {chunk.slot}: no such row"
@@ -299,7 +299,7 @@ class FakeEngine:
     # ---------------------------------------------------------------- decoding
 
     def _choose(self, row: _Slot, digests: Sequence[int], drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """Choose a token at every row of logits, as long as the drafts are what was chosen."""
+        """Choose a token at each row of logits, up to the first draft that differs from the chosen token."""
         start, vocab_size = row.start, self.limits.vocab_size
         sampling, index = start.request.sampling, start.sequence_index
         row.num_tokens -= len(drafts)

@@ -1,9 +1,9 @@
-"""The model that the fake engine pretends to run, and the tokens that a sequence gets if it runs alone.
+"""The model that the fake engine simulates, and the tokens that a sequence gets if it runs alone.
 
 A position's **digest** stands for its keys and values: it depends on every token up to it. The logits after a
-position are pseudo-random numbers drawn from its digest, so everything that is said of a token (log probabilities,
-likeliest tokens, the ranks of beams) agrees with everything else. The `expected_*` functions return what a
-sequence or a search gets that has the device to itself. Pure Python, deterministic, the same in every process.
+position are pseudo-random numbers seeded by its digest, so that all data of a token (log probs, top tokens,
+ranks of beams) are consistent. The `expected_*` functions return the results of a sequence or beam search
+that runs alone. Pure Python, deterministic, the same in every process.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, TokenDetails
 
 _GREEDY_LOGIT = 8.5
-_LOGIT_STEPS, _LOGIT_SCALE = (1 << 20) - 1, 1 / (1 << 17)  # the others: 0 .. 8, exact in float32
+_LOGIT_STEPS, _LOGIT_SCALE = (1 << 20) - 1, 1 / (1 << 17)  # logits of other tokens: 0 .. 8, exact in float32
 _NO_HISTORY = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The facts that a sequence's keys and values depend on besides its tokens.
+    """Everything besides its tokens that a sequence's keys and values depend on.
 
     Attributes:
-        identity: As the request has it.
-        adapter: Digest of the content of its adapter; empty without one.
-        prompt_table: Digest of the content of its prompt table; empty without one.
+        identity: The request's identity.
+        adapter: Digest of its adapter's content; empty without an adapter.
+        prompt_table: Digest of its prompt table's content; empty without one.
     """
 
     identity: PrefixIdentity = field(default_factory=PrefixIdentity)
@@ -42,42 +42,41 @@ class Conditions:
 
     @classmethod
     def of(cls, request: Request, adapter: bytes = b"") -> Conditions:
-        """The conditions of a request whose adapter has this content."""
+        """Return the conditions of a request whose adapter has this content."""
         table = request.prompt_table
         return cls(request.identity, adapter, table.digest if table else b"")
 
     def seen_as(self, token_id: int, position: int) -> int:
-        """The stand-in for a token in digests: its id, or another number where the conditions differ from
-        `PLAIN`.
+        """Return the number that represents a token in digests: its id, if the conditions equal `PLAIN`.
 
-        An extra id changes the token that it belongs to, everything else changes every token.
+        An extra id changes the number of its own token, every other condition the numbers of all tokens.
         """
         identity = self.identity
         extra = identity.extra_ids[position] if position < len(identity.extra_ids) else 0
         if not (extra or identity.cache_salt_id or self.adapter or self.prompt_table):
             return token_id
-        # hash() of bytes is another in every process, that of numbers is not.
+        # hash() of bytes differs between processes, hash() of numbers does not.
         adapter, table = int.from_bytes(self.adapter, "big"), int.from_bytes(self.prompt_table, "big")
         return hash((token_id, extra, identity.cache_salt_id, adapter, table))
 
 
 PLAIN = Conditions()
-"""Keys and values depend on tokens alone."""
+"""The conditions of a sequence whose keys and values depend on its tokens alone."""
 
 
 def digest_after(prefix: Sequence[int], token_id: int) -> int:
-    """The digest of a token that follows positions of these digests; never 0."""
+    """Return the digest of a token after positions with these digests; never 0."""
     # hash() of a tuple of ints is the same in every process; a broken digest only weakens the fake.
     return hash((*prefix, token_id)) or 1
 
 
 def looks_back(sampling: SamplingConfig) -> bool:
-    """Whether the fake model's choice depends on the tokens that a slot remembers, beside the cache."""
+    """Return whether the fake model's choice depends on earlier tokens that a slot remembers."""
     return sampling.looks_back
 
 
 def remember(history: int, token_ids: Iterable[int]) -> int:
-    """The history of a slot that looks back, after these tokens; 0 before the first."""
+    """Return the history of a slot after these further tokens; 0 before the first."""
     for token_id in token_ids:
         history = hash((history, token_id)) or 1
     return history
@@ -86,9 +85,9 @@ def remember(history: int, token_ids: Iterable[int]) -> int:
 def choose(
     digest: int, history: int, sampling: SamplingConfig, sequence_index: int, position: int, vocab_size: int
 ) -> int:
-    """The token at `position`: the likeliest, or one drawn by seed, sequence and position.
+    """Return the token at `position`: the most likely one, or one drawn by seed, sequence and position.
 
-    It depends on the digest and, if there is any, on the history. Spelled out: this runs for every row.
+    It depends on the digest and on the history, if there is one. Written out for speed: it runs for every row.
     """
     state = hash((digest, history)) if history else digest
     if sampling.greedy:
@@ -97,20 +96,20 @@ def choose(
 
 
 def logits_after(state: int, vocab_size: int) -> array[float]:
-    """float32 [vocab_size]: the logits after a position of this digest; the greedy choice has the largest."""
+    """Return the logits after a position with this digest, float32 [vocab_size]; greedy choice has the largest."""
     values = array("f", [(hash((state, token)) & _LOGIT_STEPS) * _LOGIT_SCALE for token in range(vocab_size)])
     values[hash((state, 0, 0)) % vocab_size] = _GREEDY_LOGIT
     return values
 
 
 def log_softmax(logits: Sequence[float]) -> list[float]:
-    """Log probabilities of every token."""
+    """Return the log prob of every token."""
     total = math.log(sum(map(math.exp, logits)))
     return [value - total for value in logits]
 
 
 def top_log_probs(log_probs: Sequence[float], count: int) -> TopLogProbs:
-    """The `count` likeliest tokens; of equal ones the lower id first."""
+    """Return the `count` most likely tokens; of equally likely ones the lower id comes first."""
     tokens = heapq.nsmallest(count, range(len(log_probs)), key=lambda token: (-log_probs[token], token))
     return TopLogProbs(tuple(tokens), tuple(log_probs[token] for token in tokens))
 
@@ -118,7 +117,7 @@ def top_log_probs(log_probs: Sequence[float], count: int) -> TopLogProbs:
 def rank_candidates(
     group: BeamGroup, rows: Sequence[tuple[int, int]], request: Request, vocab_size: int
 ) -> BeamCandidates:
-    """The best continuations of a beam group; `rows` are the digest and the history of each."""
+    """Return the best continuations of a beam group; `rows` has digest and history of each beam."""
     output, rate = request.output, request.sampling.beam_search_diversity_rate
     logits = [logits_after(digest, vocab_size) for digest, _ in rows]
     log_probs = [log_softmax(values) for values in logits]
@@ -149,7 +148,7 @@ def rank_candidates(
 def describe_tokens(
     logits: Sequence[Sequence[float]], token_ids: Sequence[int], output: OutputOptions
 ) -> TokenDetails:
-    """The details that are wanted of tokens; `logits` has the row that each was chosen from."""
+    """Return the requested details of tokens; `logits` has the row from which each was chosen."""
     log_probs = [log_softmax(values) for values in logits]
     count = output.num_top_log_probs
     return TokenDetails(
@@ -164,13 +163,13 @@ def describe_tokens(
 
 
 class LoneSequence:
-    """A sequence that has the device to itself.
+    """A sequence that runs alone.
 
     Args:
         token_ids: The first tokens.
         vocab_size: Number of token ids.
-        attend_to_all: Whether a digest depends on all digests before it, or on the last one.
-        conditions: What the digests depend on besides the tokens.
+        attend_to_all: Whether a digest depends on all earlier digests, or only on the last one.
+        conditions: Everything else that the digests depend on.
     """
 
     def __init__(
@@ -191,29 +190,29 @@ class LoneSequence:
 
     @property
     def digest(self) -> int:
-        """The digest of the last token."""
+        """Digest of the last token."""
         return self._digests[-1]
 
     def append(self, token_id: int) -> None:
-        """Feed one more token."""
+        """Append one token."""
         prefix = self._digests if self._attend_to_all else self._digests[-1:]
         seen = token_id if self._is_plain else self._conditions.seen_as(token_id, len(self.tokens))
         self._digests.append(digest_after(prefix, seen))
         self.tokens.append(token_id)
 
     def continued(self, token_id: int) -> LoneSequence:
-        """A copy with one more token."""
+        """Return a copy with one more token."""
         copy = LoneSequence((), self._vocab_size, self._attend_to_all, self._conditions)
         copy.tokens, copy._digests = self.tokens.copy(), self._digests.copy()
         copy.append(token_id)
         return copy
 
     def history(self, sampling: SamplingConfig) -> int:
-        """The history that a slot would have after the tokens so far."""
+        """Return the history that a slot has after the tokens so far."""
         return remember(_NO_HISTORY, self.tokens) if looks_back(sampling) else _NO_HISTORY
 
     def logits(self) -> array[float]:
-        """The logits after the last token."""
+        """Return the logits after the last token."""
         return logits_after(self.digest, self._vocab_size)
 
 
@@ -226,7 +225,7 @@ def expected_tokens(
     sequence_index: int = 0,
     conditions: Conditions = PLAIN,
 ) -> list[int]:
-    """The first `num_tokens` tokens of a sequence that has the device to itself."""
+    """Return the first `num_tokens` tokens of a sequence that runs alone."""
     sampling = sampling or SamplingConfig()
     sequence = LoneSequence(prompt, vocab_size, attend_to_all, conditions)
     while len(sequence.tokens) < len(prompt) + num_tokens:
@@ -242,7 +241,7 @@ def expected_logits(
     attend_to_all: bool = True,
     conditions: Conditions = PLAIN,
 ) -> list[array[float]]:
-    """The logits that each of `token_ids`, which follow `prompt`, is chosen from."""
+    """Return the logits from which each of `token_ids`, which follow `prompt`, is chosen."""
     sequence = LoneSequence(prompt, vocab_size, attend_to_all, conditions)
     logits = []
     for token_id in token_ids:
@@ -254,9 +253,9 @@ def expected_logits(
 def expected_log_probs(
     prompt: Sequence[int], token_ids: Sequence[int], vocab_size: int, attend_to_all: bool = True
 ) -> list[float]:
-    """The model's log probability of each of `token_ids`, which follow `prompt`.
+    """Return the model's log prob of each of `token_ids`, which follow `prompt`.
 
-    Of a prompt's own tokens: `[0.0] + expected_log_probs(prompt[:1], prompt[1:], ...)`.
+    For a prompt's own tokens, use `[0.0] + expected_log_probs(prompt[:1], prompt[1:], ...)`.
     """
     logits = expected_logits(prompt, token_ids, vocab_size, attend_to_all)
     return [log_softmax(values)[token_id] for values, token_id in zip(logits, token_ids)]
@@ -265,16 +264,16 @@ def expected_log_probs(
 def expected_beams(
     request: Request, vocab_size: int, attend_to_all: bool = True, adapter: bytes = b""
 ) -> list[Hypothesis]:
-    """The result of a beam search in which every beam has the device to itself."""
+    """Return the result of a beam search whose beams each run alone."""
     return expected_beam_steps(request, vocab_size, attend_to_all, adapter)[-1]
 
 
 def expected_beam_steps(
     request: Request, vocab_size: int, attend_to_all: bool = True, adapter: bytes = b""
 ) -> list[list[Hypothesis]]:
-    """The answers of such a search after each of its steps; the last is its result.
+    """Return the hypotheses of such a beam search after each step; the last are its result.
 
-    `adapter` is the digest of its adapter's content, empty without one.
+    `adapter` is the digest of its adapter's content, empty without an adapter.
     """
     conditions = Conditions.of(request, adapter)
     search = BeamSearch(request)

@@ -1,7 +1,7 @@
-"""The fake engine in the place of a model: for a composition root, for the model that Triton loads, for a server.
+"""The fake engine in place of a model: for a composition root, for the model that Triton loads, and for a server.
 
-Of a real server only tests and benchmarks put it there, by a model repository whose engine is this file's. Its
-`fake_engine` parameter says what the fake is like: vocab=1000,step_us=200. No model, no torch.
+Only tests and benchmarks use it, with a model repository whose engine is this module. Its parameter `fake_engine`
+configures the fake, for example vocab=1000,step_us=200. Needs no model and no torch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 def load_fake(parameters: Parameters, version_dir: str, rank_context: RankContext | None) -> LoadedModel:
-    """In the place of `inflight.load_model.load_model`. Of several ranks each makes up the same tokens.
+    """Replace `inflight.load_model.load_model`; every rank computes the same tokens.
 
-    The checkpoint's name, `gpt_model_path` without folders, says how many token ids there are and how many
-    microseconds a forward pass takes; ConfigError if it is not of the form vocab=N,step_us=N.
+    The checkpoint's name, `gpt_model_path` without folders, gives the number of token ids and the
+    microseconds of a forward pass; raise ConfigError if it is not of the form vocab=N,step_us=N.
     """
     config = parameters.engine
     vocab_size, step_us = _parse(Path(config.gpt_model_path or "").name)
@@ -65,10 +65,10 @@ def _parse(name: str) -> tuple[int, int]:
 
 
 class TritonPythonModel(engine.TritonPythonModel):
-    """`tensorrt_llm` with a fake engine, in the process of the model."""
+    """`tensorrt_llm` with a fake engine in the model's process."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """As the real one, with the parameter `fake_engine` instead of a checkpoint."""
+        """Initialize the model with the parameter `fake_engine` instead of a checkpoint."""
         config = json.loads(args["model_config"])
         config["parameters"]["gpt_model_path"] = config["parameters"].pop(PARAMETER)
         super().initialize({**args, "model_config": json.dumps(config)})
@@ -76,12 +76,12 @@ class TritonPythonModel(engine.TritonPythonModel):
     def load_model(
         self, parameters: Parameters, version_dir: str, rank_context: RankContext | None
     ) -> LoadedModel:
-        """Makes the fake."""
+        """Return the fake engine."""
         return load_fake(parameters, version_dir, rank_context)
 
 
 def make_fake_repository(folder: Path) -> Path:
-    """Copy the models that are served by default to `folder`, with a fake engine in `tensorrt_llm`; returns it."""
+    """Copy the models of the default repository to `folder`, with a fake engine in `tensorrt_llm`; return it."""
     shutil.copytree(
         default_repository(),
         folder,
@@ -92,14 +92,14 @@ def make_fake_repository(folder: Path) -> Path:
     with (model / "config.pbtxt").open("a", encoding="utf-8") as config:
         config.write(f'parameters {{ key: "{PARAMETER}" value {{ string_value: "${{{PARAMETER}}}" }} }}\n')
     (model / "1" / "model.py").write_text(_MODEL, encoding="utf-8")
-    # Its tokenizer is for all models.
+    # All models use its tokenizer.
     (model / "1" / "demo_model").symlink_to(default_repository() / "tensorrt_llm" / "1" / "demo_model")
     return folder
 
 
 @contextmanager
 def serve_fake(settings: Mapping[str, str], options: ServerOptions | None = None) -> Iterator[TritonServer]:
-    """As `inflight.server.launch.serve`, with a fake engine: `settings` may have the parameter `fake_engine`."""
+    """Serve with a fake engine, as `inflight.server.launch.serve` does; `settings` may have `fake_engine`."""
     with (
         tempfile.TemporaryDirectory(prefix="inflight-fake-") as folder,
         serve(make_fake_repository(Path(folder)), settings=settings, options=options) as server,

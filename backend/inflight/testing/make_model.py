@@ -1,7 +1,7 @@
-"""Write a random-weight Hugging Face checkpoint, for tests and benchmarks that need a shape and not a meaning.
+"""Writes a Hugging Face checkpoint with random weights, for tests and benchmarks that need only its shape.
 
-Owns the shapes, and the config.json of seven families. Which tensors follow from that, the loader says; a test has
-transformers load every family. Weights are drawn in the loader's order from one seed.
+Owns the shapes, and the config.json of seven families. The loader determines the tensors; a test loads every
+family with transformers. Weights are drawn in the loader's order from one seed.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from inflight.testing.quantize import FORMATS, MXFP4, quantize_weights
 from inflight.testing.synthetic_tokenizer import BEGIN_ID, END_ID, PADDING_ID, write_tokenizer
 
 # The usual initialization. A tiny model drawn with it mostly repeats its last token; tests that need varied
-# tokens draw from a wider one.
+# tokens use a larger deviation.
 STANDARD_DEVIATION = 0.02
 
 
@@ -32,9 +32,9 @@ class Shape:
     """The sizes of a decoder.
 
     Attributes:
-        ffn: Width of its MLPs; in a family with experts that of each expert.
-        experts: Of a layer, in a family with experts.
-        experts_per_token: Likewise.
+        ffn: Inner width of the MLPs; in a family with experts, of each expert.
+        experts: Number of experts in a layer, in a family with experts.
+        experts_per_token: Number of experts per token, in a family with experts.
     """
 
     layers: int
@@ -80,17 +80,17 @@ def make_model(
     on_progress: Callable[[int], None] | None = None,
     quantize: str | None = None,
 ) -> Path:
-    """Write the checkpoint into the folder `out` and return it; `on_progress` is told of numbers drawn.
+    """Write the checkpoint into the folder `out` and return it; `on_progress` gets the number of values drawn.
 
     Args:
-        out: made if missing; files of the same names are overwritten.
-        family: a key of `ARCHITECTURES`.
-        shape: a key of `SHAPES`, or sizes of your own.
-        dtype: what the weights are stored as, a key of `DTYPES`. They are drawn in float32.
-        seed: equal seeds give equal files.
-        standard_deviation: of all weights but the scales of normalizations, which are ones.
-        quantize: what the projections are written as, a key of FORMATS in `testing/quantize.py`, or MXFP4 for the
-            experts of gpt_oss; None: as drawn.
+        out: Created if missing; files of the same names are overwritten.
+        family: A key of `ARCHITECTURES`.
+        shape: A key of `SHAPES`, or other sizes.
+        dtype: Dtype of the stored weights, a key of `DTYPES`. They are drawn in float32.
+        seed: Equal seeds give equal files.
+        standard_deviation: Standard deviation of all weights except the scales of norms, which are ones.
+        quantize: Format of the projections, a key of FORMATS in `testing/quantize.py`, or MXFP4 for the experts of
+            gpt_oss; None: not quantized.
     """
     sizes = SHAPES[shape] if isinstance(shape, str) else shape
     out.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def make_model(
         weights, described = quantize_weights(quantize, weights, DTYPES[dtype])
         _write_json(out / "config.json", config(family, sizes, dtype) | {"quantization_config": described})
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # written for its owner alone
+    (out / "model.safetensors").chmod(0o644)  # save_file makes it readable by the owner only
     ids: dict[str, object] = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PADDING_ID}
     _write_json(out / "generation_config.json", ids)
     write_tokenizer(out, sizes.vocabulary, sizes.positions)
@@ -119,7 +119,7 @@ def make_model(
 
 
 def _stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All experts of a layer in one tensor, matrices [experts, inputs, outputs], rows of gate and up in turn."""
+    """Stack all experts of a layer: matrices [experts, inputs, outputs], rows of gate and up alternating."""
     stacked: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[str, list[torch.Tensor]]] = {}
     for name, tensor in weights.items():
@@ -138,7 +138,7 @@ def _stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def num_weights(family: str, shape: Shape) -> int:
-    """How many numbers the tensors of such a checkpoint have."""
+    """Return the number of values in the tensors of such a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         _write_json(Path(folder, "config.json"), config(family, shape, "float32"))
         model = read_model_description(folder)
@@ -146,7 +146,7 @@ def num_weights(family: str, shape: Shape) -> int:
 
 
 def config(family: str, shape: Shape, dtype: str) -> dict[str, object]:
-    """The contents of config.json."""
+    """Return the contents of config.json."""
     common: dict[str, object] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -221,7 +221,7 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the checkpoint that the command line asks for; returns the exit status."""
+    """Write the checkpoint that the command line describes; return the exit status."""
     parser = argparse.ArgumentParser(prog="scripts/make_model", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
     parser.add_argument("--family", choices=ARCHITECTURES, default="llama", help="default: %(default)s")

@@ -1,6 +1,6 @@
-"""Matrices rounded as published quantized checkpoints have them, to write such a checkpoint of random weights.
+"""Rounds matrices to the formats of published quantized checkpoints, to write such checkpoints of random weights.
 
-Rounding is to the nearest level: calibration would change which levels are chosen, and not what a file looks like.
+Rounding is to the nearest level: calibration would choose other levels, but the files would look the same.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import Tensor
 Parts = dict[str, Tensor]
 _GROUP_SIZE = 128
 _BLOCK = 128
-_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # which of 8 outputs each 4 bits of a word hold, from the lowest on
-_LEAST = 1e-12  # of scales
+_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the output in each 4 bits of a word, from the lowest bits on
+_LEAST = 1e-12  # smallest scale
 _FLOAT4_BORDERS = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 _NOT_MXFP4 = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 MXFP4 = "mxfp4"
-"""What `--quantize` writes gpt-oss's experts as; other formats are for projections, each a matrix of its own."""
+"""The format of gpt-oss's stacked experts; the other formats are for projections, each a matrix of its own."""
 
 
 def quantize_weights(
     format: str, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[Parts, dict[str, object]]:
-    """Tensors of a checkpoint whose projections are quantized, and what config.json says of it.
+    """Return the tensors of a checkpoint with quantized projections, and its `quantization_config`.
 
     Args:
         format: A key of `FORMATS`, or `MXFP4`.
-        weights: By name; matrices of projections end in `_proj.weight`, and stacks of experts' are
+        weights: By name; projections' names end in `_proj.weight`; stacked experts are
             `….experts.gate_up_proj` and `….experts.down_proj`, [experts, inputs, outputs].
-        dtype: Of scales.
+        dtype: Dtype of the scales.
     """
     if format == MXFP4:
         return _quantize_stacks(weights)
@@ -59,7 +59,7 @@ def quantize_weights(
 
 
 def quantize_checkpoint(source: Path, target: Path, format: str) -> Path:
-    """Write the checkpoint of the folder `source`, quantized, into the folder `target`, which is returned."""
+    """Quantize the checkpoint in the folder `source` into the folder `target`, and return `target`."""
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.suffix == ".json":
@@ -73,7 +73,7 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> Path:
 
 
 def _quantize_stacks(weights: Mapping[str, Tensor]) -> tuple[Parts, dict[str, object]]:
-    """Stacks of experts' matrices in MXFP4, as gpt-oss is published, and everything else as it is."""
+    """Quantize stacks of experts' matrices to MXFP4, as in published gpt-oss; other weights are unchanged."""
     tensors: Parts = {}
     for name, weight in weights.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -87,10 +87,10 @@ def _quantize_stacks(weights: Mapping[str, Tensor]) -> tuple[Parts, dict[str, ob
 
 
 def _mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize [..., n * 32] numbers to MXFP4: uint8 [..., n, 16], two floats a byte, and exponents plus 127
-    [..., n].
+    """Quantize [..., n * 32] numbers to MXFP4: uint8 [..., n, 16], two floats per byte, and exponents [..., n].
 
-    A block's exponent is that of its largest number less that of the largest 4-bit float, 6.
+    Exponents are stored plus 127. A block's exponent is that of its largest number minus that of the largest 4-bit
+    float, 6.
     """
     blocks = weight.unflatten(-1, (-1, 32))
     exponents = blocks.abs().amax(-1).clamp_min(2.0**-120).log2().floor() - 2
@@ -103,7 +103,7 @@ def _mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _in_groups(
     weight: Tensor, size: int, dtype: torch.dtype, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels 0 to 15 [outputs, inputs], zero points and scales [outputs, groups]."""
+    """Return levels 0 to 15 [outputs, inputs], and zero points and scales [outputs, groups]."""
     groups = weight.unflatten(1, (-1, size))
     low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
     scales = torch.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15
@@ -114,7 +114,7 @@ def _in_groups(
 
 
 def _words(numbers: Tensor) -> Tensor:
-    """int32 [rows, n / 8] of numbers of 4 bits [rows, n], from the lowest bits on."""
+    """Pack 4-bit numbers [rows, n] into int32 [rows, n / 8], lowest bits first."""
     shifts = 4 * torch.arange(8, dtype=torch.int64)
     words = (numbers.long().unflatten(1, (-1, 8)) << shifts).sum(2)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
@@ -196,4 +196,4 @@ FORMATS: dict[
         lambda _: {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]},
     ),
 }  # fmt: skip
-"""What `--quantize` writes: AWQ and GPTQ, compressed-tensors' int4 and int8, float8 in blocks as DeepSeek's."""
+"""The formats for `--quantize`: AWQ, GPTQ, compressed-tensors' int4 and int8, and DeepSeek's float8 in blocks."""

@@ -1,8 +1,8 @@
 """A byte-level BPE tokenizer of any size, made by rule instead of training.
 
-Three special tokens, the 256 bytes, then letter pairs, triples and so on, the commoner letters first. Any text
-can be encoded, every id below the vocabulary size decodes to something, and English comes out in pieces of a
-few letters. For checkpoints whose text needs no meaning.
+Its vocabulary has three special tokens, the 256 bytes, then pairs, triples and so on of letters, common
+letters first. It can encode any text and decode every id, and splits English into pieces of a few letters.
+For checkpoints whose text needs no meaning.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 PADDING_ID, BEGIN_ID, END_ID = 0, 1, 2
 _SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
-# How byte-level BPE writes a space, which only ever opens a piece.
+# The spelling of a space in byte-level BPE; a space is always the first character of a piece.
 _SPACE = "Ġ"
 
 
@@ -35,7 +35,7 @@ def write_tokenizer(folder: Path, vocabulary_size: int, longest: int) -> None:
 
 
 def make_tokenizer(vocabulary_size: int) -> Tokenizer:
-    """A tokenizer of exactly that size; at least the special tokens and the bytes have to fit."""
+    """Return a tokenizer of exactly this size, which must include the special tokens and the bytes."""
     tokens = [*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     if vocabulary_size < len(tokens):
         raise ValueError(f"a vocabulary has at least {len(tokens)} tokens, not {vocabulary_size}")
@@ -50,10 +50,10 @@ def make_tokenizer(vocabulary_size: int) -> Tokenizer:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Without end: every known piece with every letter behind it, shorter pieces first."""
+    """Yield merges without end: every known piece with every letter after it, shorter pieces first."""
     pieces = [_SPACE, *_LETTERS]
     while True:
-        # By the sum of the two ranks, so that the common combinations come first.
+        # Ordered by the sum of both ranks, so that common combinations come first.
         ranked = sorted(
             itertools.product(enumerate(pieces), enumerate(_LETTERS)), key=lambda p: p[0][0] + p[1][0]
         )

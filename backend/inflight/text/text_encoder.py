@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from inflight.config import SpecialTokens
-from inflight.core.request.request import ModelLimits
+from inflight.core.request.engine_description import ModelLimits
 from inflight.errors import InvalidArgument, Name, TooLong, Unsupported
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.words import biased_ids, word_ids

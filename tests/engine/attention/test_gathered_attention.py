@@ -1,4 +1,4 @@
-"""Attention over gathered blocks, by kernels that compute some of it wrongly; and what a device gets then."""
+"""Attention over gathered blocks, with kernels that compute some of it wrongly, and the resulting choice."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ WINDOWS = (None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(40, 8),
 
 @dataclass(frozen=True)
 class MemoryEfficient:
-    """torch's kernel for CUDA, with its defect: all but the first head of a last row that has a tile for itself.
+    """torch's kernel for CUDA, with its defect: wrong heads, except the first, of a last row alone in its tile.
 
     Attributes:
-        tile_rows: How many rows it takes at a time.
+        tile_rows: Number of rows in a tile.
     """
 
     tile_rows: int
@@ -62,7 +62,7 @@ def useless(*_: Any, **__: Any) -> Tensor:
 def check(zoo: Zoo, attention: Attention, tokens_per_block: int, dtype: torch.dtype) -> None:
     for case in ("llama", "llama-gqa", "deepseek-v2"):
         decoder = read_model_description(zoo[case].folder).decoder
-        decoder = replace(decoder, attention_scale=None)  # as these kernels compute
+        decoder = replace(decoder, attention_scale=None)  # the scale of these kernels
         check_attention(attention, decoder, tokens_per_block, WINDOWS, dtype, CPU)
 
 
@@ -75,9 +75,7 @@ def test_gathered_attention_is_right_for_all_tried_numbers_of_rows(
 
 
 @pytest.mark.parametrize("tile_rows", with_all([32, 64, 128], [64]))
-def test_a_kernel_that_is_wrong_for_a_last_tile_of_one_row_is_never_given_one(
-    zoo: Zoo, tile_rows: int
-) -> None:
+def test_a_kernel_that_is_wrong_for_a_last_tile_of_one_row_never_gets_one(zoo: Zoo, tile_rows: int) -> None:
     check(zoo, GatheringAttention(MemoryEfficient(tile_rows)), 32, torch.float32)
 
 
@@ -85,8 +83,8 @@ def test_a_kernel_that_is_wrong_for_a_last_tile_of_one_row_is_never_given_one(
 @pytest.mark.parametrize(
     ("num_before", "num_rows"), [*product((1, 23), (1, 33, 63, 64, 65)), (0, 33), (0, 64), (0, 65)]
 )
-def test_logits_are_the_models(zoo: Zoo, case: str, num_before: int, num_rows: int) -> None:
-    """The logits of a chunk's last row, which is sampled, by the kernel with the defect, are right."""
+def test_logits_equal_the_models(zoo: Zoo, case: str, num_before: int, num_rows: int) -> None:
+    """The kernel with the defect gives correct logits of a chunk's last row, which is sampled."""
     model = zoo[case]
     prompt = model.prompt(num_before + num_rows)
     engine = load_paged(model.folder, attention=GatheringAttention(MemoryEfficient(32)))
@@ -101,7 +99,7 @@ def test_logits_are_the_models(zoo: Zoo, case: str, num_before: int, num_rows: i
 @pytest.mark.parametrize("tile_rows", [64, 128])
 @pytest.mark.parametrize("num_rows", [64, 65])
 def test_the_check_finds_a_wrong_tile(zoo: Zoo, tile_rows: int, num_rows: int) -> None:
-    """A kernel that computes the first row of a second tile wrongly, or the last one of a full tile."""
+    """A kernel with a wrong first row of a second tile, or a wrong last row of a full tile."""
 
     def spoilt(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         read = F.scaled_dot_product_attention(query, *args, **kwargs)
@@ -115,7 +113,7 @@ def test_the_check_finds_a_wrong_tile(zoo: Zoo, tile_rows: int, num_rows: int) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens_per_block", with_all([3, 32], [3]))
-def test_learned_sinks_are_as_by_products(zoo: Zoo, dtype: torch.dtype, tokens_per_block: int) -> None:
+def test_learned_sinks_equal_those_by_products(zoo: Zoo, dtype: torch.dtype, tokens_per_block: int) -> None:
     decoder = read_model_description(zoo["gpt-oss"].folder).decoder
     for scale in (None, 0.7):
         scaled = replace(decoder, attention_scale=scale)
@@ -137,10 +135,10 @@ def test_products_with_learned_sinks_give_the_models_tokens(
     assert row.generated == model.greedy(model.prompt(40), 10)
 
 
-def test_a_gpu_whose_kernel_does_not_tell_its_sums_computes_products(
+def test_a_gpu_kernel_without_sums_is_replaced_by_products(
     zoo: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernel that knows of learned sinks is for CPUs; the meta device stands for another."""
+    """The kernel that returns sums for learned sinks is for CPUs; the meta device simulates a GPU."""
     decoder = read_model_description(zoo["gpt-oss"].folder).decoder
     place = "inflight.engine.attention.find"
     device = torch.device("meta")
@@ -177,7 +175,7 @@ def find(zoo: Zoo, kernel: Any) -> Attention:
 
 
 @pytest.mark.parametrize("kernel", [useless, lambda query, *_, **__: torch.zeros_like(query)])
-def test_without_a_kernel_that_is_right_products_do_it(
+def test_products_are_used_without_a_correct_kernel(
     zoo: Zoo, kernel: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -187,7 +185,7 @@ def test_without_a_kernel_that_is_right_products_do_it(
     assert "plain matrix products" in gathered and "of float32 cannot be trusted on this device" in gathered
 
 
-def test_a_kernel_that_is_right_is_taken(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_correct_kernel_is_used(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         attention = find(zoo, F.scaled_dot_product_attention)
     assert isinstance(attention, GatheringAttention) and attention is not BY_PRODUCTS
@@ -198,7 +196,7 @@ def test_a_kernel_that_is_right_is_taken(zoo: Zoo, caplog: pytest.LogCaptureFixt
 def test_products_give_the_models_tokens(
     zoo: Zoo, windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However few of the scores there is room for."""
+    """With memory for few of the scores at a time."""
     monkeypatch.setattr("inflight.engine.attention.gathering._MOST_SCORES", 1000)
     model = zoo["llama-gqa"]
     answers = []

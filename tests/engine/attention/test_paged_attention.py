@@ -1,4 +1,4 @@
-"""Attention over blocks in place: as over gathered ones, for every kind of batch; and whether it is had."""
+"""Attention that reads blocks in place: the same results as over gathered blocks, and when it is chosen."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def paged(**changes: Any) -> PagedAttention:
     "case", ["llama", "llama-gqa", "llama-head-dim", "gpt2", "mistral-window", "gpt-oss"]
 )
 @pytest.mark.parametrize("chunk", [None, 7])
-def test_tokens_are_the_models(zoo: Zoo, case: str, chunk: int | None) -> None:
+def test_tokens_equal_the_models(zoo: Zoo, case: str, chunk: int | None) -> None:
     model = zoo[case]
     engine = load_paged(model.folder)
     row = alone(engine, model.prompt(19), 12)
@@ -52,7 +52,7 @@ def test_tokens_are_the_models(zoo: Zoo, case: str, chunk: int | None) -> None:
 
 
 def requests_of(model: ZooModel) -> list[Request]:
-    """Sampling, greedy, searches, drafts and prompts that share a prefix."""
+    """Return sampled and greedy requests, beam searches, drafts and prompts that share a prefix."""
     shared = model.prompt(17, 9)
     samplings = (
         SamplingConfig(),
@@ -97,7 +97,7 @@ def test_served_tokens_are_as_with_gathered_blocks(zoo: Zoo, way: str, windows: 
         [None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(300)], [None, AttentionWindow(5)]
     ),
 )
-def test_a_kernel_that_computes_the_same_is_taken(zoo: Zoo, dtype: torch.dtype, window: Any) -> None:
+def test_a_correct_paged_kernel_is_used(zoo: Zoo, dtype: torch.dtype, window: Any) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     kernel = ReferenceVarlen()
     check_attention(PagedAttention(kernel, True), decoder, 16, (window, None, window), dtype, CPU)
@@ -130,7 +130,7 @@ def test_the_refusal_of_a_kernel_is_reported(
 
 
 class Spoilt(ReferenceVarlen):
-    """Wrong for batches that `spoils` is true of."""
+    """Returns wrong results for the batches that `spoils` selects."""
 
     def __init__(self, value: float, spoils_generation: bool) -> None:
         super().__init__()
@@ -145,9 +145,7 @@ class Spoilt(ReferenceVarlen):
 
 @pytest.mark.parametrize("value", [0.2, float("nan")])
 @pytest.mark.parametrize("spoils_generation", [True, False])
-def test_a_kernel_that_computes_something_else_is_not_taken(
-    zoo: Zoo, value: float, spoils_generation: bool
-) -> None:
+def test_a_wrong_paged_kernel_is_not_used(zoo: Zoo, value: float, spoils_generation: bool) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     attention = PagedAttention(Spoilt(value, spoils_generation), True)
     with pytest.raises(CannotAttend, match="its results are off by"):
@@ -155,7 +153,7 @@ def test_a_kernel_that_computes_something_else_is_not_taken(
 
 
 class Misplaced(FixedRowsAttention):
-    """Begins chunks of a recorded batch a row too early."""
+    """Starts chunks of a recorded batch one row too early."""
 
     def plan(self, packed: PackedBatch, *arguments: Any) -> Any:
         if packed.fixed is not None:
@@ -207,7 +205,7 @@ def test_kernels_in_tritons_language_come_first_and_torchs_is_for_chunks(
     assert others == [torchs, None] and not caplog.records
 
 
-def test_torchs_alone_reads_blocks_in_place(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_torchs_kernel_alone_reads_blocks_in_place(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     attention = paged()
     with caplog.at_level(logging.WARNING):
         assert find(zoo, lambda: attention) is attention
@@ -226,13 +224,13 @@ def test_a_kernel_that_cannot_read_in_place_gathers_and_logs_once(
     assert "blocks of 32 tokens" in record.message and "must be divisible by 256" in record.message
 
 
-def test_a_torch_without_it_gathers(zoo: Zoo) -> None:
+def test_a_torch_without_a_kernel_for_blocks_gathers(zoo: Zoo) -> None:
     assert find(zoo, mock.Mock(side_effect=CannotAttend("torch 2.6 has none"))) is GATHERING
 
 
 @dataclass
 class WithSums(ReferenceVarlen):
-    """As it is asked of a kernel for models with learned sinks; by rows first if it is `transposed`."""
+    """Returns sums as required for models with learned sinks; rows first if `transposed`."""
 
     transposed: bool = False
 
@@ -253,7 +251,7 @@ def test_learned_sinks_are_tried_too(zoo: Zoo, dtype: torch.dtype) -> None:
 
 @dataclass
 class IgnoringSinks:
-    """An attention that computes what it would without them."""
+    """An attention that ignores learned sinks."""
 
     attention: Attention
     has_fixed_shapes: bool = False

@@ -16,9 +16,9 @@ def emulated_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The target that compiled layers are compiled for, one of targets.py."""
+    """The target for which layers are compiled, one of targets.py."""
     name = request.param
-    if name != OWN:  # a library of each dtype has all that there is: few are built
+    if name != OWN:  # one library per dtype with all features, so that few are built
         command = library._compiler_command
         monkeypatch.setattr(
             library,

@@ -1,8 +1,9 @@
-// Calls functions of a library for a Python process that runs on another kind of processor; emulation.py speaks to it.
+// Calls functions of a library for a Python process that runs on another kind of processor; emulation.py is the caller.
 //
-// A request is a function's name, regions of the caller's memory with what they hold, the addresses of words in them
-// that are addresses themselves, and the arguments. A region that comes again, at the same address and as long, lies
-// where it lay before: a decoder keeps addresses between calls. The answer is the result and all regions.
+// A request consists of a function's name, regions of the caller's memory with their contents, the addresses of words
+// in them that are addresses themselves, and the arguments. A region with the same address and length as an earlier
+// one is stored in the same place, because a decoder keeps addresses between calls. The response is the result and
+// all regions.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -30,7 +31,7 @@ uint64_t receive() {
   return word;
 }
 
-using Region = std::pair<uint64_t, uint64_t>;  // where it is for the caller, and bytes
+using Region = std::pair<uint64_t, uint64_t>;  // address in the caller's memory, and size in bytes
 std::map<Region, char*> memory;
 
 char* own_memory(const Region& region) {

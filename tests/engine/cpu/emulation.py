@@ -1,7 +1,7 @@
-"""Libraries for Arm, built by a cross compiler as a machine of that kind builds its own, and run by an emulator.
+"""Libraries for Arm, built by a cross compiler as an Arm machine builds its own, and run by an emulator.
 
-An `EmulatedLibrary` stands in for the `ctypes.CDLL`: memory that a call's arguments lead to is copied to the
-emulated process (emulated.cpp), and back. What it writes is what a processor would; how fast it is says nothing.
+An `EmulatedLibrary` replaces the `ctypes.CDLL`: memory that a call's arguments point to is copied to the emulated
+process (emulated.cpp), and back. Results are those of a processor; the speed is not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from inflight.engine.cpu.structs import _SIGNATURES, AdapterStruct, BatchStruct,
 
 COMPILER, EMULATOR, ROOT = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 CPUS = {"neon": "cortex-a53", "neon-dot": "cortex-a76", "neon-bf16": "max"}
-"""For each of Arm's targets a processor that has what it needs, and no more than that where there is one."""
+"""For each of Arm's targets, a processor with its instruction sets and as few others as possible."""
 
 TARGETS = {target.name: target for target in library._OF_MACHINES["aarch64"]}
 MISSING = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
@@ -35,7 +35,7 @@ needs_emulator = pytest.mark.skipif(
 
 
 def build_program(folder: Path) -> Path:
-    """Compile what loads a library in the emulator."""
+    """Compile the program that loads a library in the emulator."""
     program, source = folder / "emulated", Path(__file__).with_name("emulated.cpp")
     subprocess.run([COMPILER, "-O1", "-std=c++17", source, "-o", program], check=True, timeout=300)
     return program
@@ -45,7 +45,7 @@ def emulate(name: str, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process load the libraries of one of Arm's targets, as an Arm machine would."""
     target = TARGETS[name]
     memory = Memory(monkeypatch)
-    monkeypatch.setattr(host_memory, "_REGION", 0)  # every call would copy the whole of a matrix's region
+    monkeypatch.setattr(host_memory, "_REGION", 0)  # otherwise every call copies a matrix's whole region
     monkeypatch.setattr(library, "TARGETS", (target,))
     monkeypatch.setattr(library, "_find_compiler", lambda: COMPILER)
     monkeypatch.setattr(library, "_processor_flags", lambda: target.needed)
@@ -54,7 +54,7 @@ def emulate(name: str, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Memory:
-    """The places and sizes of tensors whose address has been asked for; these live as long as this object."""
+    """Addresses and sizes of tensors whose address was requested; it keeps these tensors alive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._tensors: dict[int, torch.Tensor] = {}
@@ -70,7 +70,7 @@ class Memory:
         self._size_of_block.restype, self._size_of_block.argtypes = ctypes.c_size_t, (c_void_p,)
 
     def around(self, address: int) -> tuple[int, int]:
-        """Begin and size of a tensor's memory, or of an array's, which begins at the address."""
+        """Return begin and size of the memory of a tensor, or of an array that begins at the address."""
         if address in self._tensors:
             storage = self._tensors[address].untyped_storage()
             return storage.data_ptr(), storage.nbytes()
@@ -78,10 +78,10 @@ class Memory:
 
 
 class EmulatedLibrary:
-    """A library whose functions run in an emulator; it ends with this object.
+    """A library whose functions run in an emulator, which ends with this object.
 
     Attributes:
-        _name: Its file, as of a `ctypes.CDLL`.
+        _name: Its file, as in a `ctypes.CDLL`.
     """
 
     def __init__(self, path: Path, target: Target, program: Path, memory: Memory) -> None:
@@ -134,12 +134,12 @@ class EmulatedLibrary:
 
 
 class Request:
-    """A call and the memory that it leads to.
+    """A call and the memory that its arguments point to.
 
     Attributes:
-        layers: Of the decoder.
+        layers: The decoder's layers.
         values: The arguments, and whether each is an address.
-        regions: Bytes from each address on.
+        regions: The bytes at each address.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -159,7 +159,7 @@ class Request:
         return address
 
     def add_struct(self, value: Structure | Array[Any]) -> int:
-        """Add a struct, or an array of structs, and what it points to."""
+        """Add a struct, or an array of structs, and the memory that it points to."""
         address = ctypes.addressof(value)
         self.regions[address] = ctypes.sizeof(value)
         for each in value if isinstance(value, Array) else (value,):
@@ -203,7 +203,7 @@ class Request:
         return b"".join(parts)
 
     def copy_back(self, content: bytes) -> None:
-        """Copy back what the function has written, which is no addresses."""
+        """Copy back the memory that the function has written, which includes no addresses."""
         at = 0
         for begin, size in self.regions.items():
             if begin not in self._with_addresses:

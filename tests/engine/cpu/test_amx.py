@@ -1,4 +1,4 @@
-"""AMX's products, by a stand-in for its instructions (source/amx.h): no test here has met a processor with AMX."""
+"""AMX's products, by a stand-in for its instructions (source/amx.h): never run on a processor with AMX."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STAND_IN = ("-DINFLIGHT_AMX", "-DINFLIGHT_AMX_STAND_IN=1")
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> library.Target:
-    """A target with AMX's products, on the lanes that this machine has."""
+    """A target with AMX's products, on this machine's lanes."""
     own = find_target("bfloat16", int8=True)
     target = replace(
         own, name="amx", here=(*own.here, *STAND_IN), dtypes=frozenset({"bfloat16"}), caveat="a stand-in"
@@ -41,7 +41,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> library.Target:
 
 
 def run_program(folder: Path, text: str, *flags: str) -> int:
-    """The exit status of a C++ program, which includes the headers by their names."""
+    """Compile a C++ program, which includes the headers by name, and return its exit status."""
     (folder / "program.cpp").write_text(text)
     headers = ("-std=c++17", "-pthread", "-O1", "-I", str(library._SOURCES))
     command = [library._find_compiler(), *headers, *find_target("bfloat16").here, *flags, "program.cpp"]
@@ -115,7 +115,7 @@ INTRINSICS = {
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="another processor's instructions")
 def test_instructions_are_those_of_the_intrinsics(tmp_path: Path) -> None:
-    """Assembled for a processor with AMX, and not run."""
+    """Assembled for a processor with AMX, but not run."""
     target = next(target for target in library.TARGETS if target.name == "amx")
 
     def assemble(calls: Iterable[str]) -> list[str]:
@@ -139,7 +139,7 @@ def test_instructions_are_those_of_the_intrinsics(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["llama", "qwen3_moe"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Its matrices' inputs are no multiples of a tile's."""
+    """A model whose matrices' numbers of inputs are no multiples of a tile's."""
     shape = Shape(2, 72, 4, 2, 100, 512, 256, 10_000.0)
     return make_model(tmp_path / "model", request.param, shape, standard_deviation=0.2)
 
@@ -147,7 +147,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def engines(
     folder: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch, **changes: object
 ) -> Iterator[ModelEngine]:
-    """One on the stand-in, and one on what this machine takes."""
+    """Yield one engine with the stand-in, and one with this machine's own target."""
     for name in ("amx", library.TARGETS[1].name):
         monkeypatch.setenv("INFLIGHT_CPU_TARGET", name)
         yield load_engine(folder, kernels="native", max_num_sequences=40, **changes)
@@ -159,7 +159,7 @@ def draw(lengths: list[int]) -> list[list[int]]:
 
 
 def run_all(engine: ModelEngine, prompts: list[list[int]], steps: int) -> list[Row]:
-    """All at once, whole contexts first."""
+    """Run all prompts together, whole contexts first; return the rows."""
     driver = Driver(engine)
     rows = [driver.start(prompt) for prompt in prompts]
     driver.step({row: len(row.tokens) for row in rows})
@@ -184,8 +184,8 @@ def test_results_of_a_row_do_not_depend_on_the_others(
         assert all(torch.equal(a, b) for a, b in zip(alone.logits, row.logits, strict=True))
 
 
-@pytest.mark.parametrize("model", ["llama"], indirect=True)  # a router's sums are of bfloat16
-def test_int8_gives_what_it_gives_without_tiles_to_the_bit(
+@pytest.mark.parametrize("model", ["llama"], indirect=True)  # routers compute in bfloat16
+def test_int8_is_bitwise_equal_with_and_without_tiles(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = draw([37, 5])
@@ -195,7 +195,7 @@ def test_int8_gives_what_it_gives_without_tiles_to_the_bit(
         assert all(torch.equal(a, b) for a, b in zip(own.logits, other.logits, strict=True))
 
 
-def test_bfloat16_gives_nearly_what_it_gives_without_tiles(
+def test_bfloat16_is_nearly_equal_with_and_without_tiles(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiled, plain = (run_all(each, draw([37, 5]), 0) for each in engines(model, stand_in, monkeypatch))
@@ -230,7 +230,7 @@ def test_a_target_whose_products_are_wrong_is_left_out(
         load_library("bfloat16", int8=True)
 
 
-def test_the_processors_flags_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processors_flags_choose_the_amx_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFLIGHT_CPU_TARGET", raising=False)
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX512 | AMX)
     assert (find_target("bfloat16").name, find_target("bfloat16", True).name) == ("amx", "amx")

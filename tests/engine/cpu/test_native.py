@@ -1,4 +1,4 @@
-"""The compiled layers beside torch's operators: the same tokens, whatever is asked for."""
+"""The compiled layers compared with torch's operators: the same tokens in every setting."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_beams_drafts_sampling_chunks_and_pauses_are_as_with_torch(zoo: Zoo, cas
 
 @needs_native
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
-def test_ranks_answer_as_one(zoo: Zoo, tp_size: int, pp_size: int) -> None:
+def test_ranks_give_the_results_of_one(zoo: Zoo, tp_size: int, pp_size: int) -> None:
     config = EngineConfig(str(zoo["llama-gqa"].folder), **ENGINE, kernels="native")
     one = serve(load.load_engine(config), CONFIG, make_requests())
     several = serve(ThreadRanks(config, tp_size, pp_size), CONFIG, make_requests())
@@ -95,7 +95,7 @@ def test_ranks_answer_as_one(zoo: Zoo, tp_size: int, pp_size: int) -> None:
         ((64, 4, 2), "int8", 1, "in bfloat16 it takes even numbers, and tokens_per_block is 1"),
     ],
 )
-def test_sizes_that_it_has_no_room_for_are_computed_by_torch(
+def test_unsupported_sizes_are_computed_by_torch(
     tmp_path: Path,
     shape: tuple[int, int, int],
     dtype: str,
@@ -116,7 +116,7 @@ def test_sizes_that_it_has_no_room_for_are_computed_by_torch(
 
 @needs_native
 @pytest.mark.parametrize(("shape", "tokens_per_block"), [((96, 12, 1), 7), ((512, 2, 2), 1)])
-def test_the_largest_sizes_that_it_has_room_for(
+def test_the_largest_supported_sizes(
     tmp_path: Path, shape: tuple[int, int, int], tokens_per_block: int
 ) -> None:
     hidden, heads, kv_heads = shape
@@ -144,8 +144,8 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 @needs_native
-def test_its_threads_run_once_it_is_loaded(zoo: Zoo) -> None:
-    """In a process of its own, where nothing else starts threads."""
+def test_threads_run_once_the_engine_is_loaded(zoo: Zoo) -> None:
+    """In its own process, in which no other code starts threads."""
     program = [sys.executable, "-c", _COUNT_THREADS, str(zoo["llama"].folder)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
@@ -153,7 +153,7 @@ def test_its_threads_run_once_it_is_loaded(zoo: Zoo) -> None:
 
 
 @needs_native
-def test_threads_that_cannot_be_had_fail_the_load(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_cannot_be_started_fail_the_load(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     real = load_library("float32")
 
     class WithoutThreads:
@@ -171,7 +171,7 @@ def test_threads_that_cannot_be_had_fail_the_load(zoo: Zoo, monkeypatch: pytest.
 
 
 @needs_native
-def test_peaks_are_as_with_torch(zoo: Zoo) -> None:
+def test_peaks_equal_torchs(zoo: Zoo) -> None:
     engine = load_engine(zoo["llama-gqa"].folder, kernels="native")
     alone(engine, PROMPT, 1)
     generator = torch.Generator().manual_seed(5)
@@ -190,7 +190,7 @@ def test_peaks_are_as_with_torch(zoo: Zoo) -> None:
 
 @needs_native
 @pytest.mark.parametrize("shape", [(7, 33), (100, 576), (3, 4)])
-def test_int8_weights_are_what_torch_makes_of_them(shape: tuple[int, int]) -> None:
+def test_int8_weights_equal_torchs(shape: tuple[int, int]) -> None:
     packer = Packer(load_library("bfloat16", int8=True), torch.bfloat16, int8=True, num_threads=2)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[1] = 0

@@ -1,4 +1,4 @@
-"""LoRA adapters in the compiled layers: transformers with the adapters in its weights gives the same."""
+"""LoRA adapters in the compiled layers: the same results as transformers with the adapters in its weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load_native(model: ZooModel, dtype: str = "float32", **changes: Any) -> Mode
 def serve(
     engine: Any, adapter: Merged | None, prompt: tuple[int, ...], chunk: int | None = None, page: int = 0
 ) -> Row:
-    """`prompt` and some tokens with an adapter, with the engine to itself."""
+    """Run `prompt` and generate some tokens with an adapter, alone on the engine; return the row."""
     driver = Driver(engine)
     first = -1 if adapter is None else driver.put(adapter.stored, (page, page + 7))
     row = driver.start(prompt, adapter=first)
@@ -54,17 +54,17 @@ def serve(
 
 
 def assert_as(row: Row, model: ZooModel, tolerance: float = 1e-4) -> None:
-    """Greedy tokens and logits are the model's."""
+    """Compare greedy tokens and logits with the model's."""
     begin = row.prompt_length - 1
     assert row.generated == model.greedy(tuple(row.tokens[: begin + 1]), len(row.generated))
     expected = model.logits(row.tokens)[begin:-1]
     torch.testing.assert_close(
         torch.stack(row.logits), expected, rtol=1e-4, atol=tolerance
-    )  # as PEFT's tests
+    )  # as in PEFT's tests
 
 
 def assert_equal(row: Row, other: Row) -> None:
-    """To the bit."""
+    """Compare bitwise."""
     assert row.generated == other.generated
     assert torch.equal(torch.stack(row.logits), torch.stack(other.logits))
 
@@ -91,7 +91,7 @@ def test_attention_beside_experts(zoo: Zoo, case: str) -> None:
 
 
 def _mixed(module: Module, layer: int) -> int:
-    """The rank of a module in a layer: of many sizes; 0: the module is not there."""
+    """Return the rank of a module in a layer: many different ranks; 0: the module is not changed."""
     return (3, 0, 8, 1, 17, 2, 64, 5)[(7 * module + 3 * layer) % 8]
 
 
@@ -105,7 +105,7 @@ def test_mixed_ranks_and_magnitudes(zoo: Zoo, case: str) -> None:
 @pytest.mark.parametrize("module", {**LLAMA_FUSED, **LLAMA})
 @pytest.mark.parametrize("has_magnitude", [False, True])
 def test_one_module(zoo: Zoo, module: Module, has_magnitude: bool) -> None:
-    """Every module by itself, in one layer: all other columns are as they were."""
+    """Every module alone, in one layer: all other columns are unchanged."""
     model = zoo["llama-odd-sizes"]
     names = {**LLAMA_FUSED, **LLAMA}[module]
     adapter = make_adapter(model, 5, {module: names}, [1], lambda _: has_magnitude)
@@ -129,7 +129,7 @@ def test_numbers_of_other_types(zoo: Zoo, dtype: torch.dtype) -> None:
 
 @functools.cache
 def _adapters(model: ZooModel) -> tuple[Merged, ...]:
-    """Three that differ in everything."""
+    """Return three adapters that differ in everything."""
     return (
         make_adapter(model, 8),
         make_adapter(model, _mixed, seed=1, has_magnitude=lambda module: module % 2 == 0),
@@ -140,7 +140,7 @@ def _adapters(model: ZooModel) -> tuple[Merged, ...]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2", "llama-odd-sizes"], ["llama-odd-sizes"]))
 def test_rows_of_a_batch_are_as_each_alone(zoo: Zoo, case: str, dtype: str) -> None:
-    """To the bit: chunks of contexts and generation, of three adapters and none, in changing company."""
+    """Bitwise: chunks of contexts and generation, with three adapters and none, in changing batches."""
     model = zoo[case]
     engine = load_native(model, dtype)
     adapters = [None, *_adapters(model)]
@@ -175,7 +175,7 @@ def test_chunks_of_a_context(zoo: Zoo, dtype: str, chunk: int) -> None:
 
 
 def test_long_contexts_beside_each_other(zoo: Zoo) -> None:
-    """More rows than a product takes at a time, so that an adapter's rows lie in several parts of it."""
+    """More rows than a product processes at a time, so that an adapter's rows are in several parts of it."""
     model = zoo["llama-gqa"]
     engine = load_native(model, max_num_tokens=1024)
     adapters = _adapters(model)
@@ -197,20 +197,18 @@ def test_long_contexts_beside_each_other(zoo: Zoo) -> None:
 def test_error_is_that_of_the_merged_weights(
     zoo: Zoo, tmp_path: Path, case: str, rank: int, dtype: str
 ) -> None:
-    """Rounded as they are, to that type, beside the same model in float32."""
+    """Weights rounded to the same dtype, compared with the same model in float32."""
     model = zoo[case]
     adapter = make_adapter(model, rank, has_magnitude=lambda module: module is Module.MLP_4H_TO_H)
     adapter.model.oracle.save_pretrained(tmp_path)
     row = serve(load_native(model, dtype), adapter, model.prompt(27))
     merged = alone(load_native(ZooModel(tmp_path, None), dtype), model.prompt(27), NUM_TOKENS)
-    bound = 2 * _relative_error(
-        merged, adapter.model
-    )  # their tokens are not the same; measured: 0.5 to 1.75 times
+    bound = 2 * _relative_error(merged, adapter.model)  # their tokens differ; measured: 0.5 to 1.75 times
     assert _relative_error(row, adapter.model) < bound < 0.4
 
 
 def _relative_error(row: Row, model: ZooModel) -> float:
-    """Root mean square of the logits' errors over their standard deviation."""
+    """Return the root mean square of the logits' errors over their standard deviation."""
     exact = model.logits(row.tokens)[row.prompt_length - 1 : -1]
     return ((torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()).item()
 
@@ -228,7 +226,7 @@ def _relative_error(row: Row, model: ZooModel) -> float:
     ),
 )
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
-def test_ranks_have_their_parts(zoo: Zoo, case: str, topology: tuple[int, int]) -> None:
+def test_ranks_have_their_parts_of_adapters(zoo: Zoo, case: str, topology: tuple[int, int]) -> None:
     model = zoo[case]
     adapters = _adapters(model)
     with ranks(model.folder, topology, kernels="native") as engine:
@@ -245,7 +243,7 @@ def test_ranks_have_their_parts(zoo: Zoo, case: str, topology: tuple[int, int]) 
 
 
 def _step(driver: Driver, rows: list[Row], batch: ScheduledBatch) -> None:
-    """Run a batch on an engine whose logits come back with the tokens, and add both to the rows."""
+    """Run a batch on an engine whose logits are returned with the tokens, and add both to the rows."""
     output = driver.engine.decode(batch, driver.engine.forward(batch))
     for row, tokens in zip(rows, output.token_ids, strict=True):
         row.num_computed = len(row.tokens)
@@ -255,8 +253,8 @@ def _step(driver: Driver, rows: list[Row], batch: ScheduledBatch) -> None:
         ]
 
 
-def test_pages_that_are_taken_over(zoo: Zoo) -> None:
-    """An adapter is gone with any of its pages; those in other pages stay."""
+def test_an_adapter_is_removed_if_a_page_is_overwritten(zoo: Zoo) -> None:
+    """An adapter is removed if any of its pages is overwritten; adapters in other pages stay."""
     model = zoo["llama-gqa"]
     engine = load_native(model)
     first, second, third = _adapters(model)
@@ -280,8 +278,8 @@ def test_pages_that_are_taken_over(zoo: Zoo) -> None:
     assert_equal(again, singles[0])
 
 
-def test_an_adapter_that_changes_nothing_here(zoo: Zoo) -> None:
-    """As at a pipeline stage without any of its layers: the same bits as without it."""
+def test_an_adapter_without_layers_of_this_stage_has_no_effect(zoo: Zoo) -> None:
+    """As at a pipeline stage without any of its layers: bitwise the same as without it."""
     model = zoo["llama-gqa"]
     engine = load_native(model)
     adapter = make_adapter(model, layers=[0])
@@ -295,13 +293,13 @@ def _adapters_of(engine: ModelEngine) -> PackedAdapters:
     return engine.runner.decoder._adapters
 
 
-def test_no_memory_for_what_adapters_add(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_the_deltas_of_adapters(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo["llama-gqa"]
     engine = load_native(model)
     monkeypatch.setattr(_adapters_of(engine), "addresses", _of_an_adapter_of_endless_ranks)
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    # There are kernels that promise any memory.
+    # Some kernels promise any amount of memory.
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), before[1]))
     try:
         with pytest.raises(StepFailed, match=r"MemoryError: .*intermediate results"):
@@ -318,7 +316,7 @@ def _of_an_adapter_of_endless_ranks(first_pages: Any) -> Any:
 _ENDLESS = AdapterStruct()
 
 
-def test_memory_of_adapters_is_used_again(zoo: Zoo) -> None:
+def test_memory_of_adapters_is_reused(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     adapters = _adapters_of(load_native(model))
     for number in range(40):

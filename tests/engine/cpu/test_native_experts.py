@@ -1,4 +1,4 @@
-"""A compiled layer's experts by themselves, against torch's operators on the same rows."""
+"""The experts of a compiled layer in isolation, compared with torch's operators on the same rows."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ CASES = {
 
 
 class Layer:
-    """A random layer of which only the second half matters, compiled and plain.
+    """A random layer, compiled and in torch, of which only the second half has an effect.
 
-    Its norm has float32 weights, as compiled layers compute them.
+    Its norm has float32 weights, as in compiled layers.
     """
 
     def __init__(self, case: Case, dtype: str, num_threads: int = 2, router_scale: float = 4) -> None:
@@ -183,7 +183,7 @@ class Layer:
         return x.to(self.dtype)
 
     def compiled(self, x: Tensor) -> Tensor:
-        """The output of the layer's MLP half for rows [rows, hidden], by the compiled code."""
+        """Return the output of the layer's MLP half for rows [rows, hidden], by the compiled code."""
         x, partial = x.clone(), torch.empty_like(x)
         ids, spans, tables = (
             torch.zeros(len(x), dtype=torch.int64),
@@ -197,7 +197,7 @@ class Layer:
         return partial
 
     def plain(self, x: Tensor) -> Tensor:
-        """The same in float32, with the weights that are packed."""
+        """Return the same in float32, with the weights as they were packed."""
         weights, experts = self.weights, self.weights.experts
         assert experts is not None
         norm, read = weights.mlp_norm, x.float()
@@ -231,12 +231,12 @@ class Layer:
 
 
 ERROR = {"float32": 2e-6, "bfloat16": 0.01, "int8": 0.03}
-"""Root mean square error over the standard deviation. int8: of rounding rows; both sides have rounded weights."""
+"""Root mean square error over standard deviation. int8: from rounding rows; both sides have rounded weights."""
 
 
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("name", CASES)
-def test_experts_are_as_with_torch(name: str, dtype: str) -> None:
+def test_experts_equal_torchs(name: str, dtype: str) -> None:
     layer = Layer(CASES[name], dtype)
     x = layer.rows()
     found, expected = layer.compiled(x).float(), layer.plain(x)
@@ -245,8 +245,8 @@ def test_experts_are_as_with_torch(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("norms", ["before", "after", "around"])
 @pytest.mark.parametrize("shared", [0, 56])
-def test_the_residual_stream_gets_what_they_give(norms: NormPlacement, shared: int) -> None:
-    """The whole layer, whose attention adds nothing."""
+def test_experts_results_are_added_to_the_residual_stream(norms: NormPlacement, shared: int) -> None:
+    """The whole layer, with an attention whose output is zero."""
     layer = Layer(Case(7, shared=shared, norms=norms), "float32")
     x = layer.rows()
     expected = x + 0.5 * layer.plain(x)
@@ -273,7 +273,7 @@ def test_a_row_gives_the_same_alone_and_with_any_number_of_threads(name: str, dt
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-def test_of_equal_scores_the_first_experts_are_chosen(dtype: str) -> None:
+def test_the_first_of_equally_scored_experts_are_chosen(dtype: str) -> None:
     layer = Layer(Case(6, count=5, per_token=2), dtype, router_scale=0)
     x = layer.rows()
     found = layer.compiled(x).float()
@@ -288,7 +288,7 @@ def test_of_equal_scores_the_first_experts_are_chosen(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-def test_a_row_that_is_no_number_disturbs_no_other(dtype: str) -> None:
+def test_a_row_with_nan_does_not_affect_other_rows(dtype: str) -> None:
     layer = Layer(CASES["few-rows"], dtype)
     x = layer.rows()
     expected = layer.compiled(x)

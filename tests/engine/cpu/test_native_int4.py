@@ -1,4 +1,4 @@
-"""Products of compiled layers with 4-bit weights, whole numbers and floats, against what they stand for."""
+"""Products of compiled layers with 4-bit weights, integers and floats, compared with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [needs_native, on_every_target, pytest.mark.usefixtures("target")]
 
 
 def draw(outputs: int, inputs: int, size: int, seed: int = 0) -> GroupedMatrix:
-    """Levels with scales of 16 bits and zero points of 0 to 16."""
+    """Return levels with 16-bit scales and zero points of 0 to 16."""
     generator = torch.Generator().manual_seed(seed)
     groups = inputs // size
 
@@ -34,7 +34,7 @@ def draw(outputs: int, inputs: int, size: int, seed: int = 0) -> GroupedMatrix:
 
 
 def draw_floats(outputs: int, inputs: int, seed: int = 0) -> GroupedMatrix:
-    """4-bit floats in groups of 32, with powers of 2 as scales."""
+    """Return 4-bit floats in groups of 32, with powers of 2 as scales."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 16, (outputs, inputs), generator=generator, dtype=torch.uint8)
     powers = torch.randint(-6, 3, (outputs, inputs // 32), generator=generator)
@@ -46,7 +46,7 @@ def make_packer() -> Packer:
 
 
 def multiply(packer: Packer, packed: PackedLinear, x: Tensor) -> Tensor:
-    """x [rows, inputs] bfloat16 times a packed matrix, [rows, columns] float32."""
+    """Multiply x [rows, inputs] bfloat16 by a packed matrix: [rows, columns] float32."""
     values = dict.fromkeys((name for name, _ in ShapeStruct._fields_), 0)
     values |= {"hidden": x.shape[1], "heads": 1, "kv_heads": 1, "head_dim": 2, "tokens_per_block": 2}
     values |= {"num_threads": packer.num_threads, "logits_scale": 1.0}
@@ -60,13 +60,13 @@ def multiply(packer: Packer, packed: PackedLinear, x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, size: int, order: Tensor | None = None) -> Tensor:
-    """Round x as the product does: int8 levels with a scale for each row and group, back in float64."""
+    """Round x as the product does: to int8 levels with a scale for each row and group; return it in float64."""
     x = x.float() if order is None else x.float()[:, order]
     groups = x.unflatten(1, (-1, size))
     most = groups.abs().amax(2, keepdim=True)
     factors = (
         torch.full_like(most, 127) / most
-    )  # 127 / most would be another number: torch takes a reciprocal
+    )  # 127 / most would give another number: torch computes a reciprocal
     levels = (groups * torch.where(most > 0, factors, 0)).round()
     result = (levels.double() * (most / 127).double()).flatten(1)
     return result if order is None else torch.empty_like(result).index_copy_(1, order, result)
@@ -93,7 +93,7 @@ def test_products_are_those_of_the_dequantized_weights(
 
 @pytest.mark.parametrize("others", [(), (3,), (40,)], ids=["all", "but one", "but one behind"])
 def test_symmetric_zero_points(others: tuple[int, ...]) -> None:
-    """A panel whose zero points are all 8 is corrected by a shift, one with another zero point by a product."""
+    """A panel whose zero points are all 8 is corrected by a shift, any other panel by a product."""
     matrix, packer = draw(64, 256, 128), make_packer()
     zeros = torch.full_like(matrix.zeros, 8)
     for column in others:
@@ -116,7 +116,7 @@ def test_products_of_4_bit_floats(outputs: int, inputs: int, num_rows: int) -> N
 
 
 def test_every_4_bit_float_with_every_scale() -> None:
-    """value = float * 2 ** (scale - 127), where that is finite and no smaller than float32's normal numbers."""
+    """value = float * 2 ** (scale - 127), where that is finite and a normal float32 number."""
     scales = torch.arange(253, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
     values = torch.arange(16, dtype=torch.uint8).repeat(len(scales), 2)
     packer = make_packer()
@@ -129,8 +129,8 @@ def test_every_4_bit_float_with_every_scale() -> None:
     assert (found[exact == 0] == 0).all() and (found - exact)[~is_normal].abs().max() < 1e-38
 
 
-def test_a_scale_that_is_no_number_gives_none() -> None:
-    """MXFP4's last scale is none."""
+def test_a_nan_scale_gives_nan() -> None:
+    """MXFP4's last scale is NaN."""
     matrix, packer = draw_floats(40, 64), make_packer()
     matrix.scales[3, 1] = torch.nan
     found = multiply(packer, packer.linear(matrix, None), torch.ones(2, 64).bfloat16())
@@ -138,7 +138,7 @@ def test_a_scale_that_is_no_number_gives_none() -> None:
 
 
 @pytest.mark.parametrize("is_float", [False, True])
-def test_a_row_depends_on_no_other(is_float: bool) -> None:
+def test_a_row_does_not_depend_on_other_rows(is_float: bool) -> None:
     matrix, packer = draw_floats(64, 256) if is_float else draw(64, 256, 64), make_packer()
     packed = packer.linear(matrix, None)
     x = torch.randn(29, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -156,7 +156,7 @@ def test_inputs_in_another_order() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
 
 
-def test_gate_and_up_are_beside_each_other() -> None:
+def test_gate_and_up_are_interleaved() -> None:
     matrix, packer = draw(2 * 40, 64, 32), make_packer()
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = multiply(packer, packer.linear(matrix, None, is_gated=True), x)
@@ -175,7 +175,7 @@ def test_scales_of_float32_are_kept_but_for_their_last_bits() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-def test_rows_without_numbers_give_none() -> None:
+def test_rows_with_nan_give_nan() -> None:
     matrix, packer = draw(32, 64, 32), make_packer()
     x = torch.zeros(3, 64).bfloat16()
     x[1, 40] = torch.nan
@@ -183,7 +183,7 @@ def test_rows_without_numbers_give_none() -> None:
     assert found[1].isnan().all() and found[[0, 2]].eq(0).all()
 
 
-def test_int8_levels_are_taken_as_they_are() -> None:
+def test_int8_levels_are_unchanged() -> None:
     generator = torch.Generator().manual_seed(3)
     values = torch.randint(-128, 128, (70, 100), generator=generator, dtype=torch.int8)
     matrix = GroupedMatrix(values, torch.rand(70, 1, generator=generator) + 0.1, None, 100, None, 8)

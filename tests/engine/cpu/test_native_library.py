@@ -1,4 +1,4 @@
-"""Loading the compiled code: it is built once, kept where it is safe, and failures are reported."""
+"""Loading the compiled code: it is built once, kept in a safe place, and failures are reported."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ FAILURES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """One with an empty cache, and a compiler that is a shell script.
+    """A machine with an empty cache, and a shell script as compiler.
 
     Attributes:
-        root: All of it is in there.
+        root: Folder of all its files.
         real: A library that was really compiled.
     """
 
@@ -55,14 +55,14 @@ class Machine:
     real: Path
 
     def compiler(self, body: str) -> None:
-        """Install a compiler that notes its run and then does `body` with `$target`."""
+        """Install a compiler that records its run and then executes `body` with `$target`."""
         lines = ("#!/bin/sh", '[ "$1" = --version ] && exec echo 1', f"echo run >> '{self.root}/runs'")
         script = self.root / "bin" / "c++"
         script.write_text("\n".join((*lines, "for target; do :; done", body, "")))
         script.chmod(0o700)
 
     def working_compiler(self) -> None:
-        """It gives the real library, without the digest behind it."""
+        """Install a compiler that outputs the real library without the digest at its end."""
         self.compiler(f"head -c -{library._DIGEST_BYTES} '{self.real}' > \"$target\"")
 
     @property
@@ -79,7 +79,7 @@ class Machine:
 
     @property
     def path(self) -> Path:
-        """The file that the library is kept in."""
+        """The file of the kept library."""
         command = library._compiler_command(library.find_target("float32").here, "float32", int8=False)
         key = library._key(command, library._processor_flags())
         return self.cache / f"decoder-{key}.so"
@@ -99,13 +99,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     for name in ("CXX", "INFLIGHT_CPU_BUILD", "INFLIGHT_CPU_TARGET"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(library, "_load", library._load.__wrapped__)  # remembers nothing
+    monkeypatch.setattr(library, "_load", library._load.__wrapped__)  # without its cache
     monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
     return Machine(tmp_path, real)
 
 
 @needs_native
-def test_it_is_built_once_and_kept(machine: Machine) -> None:
+def test_the_library_is_built_once_and_kept(machine: Machine) -> None:
     machine.working_compiler()
     for _ in range(2):
         assert isinstance(load_library("float32"), ctypes.CDLL)
@@ -117,7 +117,7 @@ def test_it_is_built_once_and_kept(machine: Machine) -> None:
 @needs_native
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.4, 0.9, 1.0])
 def test_a_damaged_file_is_built_again(machine: Machine, share: float) -> None:
-    """To run code that lies behind a file's end would kill the process; the last one lacks a byte."""
+    """Running code beyond a file's end would kill the process; the last file lacks one byte."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     content = machine.real.read_bytes()
@@ -128,7 +128,7 @@ def test_a_damaged_file_is_built_again(machine: Machine, share: float) -> None:
 
 
 @needs_native
-def test_a_file_whose_inside_was_changed_is_built_again(machine: Machine) -> None:
+def test_a_changed_file_is_built_again(machine: Machine) -> None:
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     content = bytearray(machine.real.read_bytes())
@@ -139,8 +139,8 @@ def test_a_file_whose_inside_was_changed_is_built_again(machine: Machine) -> Non
 
 
 @needs_native
-def test_a_whole_file_that_cannot_be_loaded_is_built_again_once(machine: Machine) -> None:
-    """One that was made where another C library is, say."""
+def test_a_complete_file_that_cannot_be_loaded_is_built_again_once(machine: Machine) -> None:
+    """For example a file that was built with another C library."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     junk = b"no library"
@@ -152,8 +152,8 @@ def test_a_whole_file_that_cannot_be_loaded_is_built_again_once(machine: Machine
 
 
 @needs_native
-def test_where_nothing_can_be_run_it_is_kept_and_loaded_from_memory(machine: Machine) -> None:
-    """A cache folder on a file system that was mounted noexec, in a mount namespace of a child's own."""
+def test_a_library_in_a_noexec_folder_is_loaded_from_memory(machine: Machine) -> None:
+    """A cache folder on a file system mounted noexec, in a child's own mount namespace."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     program = machine.root / "program.py"
@@ -192,7 +192,7 @@ for load in range(2):
 def test_libraries_loaded_from_memory_are_not_mixed_up(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loader knows libraries by their names, which for these are numbers of open files."""
+    """The loader identifies libraries by name, which for these is the number of an open file."""
     other = tmp_path / "other.so"
     subprocess.run(
         ["cc", "-shared", "-x", "c", "-", "-o", other], input=b"int other;", check=True, timeout=60
@@ -241,7 +241,7 @@ def test_a_library_prebuilt_from_other_sources_is_not_used(
 def test_a_damaged_prebuilt_library_is_built_here(
     machine: Machine, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that is no library has the right digest: the loader refuses it, as where the C library is too old."""
+    """The file that is not a library has the right digest: the loader refuses it, as with a C library too old."""
     machine.working_compiler()
     path = library.prebuild(library.find_target("float32"), "float32")
     content = path.read_bytes()
@@ -254,7 +254,7 @@ def test_a_damaged_prebuilt_library_is_built_here(
 
 
 @needs_native
-def test_of_prebuilt_libraries_the_processor_decides(
+def test_the_processor_decides_which_prebuilt_library_is_used(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.working_compiler()
@@ -268,7 +268,7 @@ def test_of_prebuilt_libraries_the_processor_decides(
 
 
 @needs_native
-def test_a_prebuilt_library_is_not_used_where_a_local_build_is_asked_for(
+def test_a_prebuilt_library_is_not_used_if_a_local_build_is_requested(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.working_compiler()
@@ -328,8 +328,8 @@ def test_a_library_that_is_being_compiled_is_not_compiled_twice(machine: Machine
 
 
 @needs_native
-def test_of_several_at_once_one_builds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have nothing in common but the folder, as processes have."""
+def test_only_one_of_several_processes_builds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share only the folder, as processes do."""
     machine.working_compiler()
     meet_before_the_lock(monkeypatch, 3)
     with ThreadPoolExecutor(3) as pool:
@@ -341,7 +341,7 @@ def test_of_several_at_once_one_builds(machine: Machine, monkeypatch: pytest.Mon
 
 @needs_native
 def test_without_locks_several_build_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has compiled before any puts its file in place."""
+    """All have compiled before any of them moves its file into place."""
 
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
@@ -367,7 +367,7 @@ DAY_S = 24 * 3600
 
 
 def aged(path: Path, days: float) -> Path:
-    """A file, or a folder with one, that was last touched so many days ago; made if it is not there."""
+    """Create a file, or a folder with one, if it is missing, and set its age in days; return its path."""
     if not path.exists() and path.suffix:
         path.write_bytes(b"of another version")
     elif not path.exists():
@@ -379,7 +379,7 @@ def aged(path: Path, days: float) -> Path:
 
 
 @needs_native
-def test_a_build_removes_what_nobody_has_used_for_a_month(machine: Machine) -> None:
+def test_a_build_removes_libraries_unused_for_a_month(machine: Machine) -> None:
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     names = {"decoder-a.so": 31, "decoder-b.so": 400, "build-dead": 2}
@@ -428,7 +428,7 @@ def test_a_library_that_another_process_runs_may_be_removed(machine: Machine) ->
 def test_a_library_removed_while_being_loaded_is_built_again(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process had looked at its age before it was marked as used."""
+    """Another process had checked its age before it was marked as used."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     shutil.copyfile(machine.real, machine.path)
@@ -471,7 +471,7 @@ def test_a_library_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pyt
 
 
 def meet_before_the_lock(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """All have seen that nothing is there before any builds."""
+    """Let all of them see that there is no library before any of them builds one."""
     meeting, wait = threading.Barrier(count), library._one_at_a_time
 
     def meet(folder: Path) -> object:
@@ -483,7 +483,7 @@ def meet_before_the_lock(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 @needs_native
 @pytest.mark.parametrize("cache", ["file", "file/below", "relative", ""])
-def test_without_a_place_to_keep_it_it_is_built_every_time(
+def test_without_a_cache_folder_the_library_is_built_every_time(
     machine: Machine, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.working_compiler()
@@ -511,7 +511,9 @@ def test_a_folder_that_others_can_write_to_is_not_used(machine: Machine, harm: s
 
 
 @needs_native
-def test_a_full_disk_is_said_and_leaves_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_files(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.working_compiler()
 
     def fail(*_: object) -> None:
@@ -526,7 +528,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(machine: Machine, monkeypatch: p
 
 @needs_native
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_compiler_that_fails_says_why_and_leaves_nothing(machine: Machine, failure: str) -> None:
+def test_a_failing_compiler_is_reported_and_leaves_no_files(machine: Machine, failure: str) -> None:
     body, message = FAILURES[failure]
     machine.compiler(body)
     with pytest.raises(CannotBuild) as error:
@@ -540,7 +542,7 @@ def test_a_compiler_that_fails_says_why_and_leaves_nothing(machine: Machine, fai
 def test_a_compiler_that_cannot_be_run_or_does_not_end(
     machine: Machine, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is no program, and one whose child hangs: it is ended too, or it would keep the pipes open."""
+    """A file that is not a program, and a compiler with a hanging child, which must be killed: it holds pipes."""
     monkeypatch.setattr(library, "_BUILD_TIMEOUT_S", 2.0)
     if body:
         machine.compiler(f"{body} & echo $! > '{machine.root}/child'; wait")
@@ -557,7 +559,7 @@ def test_a_compiler_that_cannot_be_run_or_does_not_end(
             os.close(handle)
 
 
-def test_the_compiler_that_the_environment_names_is_taken(
+def test_the_compiler_named_by_the_environment_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("mine", "c++", "clang++"):
@@ -575,7 +577,7 @@ def test_the_compiler_that_the_environment_names_is_taken(
 
 
 @needs_native
-def test_a_library_that_lays_weights_out_otherwise_is_refused_by_every_number(
+def test_a_library_with_another_weight_layout_is_refused_with_all_differences(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library._load_file(machine.real)

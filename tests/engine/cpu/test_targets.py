@@ -1,6 +1,6 @@
-"""Compiled layers for processors that this machine's is not: any one, and Arm's by an emulator.
+"""Compiled layers for targets other than this machine's fastest: the generic one, and Arm's in an emulator.
 
-Each kernel once; `scripts/test --all` runs the other tests of compiled layers for these targets, too.
+Tests every kernel once; `scripts/test --all` also runs the other tests of compiled layers for these targets.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_logits_in_fewer_bits_are_near_those_in_float32(
 
 
 def check_rounded_cache(model: ZooModel, dtype: str, kind: str, tolerance: float) -> None:
-    """A number at the border of two levels may come to lie on its other side, so some logits are a little off."""
+    """Compare logits; numbers near the border of two levels may be rounded to either, so a few differ."""
     settings = {"dtype": dtype, "kv_cache_dtype": kind, "max_num_sequences": 3}
     found, expected = (
         torch.stack(alone(load_engine(model.folder, kernels=kernels, **settings), model.prompt(33), 3).logits)
@@ -91,7 +91,7 @@ def test_rounded_keys_and_values_are_read_as_with_torch(zoo: Zoo, kind: str) -> 
 
 
 def pack(kind: str, outputs: int, inputs: int) -> tuple[PackedLinear, Packer, Tensor]:
-    """A random matrix, packed, and the values that it stands for in float64."""
+    """Return a random packed matrix, and the represented values in float64."""
     if kind in ("int4", "float4"):
         packer = make_packer()
         matrix = draw(outputs, inputs, 32) if kind == "int4" else draw_floats(outputs, inputs)
@@ -134,7 +134,7 @@ def test_products_of_any_number_of_rows(kind: str, outputs: int, inputs: int) ->
 @in_fewer_bits_on_others
 @pytest.mark.parametrize("kind", ["int8", "int4", "float4"])
 def test_the_largest_levels_do_not_overflow(kind: str) -> None:
-    """All products have the same sign and are as large as they can be, whatever they are added up in."""
+    """All products have the same sign and maximum size."""
     packer, matrix = make_packer(int8=kind == "int8"), draw(32, 512, 128)
     if kind == "int8":
         weight = torch.full((32, 512), -1.0).bfloat16()

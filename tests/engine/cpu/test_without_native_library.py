@@ -1,4 +1,4 @@
-"""A machine that cannot have the compiled code serves all the same, and says why."""
+"""A machine that cannot have the compiled code serves without it, and logs the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing is remembered of this machine's compiler, and nothing has been compiled before."""
+    """Clear everything that is cached about this machine's compiler and compiled code."""
     monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(library, "_load", library._load.__wrapped__)
 
@@ -32,7 +32,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
 
 
 def another_target(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    """The one that is asked for needs what the processor lacks, whatever others need."""
+    """Select a target whose instruction sets the processor lacks; return the reason."""
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2)
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx512")
     return ", which INFLIGHT_CPU_TARGET=avx512 needs"
@@ -49,13 +49,13 @@ def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.delenv("CXX", raising=False)
-    # A processor that would do, whatever this one is.
+    # A processor for which code could be compiled, whatever this one is.
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2)
     return "an error of its own"
 
 
 def nothing_that_can_be_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    """It is compiled, but no folder and no memory lets it be run."""
+    """Let compiling succeed, but forbid execution from folders and memory; return the reason."""
 
     def refuse(name: str) -> None:
         raise OSError(f"{name}: failed to map segment from shared object")
@@ -84,7 +84,7 @@ LACKS = [
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("lack", LACKS)
 @pytest.mark.parametrize("dtype", [None, "int8"])
-def test_a_machine_without_it_serves_and_says_why_once(
+def test_a_machine_without_compiled_code_serves_and_logs_the_reason_once(
     zoo: Zoo,
     lack: object,
     dtype: str | None,
@@ -137,7 +137,7 @@ def test_asking_for_torch_and_int8_is_logged_as_a_warning(zoo: Zoo, caplog: pyte
         ),
     ],
 )
-def test_a_processor_that_lacks_one_thing_is_said_once(
+def test_a_missing_instruction_set_is_logged_once(
     zoo: Zoo,
     dtype: str,
     lacking: str,
@@ -152,7 +152,7 @@ def test_a_processor_that_lacks_one_thing_is_said_once(
     assert [record.getMessage().endswith(reason) for record in caplog.records] == [True]
 
 
-def test_a_dtype_that_it_does_not_have_is_computed_by_torch(
+def test_a_dtype_without_compiled_code_is_computed_by_torch(
     zoo: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -161,7 +161,7 @@ def test_a_dtype_that_it_does_not_have_is_computed_by_torch(
     assert ["not in float16" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_processor_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_a_missing_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", "avx2")
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2 - {"f16c"})
     with pytest.raises(CannotBuild, match="the processor lacks f16c, which INFLIGHT_CPU_TARGET=avx2 needs"):
@@ -183,7 +183,7 @@ def test_a_processor_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPat
         (AVX512 | AVX2, "bfloat16", True, "generic", "generic: the processor lacks avx2, f16c, fma"),
     ],
 )
-def test_the_fastest_code_is_chosen_that_the_processor_has_all_instructions_of(
+def test_the_fastest_code_that_the_processor_can_run_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
     lacking: tuple[str, ...],
     dtype: str,
@@ -204,7 +204,7 @@ ARM = {"asimd": "neon", "asimd asimddp atomics": "neon-dot", "asimd asimddp atom
 
 
 @pytest.mark.parametrize("features", ARM)
-def test_on_arm_the_fastest_code_is_chosen_likewise(
+def test_on_arm_the_fastest_code_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nFeatures\t: fp {features}\nCPU part\t: 0xd0c\n")

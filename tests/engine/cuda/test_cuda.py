@@ -1,4 +1,4 @@
-"""Handling of a GPU's libraries, and the log lines about them, where there is no GPU."""
+"""Handling of a GPU's libraries, and the log lines about them, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 
 def scores(**changes: Any) -> Any:
-    """A model whose scores differ from Llama's in this."""
+    """Return a model whose attention scores differ from Llama's in these settings."""
     return mock.Mock(
         **{"attention_scale": None, "attention_soft_cap": None, "learned_sinks": False, **changes}
     )
@@ -34,7 +34,7 @@ LLAMA = scores()
 
 
 @pytest.mark.parametrize("error", [ImportError("undefined symbol"), RuntimeError("no FA3 forward kernels")])
-def test_a_flash_attention_3_that_is_broken_leaves_2(
+def test_a_broken_flash_attention_3_is_replaced_by_2(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))

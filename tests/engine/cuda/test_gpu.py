@@ -1,4 +1,4 @@
-"""On a GPU: the answers of the CPU."""
+"""On a GPU: the same results as on the CPU."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ AMPERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 
 
 
 def _varlen_reads_blocks() -> bool:
-    """Whether this torch's `varlen_attn` takes block tables, as it does from version 2.12 on."""
+    """Return whether this torch's `varlen_attn` takes block tables, as it does from version 2.12 on."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -90,7 +90,7 @@ def test_greedy_tokens_in_float32(zoo: Zoo, case: str) -> None:
 def test_attention_is_right_at_the_edges_of_tiles(
     zoo: Zoo, case: str, dtype: torch.dtype, attention: GatheringAttention
 ) -> None:
-    """Check the cases that loading tries, with more windows."""
+    """The cases that loading tries, with more windows."""
     decoder = read_model_description(zoo[case].folder).decoder
     windows = (None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(300))
     check_attention(attention, decoder, 32, windows, dtype, torch.device("cuda"))
@@ -122,7 +122,7 @@ def test_kernels_in_tritons_language(zoo: Zoo, case: str, dtype: torch.dtype, to
 def test_kernels_at_edges_of_tiles_and_of_blocks(
     zoo: Zoo, dtype: torch.dtype, kv_heads: int, group: int, head_dim: int, tokens_per_block: int
 ) -> None:
-    """Chunks and generation rows behind 31, 32 and 33 blocks, a token less and a token more."""
+    """Chunks and generation rows after 31, 32 and 33 blocks, one token less and one more."""
     shared = torch.cuda.get_device_properties(CUDA).shared_memory_per_block_optin
     if dtype is torch.float32 and head_dim == 256 and shared < 101 << 10:
         pytest.skip(f"tiles of such heads take 100 KiB of shared memory, and there are {shared >> 10}")
@@ -142,7 +142,7 @@ def test_kernels_at_edges_of_tiles_and_of_blocks(
 def test_a_generation_row_is_the_same_alone_and_among_others(
     zoo: Zoo, dtype: torch.dtype, window: AttentionWindow | None
 ) -> None:
-    """To the last bit, whatever the others' lengths and however many programs share its keys."""
+    """Bitwise, whatever the others' lengths and however many programs share its keys."""
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=64)
     attention, lengths = triton_attention(decoder), tuple(range(2000, 0, -10))
     rows = Rows(decoder, 32, 2000, dtype, 0, CUDA, sequences=len(lengths))
@@ -159,7 +159,7 @@ def test_a_generation_row_is_the_same_alone_and_among_others(
 def test_operations_of_layers(
     zoo: Zoo, case: str, dtype: torch.dtype, head_dim: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a load tries them, at edges of tiles; none is left out."""
+    """As loading tries them, at edges of tiles; no kernel is left out."""
     from inflight.engine.layers.kernel_operations import KernelLayerOperations  # imports triton
 
     decoder = read_model_description(zoo[case].folder).decoder
@@ -206,7 +206,7 @@ def test_the_highest_logits(vocab_size: int) -> None:
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_rows_rounded_to_float8(dtype: torch.dtype) -> None:
-    """To the same levels as torch's operators round them."""
+    """To the same levels as with torch's operators."""
     found = find_float8_rounding(CUDA, dtype)
     assert found is not quantize_float8
     for num_rows in EDGES:
@@ -230,7 +230,7 @@ def test_rows_rounded_to_float8(dtype: torch.dtype) -> None:
 def test_chunks_at_the_edges_of_tiles(
     zoo: Zoo, case: str, windows: dict[str, Any], num_rows: int, recorded: bool
 ) -> None:
-    """A chunk's last row is the one that chooses: behind a part of its prompt, and with none before it."""
+    """A chunk's last row, which is sampled, after a part of its prompt and without."""
     model = zoo[case]
     logits = []
     for device in ("cpu", "cuda"):
@@ -297,13 +297,13 @@ GRAPHED = {"dtype": "bfloat16", "device": "cuda", "max_num_sequences": 11, "max_
 
 
 def _load_graphed(model: ZooModel, **changes: Any) -> ModelEngine:
-    """With blocks that FlashAttention 2 takes too, for chunks that are launched: it takes no smaller ones."""
+    """Load with the smallest blocks that FlashAttention 2 accepts, which is used for launched chunks."""
     values = {**GRAPHED, "tokens_per_block": 256, "max_tokens_in_paged_kv_cache": 256 * 40, **changes}
     return load_engine(model.folder, **values)
 
 
 def _grow_and_shrink(engine: ModelEngine, model: ZooModel) -> list[tuple[list[int], torch.Tensor]]:
-    """Batches of 1 to 11 rows, generation alone and with a context; tokens and logits of every sequence."""
+    """Run batches of 1 to 11 rows, with and without contexts; return tokens and logits of every sequence."""
     driver = Driver(engine)
     rows: list[Row] = []
     ended: list[Row] = []
@@ -352,8 +352,8 @@ def test_learned_sinks_with_blocks_in_place(zoo: Zoo, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window"])
-def test_graphs_give_exactly_what_their_operations_give(zoo: Zoo, case: str) -> None:
-    """Filled up to the same numbers of rows, since matrix products of others may be rounded otherwise."""
+def test_graphs_give_exactly_the_results_of_their_operations(zoo: Zoo, case: str) -> None:
+    """Padded to the same number of rows, since matrix products of other sizes may be rounded differently."""
     model = zoo[case]
     recorded = _grow_and_shrink(_load_graphed(model), model)
     with mock.patch(_CAPTURE, lambda device: lambda operations: operations):
@@ -365,7 +365,7 @@ def test_graphs_give_exactly_what_their_operations_give(zoo: Zoo, case: str) -> 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 def test_adapters_recorded_and_launched_one_by_one(zoo: Zoo, case: str) -> None:
-    """In float32 the tokens of PEFT; recorded in bfloat16 exactly what their operations give, and near those."""
+    """In float32 the tokens of PEFT; recorded in bfloat16 bitwise as launched, and near those tokens' logits."""
     model = zoo[case]
     adapters = [make_adapter(model, rank, r=rank, lora_alpha=4) for rank in (8, 20)]
 
@@ -394,9 +394,9 @@ def test_adapters_recorded_and_launched_one_by_one(zoo: Zoo, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window"])
 def test_half_precision_is_close_however_blocks_are_read(zoo: Zoo, case: str) -> None:
-    """Recorded, launched one by one, and gathered, each against float32 logits of the tokens that it chose."""
+    """Recorded, launched and gathered, each compared with float32 logits of the tokens that it chose."""
     model = zoo[case]
-    gathered = {"tokens_per_block": 8}  # FlashAttention 2 refuses them
+    gathered = {"tokens_per_block": 8}  # FlashAttention 2 refuses such blocks
     for changes, why_not in (
         ({}, None),
         ({"cuda_graph_mode": False}, None),
@@ -412,7 +412,7 @@ def test_half_precision_is_close_however_blocks_are_read(zoo: Zoo, case: str) ->
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.2), ("fp8", 0.6)])
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen3", "gpt2"])
 def test_weights_in_eight_bits(zoo: Zoo, case: str, kind: str, most: float) -> None:
-    """Recorded, in bfloat16, against the unrounded weights."""
+    """Recorded, in bfloat16, compared with the unrounded weights."""
     model = zoo[case]
     row = alone(_load_graphed(model, dtype=kind), model.prompt(60), 30)
     exact = model.logits(row.tokens)[59:-1]
@@ -422,7 +422,7 @@ def test_weights_in_eight_bits(zoo: Zoo, case: str, kind: str, most: float) -> N
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 63, 64, 65, 128, 129])
 def test_a_product_with_eight_bits(kind: str, num_rows: int) -> None:
-    """Against float64, of sizes for which processors have operators of their own."""
+    """Compared with float64, for sizes for which processors have special operators."""
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(num_rows)
     weight, x = (torch.randn((rows, 512), generator=generator, device=device) for rows in (768, num_rows))
@@ -451,8 +451,8 @@ def test_a_product_with_eight_bits(kind: str, num_rows: int) -> None:
         "ct-float-block",
     ],
 )
-def test_quantized_checkpoints_stay_as_they_are(zoo: Zoo, tmp_path: Path, name: str) -> None:
-    """Recorded, in bfloat16, against what the weights stand for; float8 by row rounds activations too."""
+def test_quantized_checkpoints_stay_quantized(zoo: Zoo, tmp_path: Path, name: str) -> None:
+    """Recorded, in bfloat16, compared with the dequantized weights; float8 by row rounds activations too."""
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
     row = alone(_load_graphed(model, dtype=None), model.prompt(60), 30)
     exact = model.logits(row.tokens)[59:-1]
@@ -463,7 +463,7 @@ def test_quantized_checkpoints_stay_as_they_are(zoo: Zoo, tmp_path: Path, name: 
 @pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "uint8-zeros", "float8", "float4"])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 63, 64, 65, 128, 300])
 def test_a_product_with_levels(kind: str, num_rows: int) -> None:
-    """Against float64, by the kernel and, of many rows, by torch's."""
+    """Compared with float64: the kernel, and for many rows torch's product."""
     device = torch.device("cuda")
     for shape in ((768, 512, 128), (96, 192, 32), (80, 1000, 1000)):
         matrix = draw(kind, *shape, shuffled=shape[2] == 32)
@@ -496,8 +496,8 @@ def test_an_iteration_waits_for_the_device_once(zoo: Zoo, sampling: dict[str, An
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 1.0}, {"top_k": 5}])
-def test_nothing_waits_between_one_forward_pass_and_the_next(zoo: Zoo, sampling: dict[str, Any]) -> None:
-    """Nor for a stream: only for the tokens' arrival, which is no synchronization by torch's count."""
+def test_the_host_does_not_wait_between_forward_passes(zoo: Zoo, sampling: dict[str, Any]) -> None:
+    """Nor for a stream: only for the arrival of tokens, which torch does not count as synchronization."""
     model = zoo["llama-gqa"]
     answers = []
     for samples_on_device in (False, True):
@@ -525,8 +525,8 @@ def test_nothing_waits_between_one_forward_pass_and_the_next(zoo: Zoo, sampling:
 
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
-def test_requests_that_go_on_without_the_host(zoo: Zoo, way: str) -> None:
-    """Two iterations are in flight."""
+def test_requests_that_continue_without_the_host(zoo: Zoo, way: str) -> None:
+    """With two iterations in flight."""
     model = zoo["llama-gqa"]
     requests = undemanding(model)
     expected = serve(load(model.folder, 60), config_of("no-evict"), requests)
@@ -554,7 +554,7 @@ SAMPLINGS = (
 
 
 def _mixed_requests(model: ZooModel) -> list[Request]:
-    """Searches of several widths, penalties, sampling; every other one that can looks drafts up."""
+    """Return searches of several widths, penalties, sampling; every other request that can uses prompt lookup."""
     requests = []
     for number, sampling in enumerate(SAMPLINGS * 2):
         prompt = (*(model.prompt(17) if number % 2 else ()), *model.prompt(6 + 2 * number, number) * 2)
@@ -614,7 +614,7 @@ def test_beams_and_drafts_in_half_precision_run(zoo: Zoo, dtype: str) -> None:
 
 
 def test_post_processors_do_what_the_control_does_and_get_the_stream(zoo: Zoo) -> None:
-    """As upstream's example does it, on the stream that it is given; beside samples, drafts and beams."""
+    """As in TensorRT-LLM's example, on the given stream; beside sampling, drafts and beams."""
     model, streams = zoo["llama-gqa"], set()
 
     def process(req_id, logits, ids, stream_ptr, client_id):

@@ -1,4 +1,4 @@
-"""Generation batches that are recorded and replayed get the tokens of those that are not."""
+"""Recorded and replayed generation batches have the same tokens as launched ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_batches_with_chunks_are_recorded_up_to_where_launching_is_hidden(
 
 
 def replay_everything(engine: ModelEngine, model_prompt: Callable[[int, int], list[int]]) -> list[list[int]]:
-    """Batches of 1 to 11 rows; sequences join and end in between, and slots go to others."""
+    """Run batches of 1 to 11 rows; sequences join and end, and their slots are reused."""
     driver = Driver(engine)
     rows, ended = [], []
     for number in range(11):
@@ -96,8 +96,8 @@ def test_tokens_are_the_same_below_at_and_above_recorded_sizes(zoo: Zoo, case: s
 
 
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2", "mistral-window"], ["mistral-window"]))
-def test_with_chunks_tokens_are_the_same_too(zoo: Zoo, case: str) -> None:
-    """The rows that pad a batch get NaN from attention, and no sequence sees them."""
+def test_tokens_with_chunks_are_the_same(zoo: Zoo, case: str) -> None:
+    """Padding rows get NaN from attention, which no sequence sees."""
     model, tape = zoo[case], Tape()
     options = {"attention": FixedRowsAttention(), "max_num_tokens": 64}
     engine = load_paged(model.folder, 200, 11, tape, **options)
@@ -114,7 +114,7 @@ def test_with_chunks_tokens_are_the_same_too(zoo: Zoo, case: str) -> None:
 
 
 def test_long_chunks_and_several_of_them_are_replayed(zoo: Zoo) -> None:
-    """Tiles of one, a full one and one more; rows that generate between them in the order of slots."""
+    """One tile, a full one and one row more, with generation rows between them in the order of slots."""
     model, tape = zoo["llama-gqa"], Tape()
     options = {"attention": FixedRowsAttention(), "max_num_tokens": 256}
     driver = Driver(load_paged(model.folder, 200, 8, tape, **options))
@@ -165,7 +165,7 @@ def test_everything_that_is_served_is_the_same_with_recorded_chunks(zoo: Zoo, wa
 
 
 def serve_adapters(engine: ModelEngine, model: ZooModel, ranks: list[int], **options: Any) -> list[list[int]]:
-    """Rows of adapters of these ranks, two of each, and of none; adapters come and go while others run."""
+    """Serve two rows for each adapter of these ranks, and rows without; adapters come and go meanwhile."""
     driver = Driver(engine)
     rows, ended = [], []
     for number, rank in enumerate(ranks):
@@ -187,7 +187,7 @@ def serve_adapters(engine: ModelEngine, model: ZooModel, ranks: list[int], **opt
 
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2"], ["llama-gqa"]))
 def test_adapters_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
-    """Their pages, and how many rows there are, differ from replay to replay."""
+    """Their pages and their numbers of rows differ between replays."""
     model, tape = zoo[case], Tape()
     recorded = load_paged(model.folder, 200, 11, tape, num_adapter_pages=40)
     ranks = [8, 20, 1, 33]
@@ -211,7 +211,7 @@ def test_searches_drafts_and_sampling_are_the_same(zoo: Zoo, way: str) -> None:
     assert tape.replayed
 
 
-def test_rows_that_fill_a_batch_up_write_into_no_block_of_a_sequence(zoo: Zoo) -> None:
+def test_padding_rows_do_not_write_to_blocks_of_sequences(zoo: Zoo) -> None:
     engine = load_paged(zoo["llama-gqa"].folder, 20, 6, Tape())
     with torch.inference_mode():
         engine.runner.slots.last_tokens[engine.runner.slots.null_slot] = 7  # 0 is padding, whose keys are 0
@@ -252,7 +252,7 @@ def test_sizes_that_cannot_be_recorded_run_without_a_recording_and_are_logged(
     assert driver.generate(row, 6) == model.greedy(model.prompt(10), 6)
 
 
-def test_the_largest_is_recorded_first(zoo: Zoo) -> None:
+def test_the_largest_size_is_recorded_first(zoo: Zoo) -> None:
     sizes: list[int] = []
 
     class Spy(IterationGraphs):
@@ -272,7 +272,7 @@ def test_the_largest_is_recorded_first(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "options"), [([64, 64, 8], {}), ([8], {"use_dora": True})])
-def test_more_adapters_than_are_recorded_and_magnitudes_run_without(
+def test_more_adapters_than_recorded_and_magnitudes_run_without_a_recording(
     zoo: Zoo, ranks: list[int], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, tape = zoo["llama-gqa"], Tape()
@@ -298,8 +298,8 @@ def test_more_adapters_than_are_recorded_and_magnitudes_run_without(
     assert len(tape.replayed) == 1, "without an adapter"
 
 
-def test_rows_that_fill_a_batch_up_have_no_adapter(zoo: Zoo) -> None:
-    """Though the rows before them, in an earlier batch, had one."""
+def test_padding_rows_have_no_adapter(zoo: Zoo) -> None:
+    """Even if the rows at these places in an earlier batch had one."""
     model = zoo["llama-gqa"]
     engine = load_paged(model.folder, 60, 6, Tape(), num_adapter_pages=20)
     driver = Driver(engine)
@@ -321,7 +321,7 @@ def test_with_adapters_every_size_is_recorded_twice() -> None:
 def test_no_rank_records_an_iteration_that_another_cannot(
     zoo: Zoo, lacking: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The ranks of a stage add up row by row: either all have rows that fill a batch up, or none has."""
+    """The ranks of a stage sum row by row: either all of them have padding rows, or none has."""
     model, tape = zoo["llama-gqa"], Tape()
     options = {"attention": FixedRowsAttention(), "max_num_tokens": 64}
     engine = load_paged(model.folder, 200, 11, tape, **options)

@@ -1,7 +1,7 @@
-"""Quantized checkpoints whose weights stay as they are: near the logits of what they stand for, in every setting.
+"""Quantized checkpoints whose weights stay quantized: logits are near those of the dequantized weights.
 
-Weights lose nothing. Compiled layers round what these are multiplied with to int8, and the output projection; on
-torch's operators nothing is rounded but to the dtype.
+Weights are exact. Compiled layers round the inputs of products to int8, and the output projection; torch's
+operators round only to the dtype.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import with_all
 
 BOUND = 0.2
-"""Of the logits' deviation; bfloat16 alone is off by half of it, and 4 bits by five times as much."""
+"""Relative to the logits' deviation; bfloat16 alone causes half of this error, and 4 bits five times as much."""
 ELEMENT, INT8, INT4 = 0, 1, 2
 KEPT = {
     "ct-int8": INT8, "ct-int8-tensor": INT8, "ct-int4": INT4, "ct-int4-channel": INT4, "ct-int4-zeros": INT4,
@@ -105,7 +105,7 @@ def test_formats_that_compiled_layers_do_not_keep_are_unpacked_and_logged(
 
 
 @needs_native
-def test_a_dtype_that_is_asked_for_is_what_they_are_unpacked_to(
+def test_weights_are_unpacked_to_a_given_dtype(
     zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], dtype="bfloat16")
@@ -116,7 +116,7 @@ def test_a_dtype_that_is_asked_for_is_what_they_are_unpacked_to(
 
 @pytest.mark.parametrize("kernels", [None, "torch"])
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_that_a_dtype_rounds_them_again_is_said(
+def test_rounding_levels_again_is_logged(
     zoo: Zoo, tmp_path: Path, dtype: str, kernels: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], dtype="bfloat16")
@@ -134,7 +134,7 @@ def test_that_a_dtype_rounds_them_again_is_said(
 def test_kept_levels_of_other_families_give_the_models_tokens(
     zoo: Zoo, tmp_path: Path, case: str, name: str
 ) -> None:
-    """With experts a token near the border of two may go to the other one; most do not."""
+    """With experts, a token near the border between two may go to the other one; most do not."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
     engine = load_engine(tmp_path)
     layers = [layer.struct for layer in engine.runner.decoder._packed]
@@ -156,9 +156,11 @@ def test_kept_levels_of_other_families_give_the_models_tokens(
         ["gptq", "gptq-act-order", "ct-int4-zeros", "awq-one-group", "ct-int8"], ["gptq", "gptq-act-order"]
     ),
 )
-@pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
-def test_ranks_cut_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]) -> None:
-    """Two ranks have 48 of the 96 inputs each: groups of 32 become groups of 16, and none in another order."""
+@pytest.mark.parametrize(
+    "topology", with_all([pytest.param((2, 1), id="tp2"), pytest.param((1, 2), id="pp2")], [(2, 1)])
+)
+def test_ranks_split_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]) -> None:
+    """Two ranks have 48 of 96 inputs each: groups of 32 become groups of 16; in another order none are kept."""
     from tests.engine.test_ranks import _some_of_everything
 
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
@@ -191,7 +193,7 @@ def test_adapters(zoo: Zoo, tmp_path: Path, name: str, kernels: str) -> None:
 
 
 @needs_native
-def test_a_row_depends_on_no_other_and_neither_on_chunks_nor_reuse(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_row_depends_on_neither_other_rows_nor_chunks_nor_reuse(zoo: Zoo, tmp_path: Path) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS["awq"], dtype="bfloat16")
     requests = [
         Request(
@@ -210,7 +212,7 @@ def test_a_row_depends_on_no_other_and_neither_on_chunks_nor_reuse(zoo: Zoo, tmp
         assert found[0].tokens(request) == found[1].tokens(request) == alone_.tokens(request)
 
 
-def test_without_compiled_layers_they_are_unpacked(
+def test_without_compiled_layers_weights_are_unpacked(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"fpu"}))
@@ -224,7 +226,7 @@ def test_without_compiled_layers_they_are_unpacked(
     assert error_of(alone(engine, model.prompt(20), 4), model) < BOUND / 2
 
 
-# On torch's operators
+# With torch's operators
 
 
 def draw(kind: str, outputs: int, inputs: int, size: int, shuffled: bool = False) -> GroupedMatrix:
@@ -249,7 +251,9 @@ def draw(kind: str, outputs: int, inputs: int, size: int, shuffled: bool = False
 @pytest.mark.parametrize(
     ("outputs", "inputs", "size"), [(40, 96, 32), (8, 96, 16), (33, 100, 100), (64, 256, 128)]
 )
-def test_a_module_multiplies_by_what_it_stands_for(kind: str, outputs: int, inputs: int, size: int) -> None:
+def test_a_module_multiplies_by_the_dequantized_matrix(
+    kind: str, outputs: int, inputs: int, size: int
+) -> None:
     matrix = draw(kind, outputs, inputs, size, shuffled=size == 32)
     keeping = KeepingLevels(torch.float32, torch.device("cpu"))
     assert keeping.why_unpacked(matrix, False) == ""
@@ -263,7 +267,7 @@ def test_a_module_multiplies_by_what_it_stands_for(kind: str, outputs: int, inpu
 
 
 @pytest.mark.parametrize(("inputs", "tile"), [(128, 64), (96, 32), (100, 64), (16, 16), (48, 16)])
-def test_two_levels_are_in_a_byte(inputs: int, tile: int) -> None:
+def test_a_byte_has_two_levels(inputs: int, tile: int) -> None:
     levels = torch.randint(0, 16, (3, inputs), dtype=torch.uint8)
     assert torch.equal(unpack(pack(levels, tile), tile)[:, :inputs], levels)
 
@@ -281,7 +285,7 @@ def test_modules_keep_quantized_weights(zoo: Zoo, tmp_path: Path, name: str) -> 
     assert isinstance(engine.runner.decoder, Decoder)
     layer = engine.runner.decoder._weights.layers[0]
     kept = {type(getattr(layer, each)) for each in ("qkv", "output", "up", "down")}
-    # Blocks of 40 of 96 inputs are groups of 8, which are too small for a tile.
+    # Blocks of 40 of 96 inputs become groups of 8, which are too small for a tile.
     assert kept == ({Linear} if name == "fp8-block" else {GroupedLinear})
     assert error_of(alone(engine, model.prompt(20), 4), model) < BOUND / 2
 
@@ -318,11 +322,11 @@ def test_ranks_on_torchs_operators(zoo: Zoo, tmp_path: Path, name: str) -> None:
     assert (to_torch(logits)[0] - exact).square().mean().sqrt() < BOUND * exact.std()
 
 
-# What is written, and what it takes
+# Written checkpoints, and the size of kept weights
 
 
 @pytest.mark.parametrize("quantize", WRITTEN)
-def test_written_checkpoints_are_near_what_was_drawn(tmp_path: Path, quantize: str) -> None:
+def test_written_checkpoints_are_near_the_drawn_weights(tmp_path: Path, quantize: str) -> None:
     plain, made = tmp_path / "plain", tmp_path / "made"
     make_model(plain, standard_deviation=0.1)
     make_model(made, standard_deviation=0.1, quantize=quantize)
@@ -338,7 +342,7 @@ def test_written_checkpoints_are_near_what_was_drawn(tmp_path: Path, quantize: s
         assert 0 < error < (0.02 if quantize == "int8" else 0.05 if quantize == "fp8" else 0.2)
 
 
-def test_bytes_of_what_is_kept(tmp_path: Path) -> None:
+def test_the_size_of_kept_weights(tmp_path: Path) -> None:
     make_model(tmp_path, quantize="gptq")
     model = read_model_description(tmp_path)
     matrices = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128)

@@ -1,4 +1,4 @@
-"""int8 and fp8 weights on torch's operators, against transformers' models whose matrices are rounded likewise."""
+"""int8 and fp8 weights with torch's operators, against transformers' models with equally rounded matrices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST = {"int8": 127.0, "fp8": 448.0}
 
 
 def rounded(kind: str, values: Tensor) -> Tensor:
-    """float32 rows [..., n] as the format holds them, with a scale for each row."""
+    """Return float32 rows [..., n] rounded to the format, with a scale for each row."""
     scales = values.abs().amax(-1, keepdim=True).clamp(min=1e-30) / MOST[kind]
     levels = values / scales
     levels = levels.round() if kind == "int8" else levels.to(torch.float8_e4m3fn).float()
@@ -40,7 +40,7 @@ def rounded(kind: str, values: Tensor) -> Tensor:
 
 
 def rounded_oracle(model: ZooModel, kind: str) -> Any:
-    """transformers' model; its linear layers have rounded weights, and for fp8 rounded inputs."""
+    """Return transformers' model; its linear layers have rounded weights, and for fp8 rounded inputs."""
     oracle = copy.deepcopy(model.oracle)
     for module in oracle.modules():
         weight = getattr(module, "weight", None)
@@ -57,7 +57,7 @@ def rounded_oracle(model: ZooModel, kind: str) -> Any:
 
 @pytest.fixture
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines compute in float32, so that nothing but the quantization differs from the oracle."""
+    """Let engines compute in float32, so that only the quantization differs from the oracle."""
     monkeypatch.setattr(load_decoder, "computed_dtype", lambda config, model: torch.float32)
 
 
@@ -79,7 +79,7 @@ def load_quantized(model: ZooModel, kind: str, **changes: Any) -> ModelEngine:
 def test_logits_are_those_of_the_dequantized_weights(
     zoo: Zoo, case: str, kind: str, in_float32: None
 ) -> None:
-    """An fp8 input that is 1e-7 away may be rounded to the next level: then 1e-4 does not hold for its row."""
+    """An fp8 input that differs by 1e-7 may be rounded to the next level: its row may then exceed 1e-4."""
     model = zoo[case]
     row = alone(load_quantized(model, kind), model.prompt(30), 12)
     oracle = rounded_oracle(model, kind)
@@ -112,7 +112,7 @@ def test_a_product_is_that_of_the_dequantized_weight(kind: str, shape: tuple[int
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_without_numbers_spoils_no_other(kind: str) -> None:
+def test_a_row_with_nan_does_not_affect_other_rows(kind: str) -> None:
     linear = Quantizing(kind, torch.bfloat16, CPU).linear(torch.randn(32, 64).bfloat16())
     x = torch.randn(6, 64).bfloat16()
     expected = linear(x)
@@ -141,7 +141,7 @@ def test_tokens_do_not_depend_on_the_batch(zoo: Zoo, case: str, kind: str, in_fl
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"])
 def test_experts_and_latent_attention(zoo: Zoo, case: str, kind: str) -> None:
-    """Every expert's matrix is quantized; routers and what is inside latent attention are not."""
+    """Every expert's matrix is quantized; routers and the inner projections of latent attention are not."""
     model = zoo[case]
     weights = weights_of(load_quantized(model, kind))
     stacks = [layer.experts for layer in weights.layers if layer.experts is not None]
@@ -158,7 +158,7 @@ def test_experts_and_latent_attention(zoo: Zoo, case: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_the_operator_the_weights_are_multiplied_all_the_same(
+def test_weights_are_multiplied_without_the_operator_too(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight, x = torch.randn(64, 128), torch.randn(7, 128)
@@ -176,7 +176,7 @@ def test_without_the_operator_the_weights_are_multiplied_all_the_same(
     assert caplog.text.rstrip().endswith("not here")
 
 
-def test_a_product_that_is_wrong_is_not_used(
+def test_a_wrong_product_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = quantized_linear.dequantizing_product
@@ -197,7 +197,7 @@ def test_a_product_that_is_wrong_is_not_used(
 def test_int8_without_the_package_of_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a GPU the log says so; on a CPU nothing is expected of it."""
+    """On a GPU the log reports it; on a CPU the package is not needed."""
     gpu = torch.device("cuda")
     assert find_int8_product(CPU) is None and find_int8_product(gpu) is not None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -226,7 +226,7 @@ def test_compiled_layers_have_no_fp8(zoo: Zoo) -> None:
     assert load_engine(zoo["llama"].folder, dtype="fp8").kernels == "torch"
 
 
-def test_float8_takes_the_largest_of_a_row_for_its_largest_level() -> None:
+def test_float8_maps_a_rows_maximum_to_the_largest_level() -> None:
     values = torch.tensor([[0.0, 0.0], [1.0, -3.0], [1e-20, 2e-20], [3e38, 1e38]])
     levels, scales = quantize_float8(values)
     assert levels.float().abs().amax(1).tolist() == [0.0, 448.0, 448.0, 448.0]

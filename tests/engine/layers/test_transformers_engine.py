@@ -1,4 +1,4 @@
-"""Models that transformers' own code runs over our blocks: the tokens of its `generate`, and refusals by name."""
+"""Models that transformers' own code runs over this engine's blocks: tokens of its `generate`, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BOUND = 0.08
 def loaded(
     zoo: Zoo, case: str, num_blocks: int = 80, max_num_sequences: int = 8, **changes: Any
 ) -> ModelEngine:
-    """By itself for families without a map, asked for otherwise."""
+    """Load by default for families that this engine lacks, and on request for others."""
     implementation = None if case in WITHOUT_MAP else "transformers"
     return load(
         zoo[case].folder, num_blocks, max_num_sequences, **{"implementation": implementation, **changes}
@@ -68,7 +68,7 @@ def test_a_batch_of_greedy_requests(zoo: Zoo, case: str) -> None:
 def test_packed_chunked_reused_and_paused_requests_give_transformers_tokens(
     zoo: Zoo, case: str, way: str
 ) -> None:
-    """Packed, chunked, with blocks that are reused, paused; beams, drafts and prompt lookup."""
+    """Packed, chunked, with reused blocks, paused; beams, drafts and prompt lookup."""
     requests = some_of_everything(zoo[case])
     served = serve(loaded(zoo, case, 26), config_of(way), requests)
     assert (served.num_pauses > 0) == ("utilization" in way)
@@ -114,7 +114,7 @@ def test_drawn_tokens_are_those_of_our_own_layers(zoo: Zoo) -> None:
     assert tokens[0] == tokens[1] != [zoo["llama-gqa"].greedy(each.input_token_ids, 30) for each in requests]
 
 
-def test_windows_that_are_asked_for(zoo: Zoo) -> None:
+def test_windows_given_by_a_parameter(zoo: Zoo) -> None:
     model, options = zoo["llama-gqa"], {"max_attention_window_size": (13, 24), "sink_token_length": 3}
     requests = [Request(n, model.prompt(30 + n, n), 30) for n in range(3)]
     theirs, ours = (
@@ -166,7 +166,7 @@ def test_error_in_bfloat16_is_bounded(zoo: Zoo, case: str) -> None:
 
 
 def test_an_executor_serves_a_family_without_a_map(zoo: Zoo) -> None:
-    """From a folder to tokens through the loop, as a server goes."""
+    """From a folder to tokens through the loop, as in a server."""
     model = zoo["glm"]
     config = trtllm.ExecutorConfig(max_batch_size=4, kv_cache_config=trtllm.KvCacheConfig(max_tokens=512))
     prompts = [list(model.prompt(length)) for length in (6, 21, 40)]
@@ -189,8 +189,8 @@ def test_the_log_says_that_transformers_code_runs_the_layers(
     assert "the layers are transformers' own code (StableLmForCausalLM)" in caplog.text
 
 
-def test_a_type_that_has_the_class_of_a_family_of_the_table(tmp_path: Path) -> None:
-    """Its defaults are its own, and so is whatever else its type may mean one day."""
+def test_an_unknown_type_with_a_known_class_is_run_by_transformers(tmp_path: Path) -> None:
+    """It has its own defaults, and its type may gain other meanings."""
     model = make_model(tmp_path, "llama-gqa")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "internlm3"}))
@@ -205,7 +205,7 @@ def test_families_with_a_map_have_our_layers(zoo: Zoo) -> None:
     assert load(zoo["llama-gqa"].folder, 20).kernels in ("native", "torch")
 
 
-def test_our_layers_are_asked_for(zoo: Zoo) -> None:
+def test_asking_for_our_layers_is_refused_for_other_families(zoo: Zoo) -> None:
     with pytest.raises(ConfigError, match=r"StableLmForCausalLM.*expected one of LlamaForCausalLM"):
         loaded(zoo, "stablelm", implementation="torch")
 
@@ -266,7 +266,7 @@ def test_unsupported_configurations_are_refused_by_name(
 
 
 def test_code_of_a_checkpoint_is_not_run(zoo: Zoo, tmp_path: Path) -> None:
-    """One of a known type is computed by transformers' code, whatever it brings."""
+    """A checkpoint of a known type is computed by transformers' code, even if it brings its own code."""
     model = make_model(tmp_path, "nemotron")
     config = json.loads((tmp_path / "config.json").read_text())
     config["auto_map"] = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
@@ -287,7 +287,7 @@ def test_code_of_a_checkpoint_is_not_run(zoo: Zoo, tmp_path: Path) -> None:
         ("DeepseekV3", {"first_k_dense_replace": 3}, "queries of 192, keys of 192 and values of 128"),
     ],
 )
-def test_attention_that_is_not_ours_is_refused(
+def test_unsupported_attention_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, class_name: str, changes: dict[str, Any], reason: str
 ) -> None:
     monkeypatch.setitem(WITHOUT_MAP, "other", (class_name, changes))
@@ -297,7 +297,7 @@ def test_attention_that_is_not_ours_is_refused(
 
 
 def test_a_layer_that_mixes_rows_is_refused_with_its_error(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that reads the row before its own, as convolutions do."""
+    """The layer reads the preceding row, as convolutions do."""
     forward = modeling_stablelm.StableLmMLP.forward
     monkeypatch.setattr(
         modeling_stablelm.StableLmMLP, "forward", lambda self, x: forward(self, x + x.roll(1, dims=1))
@@ -357,7 +357,7 @@ def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
         ({"lora_cache_gpu_memory_fraction": 0.1}, "lora_cache_gpu_memory_fraction is 0.1, expected 0"),
     ],
 )
-def test_parameters_that_it_has_not(zoo: Zoo, changes: dict[str, Any], reason: str) -> None:
+def test_unsupported_parameters_are_refused(zoo: Zoo, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         loaded(zoo, "stablelm", **changes)
 

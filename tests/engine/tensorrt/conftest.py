@@ -11,7 +11,7 @@ from tests.models.conftest import zoo  # noqa: F401 - one fixture for all folder
 from tests.models.zoo import ZooModel
 
 Plans = Callable[..., Path]
-"""Takes a model and options of the build; the folder of its plans, which is made once."""
+"""Takes a model and options of the build; returns the folder of its plans, which are built once."""
 
 
 @pytest.fixture(scope="session")

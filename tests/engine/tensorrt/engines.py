@@ -1,4 +1,4 @@
-"""Engines of plans for tests, which the stand-in for TensorRT runs."""
+"""Engines of plans for tests, run by the stand-in for TensorRT."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = {"max_batch_size": 6, "max_seq_len": 128, "max_num_tokens": 512, "dtype"
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """Let the stand-in be TensorRT meanwhile."""
+    """Install the stand-in as TensorRT within this context."""
     before = sys.modules.get(runtime_stand_in.NAME)
     sys.modules[runtime_stand_in.NAME] = runtime_stand_in.make_module()
     try:
@@ -43,7 +43,7 @@ def load(
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     **changes: Any,
 ) -> ModelEngine:
-    """An engine on the CPU with blocks of 8 tokens; None: as many blocks as it takes."""
+    """Return an engine on the CPU with blocks of 8 tokens; None: as many blocks as it allocates by default."""
     values = {"device": "cpu", "max_num_tokens": 512, "tokens_per_block": 8, "max_num_sequences": 4} | changes
     if num_blocks is not None:
         values["max_tokens_in_paged_kv_cache"] = values["tokens_per_block"] * num_blocks

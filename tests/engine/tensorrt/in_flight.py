@@ -1,4 +1,4 @@
-"""Runs the networks of an engine in flight, by the interpreter: batches of chunks and generation made by hand."""
+"""Runs the networks of an engine in flight, with the interpreter: hand-made batches of chunks and generation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = {"max_batch_size": SLOTS, "max_seq_len": MAX_SEQ_LEN, "max_num_tokens": 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of a sequence in a batch: a chunk, or of one token maybe a generation row."""
+    """Tokens of a sequence in a batch: a chunk or, if it is one token, maybe a generation row."""
 
     slot: int
     token_ids: tuple[int, ...]
@@ -34,7 +34,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Interpreted:
-    """A rank's networks, and what describes them."""
+    """A rank's networks and their description."""
 
     sidecar: Sidecar
     layers: NetworkCopy
@@ -43,7 +43,7 @@ class Interpreted:
 
 
 def build(model: Path, folder: Path, **options: Any) -> list[Interpreted]:
-    """Define a model's networks, for the interpreter: of each rank."""
+    """Define a model's networks for the interpreter, for each rank."""
     found: list[Interpreted] = []
     for sidecar in build_engine(model, folder, BuildOptions(**(SIZES | options)), serialize=dump):
         layers, head = (
@@ -58,7 +58,7 @@ def build(model: Path, folder: Path, **options: Any) -> list[Interpreted]:
 
 @dataclass
 class Runner:
-    """Runs a rank's networks. The caches begin with numbers that nobody may read."""
+    """Runs a rank's networks. Initially the caches hold numbers that must not be read."""
 
     engine: Interpreted
     communicator: MeetingRank | None = None
@@ -83,7 +83,7 @@ class Runner:
         return parts.T[:, : model.vocab_size]
 
     def hidden(self, batch: Sequence[Rows], **more: Tensor) -> Tensor:
-        """The last layer's output; `more` are inputs that others are in the place of."""
+        """Return the last layer's output; `more` replaces inputs."""
         inputs = self.inputs(batch) | more
         network = self.engine.layers
         outputs = evaluate(network, {name: inputs[name] for name in network.inputs}, self.communicator)
@@ -93,14 +93,14 @@ class Runner:
         return outputs["hidden"]
 
     def head(self, hidden: Tensor) -> dict[str, Tensor]:
-        """normalized and logits of rows."""
+        """Return normalized states and logits of rows."""
         weights = {
             name: tensor for name, tensor in self.engine.weights.items() if name in self.engine.head.inputs
         }
         return evaluate(self.engine.head, {"hidden": hidden, **weights}, self.communicator)
 
     def inputs(self, batch: Sequence[Rows]) -> dict[str, Tensor]:
-        """All inputs of the layers for a batch, in whose order rows are."""
+        """Return all inputs of the layers for a batch, with rows in its order."""
         settings, model = self.engine.sidecar.settings, self.engine.sidecar.model
         dtype, slots = getattr(torch, settings.dtype), settings.max_batch_size
         ids = [token for rows in batch for token in rows.token_ids]
@@ -149,13 +149,13 @@ class Runner:
 
 @dataclass
 class Text:
-    """A sequence of given tokens, and the logits of those that were computed.
+    """A sequence of given tokens, and the computed logits.
 
     Attributes:
-        slot: Where it is.
-        token_ids: All of them.
-        num_context: How many are its context; the others are fed in generation.
-        logits: [vocab_size] of each token that was computed.
+        slot: Its slot.
+        token_ids: All tokens.
+        num_context: Number of tokens in its context; the others are fed in generation.
+        logits: [vocab_size] for each computed token.
     """
 
     slot: int
@@ -165,15 +165,15 @@ class Text:
 
     @property
     def num_done(self) -> int:
-        """Tokens that were computed."""
+        """Number of computed tokens."""
         return len(self.logits)
 
 
 def schedule(sequences: Sequence[Text], chunk: int) -> list[list[Rows]]:
-    """Batches in which some sequences' contexts are computed in chunks, and others generate.
+    """Return batches in which some sequences' contexts are computed in chunks, and others generate.
 
-    A sequence begins a step after the one before it; what is fed in generation is its own further tokens.
-    Sequences with the same slot follow each other. Rows of a batch are not in the order of slots.
+    A sequence starts a step after the preceding one; generation is fed with its own further tokens. Sequences
+    with the same slot follow each other. Rows of a batch are not in the order of slots.
     """
     done = [0] * len(sequences)
     batches: list[list[Rows]] = []
@@ -200,7 +200,7 @@ def run(runner: Runner, texts: Sequence[Text], chunk: int = 5) -> None:
 
 
 def take(batch: Sequence[Rows], logits: Tensor, texts: Sequence[Text]) -> None:
-    """Hand the logits of a batch's rows to the texts that the rows are of."""
+    """Assign the logits of a batch's rows to their texts."""
     for rows, part in zip(batch, logits.split([len(rows.token_ids) for rows in batch]), strict=True):
         of_slot = (each for each in texts if each.slot == rows.slot)
         text = next(each for each in of_slot if each.num_done < len(each.token_ids))
@@ -209,7 +209,7 @@ def take(batch: Sequence[Rows], logits: Tensor, texts: Sequence[Text]) -> None:
 
 
 def texts_of(model: ZooModel, seed: int = 0) -> list[Text]:
-    """Some, of which two have the same slots as others before them."""
+    """Return some texts, two of which reuse the slots of earlier ones."""
     lengths = [(3, 23, 9), (0, 7, 12), (4, 1, 6), (1, 38, 8), (3, 11, 10), (0, 30, 3)]
     return [
         Text(slot, model.prompt(context + generated, seed=seed + index), context)
@@ -223,14 +223,14 @@ def largest_error(model: ZooModel, texts: Sequence[Text]) -> float:
 
 
 def relative_error(model: ZooModel, texts: Sequence[Text]) -> float:
-    """Root mean square error of the logits over their standard deviation."""
+    """Return the root mean square error of the logits over their standard deviation."""
     found = torch.cat([torch.stack(each.logits) for each in texts])
     exact = torch.cat([model.logits(each.token_ids) for each in texts])
     return ((found - exact).square().mean().sqrt() / exact.std()).item()
 
 
 class Meeting:
-    """Ranks in step, each on a thread of its own: where they exchange tensors."""
+    """Exchange of tensors between ranks in lockstep, each on its own thread."""
 
     def __init__(self, size: int) -> None:
         self._barrier, self._tensors = threading.Barrier(size), [torch.empty(0)] * size
@@ -240,11 +240,11 @@ class Meeting:
         return MeetingRank(self, index)
 
     def exchange(self, index: int, tensor: Tensor) -> list[Tensor]:
-        """All ranks' tensors."""
+        """Return all ranks' tensors."""
         self._tensors[index] = tensor
         self._barrier.wait(60)
         found = list(self._tensors)
-        self._barrier.wait(60)  # before that, nobody may lay down the next
+        self._barrier.wait(60)  # no rank may write the next tensor before all have read this one
         return found
 
 
@@ -253,7 +253,7 @@ class MeetingRank:
     """Implements `Communicator`.
 
     Attributes:
-        num_calls: How often the others were asked.
+        num_calls: Number of exchanges with the others.
     """
 
     meeting: Meeting
@@ -261,10 +261,10 @@ class MeetingRank:
     num_calls: int = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x."""
+        """Return the sum of all ranks' x."""
         self.num_calls += 1
         return torch.stack(self.meeting.exchange(self.index, x)).sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x behind each other on the first axis."""
+        """Return all ranks' x, concatenated along the first axis."""
         return torch.cat(self.meeting.exchange(self.index, x))

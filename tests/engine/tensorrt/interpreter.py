@@ -1,8 +1,9 @@
-"""Evaluates TensorRT's networks in torch, on a CPU: one reading of the documentation of TensorRT's layers.
+"""Evaluates TensorRT's networks in torch on a CPU, following the documentation of TensorRT's layers.
 
-A network is read back from TensorRT's own definition, layer by layer, so that what is evaluated is what a plan
-is built of. A copy can be written to bytes, which need neither TensorRT nor the checkpoint to be evaluated. It
-vouches for how operations are wired, not for NVIDIA's kernels. What it does not know raises NotImplementedError.
+A network is read back from TensorRT's own definition, layer by layer, so that the evaluated network is the
+one that a plan is built from. A copy can be written to bytes, which can be evaluated without TensorRT and
+without the checkpoint. This checks how operations are connected, not NVIDIA's kernels. Unknown layers raise
+NotImplementedError.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ TORCH_TYPES = {
 
 
 class Communicator(Protocol):
-    """The ranks of a network, as a collective sees them."""
+    """The ranks of a network, as used by a collective layer."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x."""
+        """Return the sum of all ranks' x."""
         ...
 
 
@@ -56,9 +57,9 @@ class NetworkCopy:
 
     Attributes:
         nodes: Its layers.
-        inputs: Names to types and shapes, -1 where they are dynamic.
-        outputs: Names.
-        aliases: Outputs to the inputs that they are in place of.
+        inputs: Type and shape of each input by name; -1 for dynamic dimensions.
+        outputs: Names of the outputs.
+        aliases: For outputs in place of an input, the input's name.
     """
 
     nodes: tuple[Node, ...]
@@ -68,7 +69,7 @@ class NetworkCopy:
 
 
 def dump(definition: Definition) -> bytes:
-    """A network as bytes, in the place of a plan."""
+    """Return a network as bytes, which replace a plan."""
     copy, buffer = copy_network(definition), io.BytesIO()
     nodes = [(node.kind, node.inputs, node.outputs, node.attributes) for node in copy.nodes]
     torch.save((nodes, copy.inputs, copy.outputs, copy.aliases), buffer)
@@ -101,7 +102,7 @@ def copy_network(definition: Definition) -> NetworkCopy:
 
 
 def _input_type(tensor: Any) -> torch.dtype:
-    # int4 is two to a byte
+    # int4 has two values per byte
     return torch.uint8 if tensor.dtype.name == "INT4" else TORCH_TYPES[tensor.dtype.name]
 
 
@@ -109,9 +110,9 @@ def _input_type(tensor: Any) -> torch.dtype:
 def evaluate(
     network: NetworkCopy, inputs: Mapping[str, Tensor], communicator: Communicator | None = None
 ) -> dict[str, Tensor]:
-    """The outputs; those that are in place of inputs are these inputs' own tensors.
+    """Return the outputs; outputs in place of inputs are these inputs' own tensors.
 
-    ValueError if an input is missing, one too many, or of another type or shape.
+    Raises ValueError if an input is missing, unexpected, or of another type or shape.
     """
     if inputs.keys() != network.inputs.keys():
         raise ValueError(f"inputs differ in {sorted(inputs.keys() ^ network.inputs.keys())}")
@@ -135,7 +136,7 @@ def evaluate(
 
 
 def _sorted(nodes: list[Node], outputs: tuple[str, ...], inputs: Mapping[str, Any]) -> tuple[Node, ...]:
-    """Sort the nodes that the outputs need, each after its inputs: TensorRT's own order is that of definition."""
+    """Sort the nodes that the outputs need, each after its inputs; TensorRT's order is that of definition."""
     makers = {name: node for node in nodes for name in node.outputs}
     assert len(makers) == sum(len(node.outputs) for node in nodes), "two tensors have the same name"
     found: dict[int, Node] = {}
@@ -160,7 +161,7 @@ class _Reader:
         self._trt, self._graph = definition.graph.module, definition.graph
 
     def node(self, layer: Any) -> Node | None:
-        """A layer as a node; None for the half of an attention that computes nothing."""
+        """Return a layer as a node; None for the half of an attention that computes nothing."""
         trt, kind, name = self._trt, layer.type.name, layer.name  # the subclass may hide `type`
         inputs = tuple(self._name(layer.get_input(index)) for index in range(layer.num_inputs))
         outputs = tuple(layer.get_output(index).name for index in range(layer.num_outputs))
@@ -223,14 +224,14 @@ _CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
     "TOPK": ("ITopKLayer", ("op", "k", "axes")),
     "UNARY": ("IUnaryLayer", ("op",)),
 }
-"""Kinds to TensorRT's classes and the attributes that are read."""
+"""TensorRT's class, and the attributes that are read, for each kind of layer."""
 
 
 def _shuffle(layer: Any) -> dict[str, Any]:
-    """Its transpositions, and the shape between them, None where it has none."""
+    """Return its transpositions, and the shape between them, None if it has none."""
     try:
         shape = tuple(layer.reshape_dims)
-    except (TypeError, ValueError):  # there is none, or it is an input
+    except (TypeError, ValueError):  # the layer has no shape, or the shape is an input
         shape = None
     first, second = (tuple(order) for order in (layer.first_transpose, layer.second_transpose))
     if shape is not None and layer.zero_is_placeholder and 0 in shape:
@@ -306,7 +307,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tens
 
 
 def _collective(attributes: dict[str, Any], given: _Given, communicator: Any) -> list[Tensor]:
-    # A layer does not tell its operation; networks have none but sums.
+    # A layer does not tell its operation; networks have sums only.
     return [communicator.all_reduce(given[0])]
 
 
@@ -326,7 +327,7 @@ def _dequantize(attributes: dict[str, Any], given: _Given, _: Any) -> list[Tenso
 
 
 def _unpack_int4(packed: Tensor) -> Tensor:
-    """int8 [..., n] of uint8 [..., n / 2]."""
+    """Unpack int4 values: int8 [..., n] from uint8 [..., n / 2]."""
     halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(torch.int8)
     return torch.where(halves > 7, halves - 16, halves)
 
@@ -393,7 +394,7 @@ def _reduce(attributes: dict[str, Any], given: _Given, _: Any) -> list[Tensor]:
 
 
 def _rotate(attributes: dict[str, Any], given: _Given, _: Any) -> list[Tensor]:
-    """x [rows, heads, 1, head_dim]; positions [rows, 1]."""
+    """Rotate x [rows, heads, 1, head_dim] by positions [rows, 1]."""
     x, cos, sin, positions = given
     if attributes["interleaved"]:
         raise NotImplementedError("interleaved rotary positions")

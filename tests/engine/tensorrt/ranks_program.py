@@ -1,4 +1,4 @@
-"""Program of every rank under mpirun: an executor on a folder of plans, with a stand-in for TensorRT.
+"""The program of every rank under mpirun: an executor on a folder of plans, with a stand-in for TensorRT.
 
 `python -m tests.engine.tensorrt.ranks_program FOLDER`. Every rank prints one JSON line; rank 0 serves requests.
 """

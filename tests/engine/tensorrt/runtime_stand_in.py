@@ -1,8 +1,8 @@
-"""Stands in for TensorRT's runtime, in the place of its module: what plans compute, the interpreter computes.
+"""A stand-in for the module of TensorRT's runtime, which runs plans with the interpreter.
 
-It is behind the same calls that the real one gets, and sees what that would see: shapes, addresses, streams. It
-refuses what TensorRT's documentation says that it refuses: shapes outside of a profile, an output that is an input
-changed in place at another address, addresses that nobody has told. The file of a plan is what `dump` writes.
+It has the same functions as the real runtime, and checks shapes, addresses and streams as the real one does.
+It refuses what TensorRT's documentation says is refused: shapes outside of a profile, an output in place of
+an input but at another address, and unset addresses. The file of a plan has the output of `dump`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ACTIVATION_BYTES = 512
 
 
 def dump(definition: Definition) -> bytes:
-    """A network with its profiles, in the place of a plan; fits `build_engine`'s `serialize`."""
+    """Return a network with its profiles, which replaces a plan; fits `build_engine`'s `serialize`."""
     buffer = io.BytesIO()
     profiles = [
         [(each.name, each.min, each.opt, each.max) for each in profile.ranges]
@@ -74,7 +74,7 @@ class Runtime:
         self._logger = logger
 
     def deserialize_cuda_engine(self, data: bytes) -> Engine | None:
-        """None for what is no plan, and the logger is told."""
+        """Load a plan; return None and log an error if the data is not a plan."""
         try:
             network, profiles, outputs = torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:
@@ -172,7 +172,7 @@ class Context:
             shape = self.shapes.get(name, declared)
             if -1 in shape:
                 return self._refuse(f"nobody has told the shape of {name}")
-            if dtype is torch.uint8:  # int4, two to a byte
+            if dtype is torch.uint8:  # int4, two per byte
                 shape = (*shape[:-1], shape[-1] // 2)
             inputs[name] = _memory(self.addresses[name], dtype, shape)
         for name, value in self._evaluate(network, inputs).items():
@@ -198,7 +198,7 @@ def _memory(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def make_module() -> ModuleType:
-    """TensorRT, as the engine imports it."""
+    """Return a module that the engine imports as TensorRT."""
     module = ModuleType(NAME)
     module.__dict__.update(
         __version__=version("tensorrt_rtx_cu13_bindings"),
@@ -210,5 +210,5 @@ def make_module() -> ModuleType:
 
 
 def install() -> None:
-    """Be TensorRT in this process, for good."""
+    """Install the stand-in as TensorRT in this process, permanently."""
     sys.modules[NAME] = make_module()

@@ -1,4 +1,4 @@
-"""Plans behind the loop, behind the Executor API, and on several ranks over MPI."""
+"""Plans with the loop, with the Executor API, and on several ranks over MPI."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_gpt_manager(zoo: Zoo, plans: Plans) -> None:
 
 
 def test_executor(zoo: Zoo, plans: Plans) -> None:
-    """It runs as many sequences as the plans have slots, and frees them in the end."""
+    """It runs as many sequences as the plans have slots, and releases all resources at the end."""
     model = zoo["llama-gqa"]
     cache = trtllm.KvCacheConfig(max_tokens=1024)
     config = trtllm.ExecutorConfig(3, kv_cache_config=cache)
@@ -66,7 +66,7 @@ def test_executor(zoo: Zoo, plans: Plans) -> None:
 
 
 def test_two_ranks_over_mpi(zoo: Zoo, plans: Plans) -> None:
-    """The sums of plans over the ranks go over the engine's own collectives."""
+    """Sums over ranks in plans use the engine's own collectives."""
     model = zoo["llama-gqa"]
     folder = plans(model, tensor_parallel_size=2)
     said = run_ranks(2, "tests.engine.tensorrt.ranks_program", str(folder))

@@ -1,4 +1,4 @@
-"""A build says how far it is: bars on a terminal, elsewhere lines of the log."""
+"""A build shows its progress: as bars on a terminal, elsewhere as log lines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_terminal_has_a_bar_for_each_phase(monkeypatch: pytest.MonkeyPatch) ->
     assert "Timing" not in shown, "only two levels are shown"
 
 
-def test_elsewhere_the_log_has_lines(
+def test_without_a_terminal_the_log_has_lines(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())

@@ -1,4 +1,4 @@
-"""Checkpoints in 4 bits: their matrices stay as they are, in networks and plans."""
+"""Checkpoints in 4 bits, whose matrices stay quantized in networks and plans."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ IN_4_BITS = [
 
 
 @pytest.mark.parametrize("name", with_all(IN_4_BITS, ["awq", "gptq-act-order"]))
-def test_logits_are_those_of_what_the_weights_stand_for(zoo: Zoo, tmp_path: Path, name: str) -> None:
+def test_logits_equal_those_of_dequantized_weights(zoo: Zoo, tmp_path: Path, name: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
     (engine,) = build(model.folder, tmp_path / "engine")
     settings = engine.sidecar.settings
@@ -89,10 +89,10 @@ def test_weights_that_are_inputs_stay_packed_in_4_bits(zoo: Zoo, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", with_all(["awq", "gptq-act-order"], ["gptq-act-order"]))
-def test_ranks_cut_weights_of_4_bits(
+def test_ranks_split_4_bit_weights(
     zoo: Zoo, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With act-order a rank has inputs of many groups, of some only a few: then they are unpacked."""
+    """With act-order, a rank has inputs of many groups, of some groups only a few: then they are unpacked."""
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
     with caplog.at_level(logging.WARNING):
         engines = build(model.folder, tmp_path / "engine", tensor_parallel_size=2)

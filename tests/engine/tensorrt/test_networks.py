@@ -1,7 +1,7 @@
-"""Networks, evaluated in flight by the interpreter, against transformers.
+"""Networks, evaluated in flight by the interpreter, compared with transformers.
 
-Batches mix chunks and generation, in another order than that of the slots; some slots are idle, some are taken
-over by another sequence, and the caches begin with numbers that nobody may read.
+Batches mix chunks and generation, in an order other than that of the slots; some slots are idle, some are
+reused by another sequence, and initially the caches hold numbers that must not be read.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_every_family(zoo: Zoo, tmp_path: Path, case: str) -> None:
     assert largest_error(model, texts) < EXACT
 
 
-def test_refused_families_are_those_that_lack_something(zoo: Zoo) -> None:
+def test_refused_families_are_those_with_unsupported_features(zoo: Zoo) -> None:
     assert {case for case in CASES if lacking(read_model_description(zoo[case].folder).decoder)} == REFUSED
 
 
@@ -94,10 +94,10 @@ def test_error_of_other_types_is_bounded(zoo: Zoo, tmp_path: Path, case: str, dt
 
 @pytest.mark.parametrize(("dtype", "rounded"), [("int8", quantize_int8), ("fp8", quantize_float8)])
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "qwen3"], ["qwen3"]))
-def test_quantized_weights_are_what_they_stand_for(
+def test_quantized_weights_equal_rounded_matrices(
     zoo: Zoo, tmp_path: Path, case: str, dtype: str, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> None:
-    """Against transformers with each row of its matrices rounded in the same way, from bfloat16 on."""
+    """Compared with transformers with each row of its matrices rounded in the same way, from bfloat16 on."""
     model = zoo[case]
     oracle = copy.deepcopy(model.oracle)
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_only_what_a_batch_writes_changes(zoo: Zoo, tmp_path: Path) -> None:
         assert torch.equal(changed, expected), name
 
 
-# What has to be noticed: each of these is a mistake of whoever makes the inputs, or of the network.
+# Faults that must be detected: mistakes in the inputs, or in the network.
 
 
 def _in_other_order(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -207,7 +207,7 @@ def test_wrong_inputs_change_the_logits(
 
 
 def _turned_backwards(node: Node) -> Node:
-    """Rotary positions with cos and sin in each other's place."""
+    """Exchange cos and sin of rotary positions."""
     if node.kind != "ROTARY_EMBEDDING":
         return node
     x, cos, sin, positions = node.inputs
@@ -215,7 +215,7 @@ def _turned_backwards(node: Node) -> Node:
 
 
 def _seeing_what_comes(node: Node) -> Node:
-    """The mask of chunks with < for >."""
+    """Return the mask of chunks with < for >."""
     if node.kind != "ELEMENTWISE" or node.attributes["op"] != "GREATER":
         return node
     return replace(node, inputs=node.inputs[::-1])
@@ -229,13 +229,13 @@ def _keys_as_values(node: Node) -> Node:
 
 
 def _without_square_root(node: Node) -> Node:
-    """Norms that divide by the variance."""
+    """Make norms divide by the variance."""
     is_sqrt = node.kind == "UNARY" and node.attributes["op"] == "SQRT"
     return replace(node, kind="CAST", attributes={"to_type": "FLOAT"}) if is_sqrt else node
 
 
 def _largest_of_the_others(node: Node) -> Node:
-    """The experts that a row goes to least."""
+    """Return the experts with the lowest scores."""
     return replace(node, attributes=node.attributes | {"op": "MIN"}) if node.kind == "TOPK" else node
 
 
@@ -243,7 +243,7 @@ def _largest_of_the_others(node: Node) -> Node:
     "broken",
     [_turned_backwards, _seeing_what_comes, _keys_as_values, _without_square_root, _largest_of_the_others],
 )
-def test_networks_that_are_wired_otherwise_are_noticed(
+def test_wrongly_connected_networks_are_detected(
     zoo: Zoo, tmp_path: Path, broken: Callable[[Node], Node]
 ) -> None:
     model, texts = zoo["mixtral"], texts_of(zoo["mixtral"])
@@ -255,7 +255,7 @@ def test_networks_that_are_wired_otherwise_are_noticed(
 
 
 def test_experts_that_a_row_does_not_go_to_may_be_infinite(tmp_path: Path) -> None:
-    """As in float16, where what an expert makes of rows that it was not trained for may overflow."""
+    """As in float16, where experts' results may overflow for rows that they were not trained for."""
     model = make_model(tmp_path / "model", "mixtral")
     with torch.no_grad():
         model.oracle.model.layers[-1].mlp.experts.gate_up_proj[0] = torch.inf
@@ -306,7 +306,7 @@ def test_rows_of_prompt_tables(zoo: Zoo, tmp_path: Path, case: str) -> None:
 
 
 def _bank(runner: Runner, part: Part, adapters: dict[int, Adapter]) -> dict[str, Tensor]:
-    """The matrices of adapters by slot, behind each other."""
+    """Return the matrices of adapters by slot, concatenated."""
     decoder = read_model_description(next(iter(adapters.values())).oracle.folder).decoder
     found = {
         name: value for name, value in runner.inputs([Rows(0, (1,), 0, True)]).items() if "lora_" in name
@@ -331,7 +331,7 @@ def _mask(batch: list[Rows], ranks: dict[int, int]) -> Tensor:
 
 @pytest.mark.parametrize("num_ranks", with_all([1, 2], [2]))
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
-def test_adapters_give_what_their_merged_weights_do(
+def test_adapters_give_the_results_of_merged_weights(
     zoo: Zoo, tmp_path: Path, case: str, num_ranks: int
 ) -> None:
     model = zoo[case]
@@ -358,7 +358,7 @@ def test_adapters_give_what_their_merged_weights_do(
 @pytest.mark.parametrize(
     "case", with_all(["llama-gqa", "olmo2", "qwen2-moe", "opt", "granite"], ["olmo2", "qwen2-moe"])
 )
-def test_ranks_in_step_give_what_one_does(zoo: Zoo, tmp_path: Path, case: str) -> None:
+def test_ranks_in_step_give_the_results_of_one(zoo: Zoo, tmp_path: Path, case: str) -> None:
     model = zoo[case]
     engines = build(model.folder, tmp_path, dtype="float32", tensor_parallel_size=2)
 

@@ -1,4 +1,4 @@
-"""On a GPU that TensorRT runs on: plans give the CPU's answers. Nothing here has run anywhere yet."""
+"""On a GPU that TensorRT supports: plans have the CPU's results. These tests have not been run yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.models.zoo import Zoo, ZooModel
 
 
 def why_not() -> str:
-    """The reason why plans cannot run here; "" if they can."""
+    """Return the reason why plans cannot run here; "" if they can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:
@@ -40,7 +40,7 @@ SIZES = {"max_batch_size": 6, "max_seq_len": 128, "max_num_tokens": 512, "dtype"
 
 
 def load(model: ZooModel, folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> ModelEngine:
-    """Plans of this machine, and an engine on them; `options` are the build's."""
+    """Build plans on this machine, and load an engine; `options` are the build's."""
     build_engine(model.folder, folder, BuildOptions(**(SIZES | options)))
     values = {"max_num_sequences": 4, "tokens_per_block": 8, "max_num_tokens": 512} | (changes or {})
     values.setdefault("max_tokens_in_paged_kv_cache", 8 * 40)
@@ -73,7 +73,7 @@ def test_everything_at_once_in_every_way(zoo: Zoo, tmp_path: Path, way: str) -> 
 
 @pytest.mark.parametrize("options", [{"attention": "packed"}, {"weights": "inputs"}], ids=str)
 def test_other_forms_of_plans(zoo: Zoo, tmp_path: Path, options: dict[str, str]) -> None:
-    """TensorRT for RTX builds no packed attention; whether TensorRT does, and where, this shows."""
+    """TensorRT for RTX does not build packed attention; these tests show whether and where TensorRT does."""
     model = zoo["llama-gqa"]
     try:
         engine = load(model, tmp_path, **options)
@@ -110,7 +110,7 @@ def test_adapters(zoo: Zoo, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_as_close_as_torch_is(zoo: Zoo, tmp_path: Path, dtype: str) -> None:
-    """Logits of a prompt: the error is that of the dtype, not of a wrong operation."""
+    """Logits of a prompt: their error is the dtype's, not that of a wrong operation."""
     model = zoo["llama-gqa"]
     (request,) = [Request(0, model.prompt(60), 2, output=OutputOptions(return_context_logits=True))]
     served = serve(load(model, tmp_path, dtype=dtype), config_of("no-evict"), [request])

@@ -1,4 +1,4 @@
-"""Optional features of requests over plans: adapters, tables, logits, hidden states; and recorded batches."""
+"""Optional features of requests with plans: adapters, tables, logits, hidden states; and recorded batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
 LORA_RANKS = 24
-"""Of all adapters of a part of a batch: two of the tests' adapters, or one."""
+"""Ranks of all adapters in a part of a batch: two of the tests' adapters, or one."""
 
 
 # ---------------------------------------------------------------------- LoRA adapters
@@ -42,7 +42,7 @@ def without_magnitudes(requests: tuple[Request, ...]) -> list[Request]:
 
 @pytest.mark.parametrize("way", with_all(["chunked", "utilization"], ["chunked"]))
 def test_adapters_of_a_batch_together(zoo: Zoo, plans: Plans, way: str) -> None:
-    """More than a plan takes at once, which are computed in parts; loaded again and again, into few pages."""
+    """More adapters than a plan takes at once are computed in parts; with few pages, they are often reloaded."""
     model = zoo["llama-gqa"]
     requests = without_magnitudes(adapters.requests_of(model))
     with adapters.few_pages():
@@ -68,9 +68,7 @@ def test_an_adapter_with_magnitudes_ends_its_request_alone(zoo: Zoo, plans: Plan
 
 
 @pytest.mark.parametrize("where", ["A", "B"])
-def test_numbers_of_an_adapter_that_are_not_finite_reach_no_other_row(
-    zoo: Zoo, plans: Plans, where: str
-) -> None:
+def test_an_adapter_with_nan_affects_no_other_row(zoo: Zoo, plans: Plans, where: str) -> None:
     engine = load(plans(zoo["llama-gqa"], max_lora_rank=LORA_RANKS), 60)
     assert_contained(engine, zoo["llama-gqa"], where)
 
@@ -96,7 +94,7 @@ def test_plans_without_room_for_adapters_take_none(zoo: Zoo, plans: Plans) -> No
 def test_prompt_tables_and_logits(zoo: Zoo, plans: Plans, way: str) -> None:
     model = zoo["llama-gqa"]
     requests, rows = tables.mixed_requests(model, output=tables.LOGITS)
-    folder = plans(model, max_context_chunks=2, max_num_tokens=10)  # fewer than a prompt has rows of a table
+    folder = plans(model, max_context_chunks=2, max_num_tokens=10)  # fewer than a prompt's table rows
     engine = load(folder, 200, max_num_sequences=6)
     served = serve(engine, config_of(way), requests, per_iteration=8)
     tables.assert_as_transformers(model, requests, rows, served)
@@ -136,7 +134,7 @@ def test_additional_outputs(zoo: Zoo, plans: Plans, way: str) -> None:
 
 
 def record(engine, capture: Capture, max_num_tokens: int = 64) -> None:
-    """Let batches of so many rows be recorded, as on a GPU."""
+    """Let batches of up to this many rows be recorded, as on a GPU."""
     runner = engine.runner
     with torch.inference_mode():
         runner._graphs = IterationGraphs(runner.decoder, runner.slots, runner.cache, capture, max_num_tokens)
@@ -144,10 +142,10 @@ def record(engine, capture: Capture, max_num_tokens: int = 64) -> None:
 
 
 class Replays:
-    """A `Capture` that runs the operations again, with Python and all.
+    """A `Capture` that runs the operations again, including Python.
 
     Attributes:
-        ran: The recordings that were replayed, by their order.
+        ran: The recordings that were replayed, in order.
     """
 
     def __init__(self) -> None:
@@ -170,7 +168,7 @@ class Replays:
     ("case", "max_chunks"), with_all([("llama-gqa", 8), ("mistral-window", 1)], ["llama-gqa"])
 )
 def test_recorded_batches_give_the_same_tokens(zoo: Zoo, plans: Plans, case: str, max_chunks: int) -> None:
-    """Rows that pad a batch are written behind its sequences, and no sequence sees them."""
+    """Padding rows are written after its sequences, and no sequence sees them."""
     model, replays = zoo[case], Replays()
     engine = load(plans(model, max_batch_size=12, max_context_chunks=max_chunks), 200, max_num_sequences=11)
     record(engine, replays)
@@ -193,8 +191,8 @@ def test_recorded_batches_give_the_same_tokens(zoo: Zoo, plans: Plans, case: str
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
 )
-def test_recordings_serve_some_of_everything(zoo: Zoo, plans: Plans, way: str) -> None:
-    """Reused prefixes, pauses, searches, drafts: of batches that are recorded, and others in between."""
+def test_recordings_serve_requests_of_every_kind(zoo: Zoo, plans: Plans, way: str) -> None:
+    """Reused prefixes, pauses, searches, drafts: recorded batches, and others between them."""
     model, replays = zoo["llama-gqa"], Replays()
     engine = load(plans(model, max_context_chunks=3), 60)
     record(engine, replays)
@@ -205,8 +203,8 @@ def test_recordings_serve_some_of_everything(zoo: Zoo, plans: Plans, way: str) -
     assert min(replays.ran) < num_mixed <= max(replays.ran), "of both profiles"
 
 
-def test_batches_that_plans_have_no_room_for_are_not_recorded(zoo: Zoo, plans: Plans) -> None:
-    """Rows that the plan does not take at once, more chunks than it takes, and no room behind sequences."""
+def test_batches_too_large_for_plans_are_not_recorded(zoo: Zoo, plans: Plans) -> None:
+    """More rows or chunks than the plan takes at once, and no space after the sequences."""
     model, replays = zoo["llama-gqa"], Replays()
     engine = load(plans(model, max_num_tokens=40, max_seq_len=32, max_context_chunks=2), 60)
     record(engine, replays)

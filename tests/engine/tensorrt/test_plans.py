@@ -1,4 +1,4 @@
-"""Plans are built by TensorRT itself, without a GPU; what it cannot express is refused in one sentence."""
+"""Plans are built by TensorRT itself, without a GPU; unsupported models and options are refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
 WITH_KERNELS = {"gemma3_text": "gemma3-heads-16", "qwen3_moe": "qwen3-moe-even"}
-"""Instead of models whose heads are of 12 dimensions, for which TensorRT has no kernel."""
+"""Replace models with heads of 12 dimensions, for which TensorRT has no kernel."""
 REFUSED = {
     "deepseek_v2": "latent attention",
     "deepseek_v3": "latent attention",
@@ -57,7 +57,7 @@ def test_every_family_builds(zoo: Zoo, tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_others_are_refused_by_name_before_anything_is_built(zoo: Zoo, tmp_path: Path, family: str) -> None:
+def test_other_families_are_refused_by_name_before_a_build(zoo: Zoo, tmp_path: Path, family: str) -> None:
     with pytest.raises(ConfigError, match=f"do not express {REFUSED[family]}.*; the engine torch runs it"):
         _build(zoo[CASE_OF[family]].folder, tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
@@ -127,14 +127,14 @@ def test_heads_without_a_kernel_are_refused(zoo: Zoo, tmp_path: Path) -> None:
         ({"weights": "files"}, "weights is files, expected constants or inputs"),
     ],
 )
-def test_options_that_do_not_go_together(
+def test_contradicting_options_are_refused(
     zoo: Zoo, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         _build(zoo["mistral-window"].folder, tmp_path, **options)
 
 
-def test_the_sidecar_says_what_the_plans_take(zoo: Zoo, tmp_path: Path) -> None:
+def test_the_sidecar_describes_the_plans(zoo: Zoo, tmp_path: Path) -> None:
     (built,) = build_engine(
         zoo["mistral-window"].folder,
         tmp_path,
@@ -172,7 +172,7 @@ def test_the_sidecar_says_what_the_plans_take(zoo: Zoo, tmp_path: Path) -> None:
     assert read.checkpoint_digest == checkpoint_digest(zoo["mistral-window"].folder)
 
 
-def test_a_sidecar_that_cannot_be_used(zoo: Zoo, tmp_path: Path) -> None:
+def test_an_unusable_sidecar_is_refused(zoo: Zoo, tmp_path: Path) -> None:
     build_engine(zoo["gpt2"].folder, tmp_path, BuildOptions(**SIZES, dtype="float32"), serialize=dump)
     path = tmp_path / "rank0.json"
     values = json.loads(path.read_text())
@@ -220,8 +220,8 @@ def test_which_processors_run_a_plan() -> None:
     assert (str(portable), str(exact)) == ("8.0, 8.6, 8.9, 12.0 and later", "8.9, 12.0")
 
 
-def test_an_engine_that_is_built_anew_is_away_until_it_is_there(zoo: Zoo, tmp_path: Path) -> None:
-    """Files of an earlier build are removed, and nothing else."""
+def test_a_rebuilt_engine_is_missing_until_it_is_complete(zoo: Zoo, tmp_path: Path) -> None:
+    """Files of an earlier build are removed, and no other files."""
     folder, checkpoint = tmp_path / "engine", tmp_path / "checkpoint"
     shutil.copytree(zoo["llama-gqa"].folder, checkpoint)
     (checkpoint / "chat_template.jinja").write_text("of the first checkpoint")
@@ -249,7 +249,7 @@ def test_an_engine_that_is_built_anew_is_away_until_it_is_there(zoo: Zoo, tmp_pa
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
-def test_a_build_that_fails_at_its_last_rank_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_build_that_fails_at_its_last_rank_leaves_no_files(zoo: Zoo, tmp_path: Path) -> None:
     built: list[bytes] = []
 
     def failing(definition: Any) -> bytes:
@@ -276,14 +276,14 @@ def test_the_smallest_engine_builds(zoo: Zoo, tmp_path: Path) -> None:
 
 
 def test_the_checkpoints_own_folder_is_refused(zoo: Zoo) -> None:
-    """A plan built there would be part of the checkpoint that it is compared with."""
+    """A plan built there would become part of the checkpoint that it is compared with."""
     folder = zoo["llama-gqa"].folder
     with pytest.raises(ConfigError, match=r"output is .*, the folder of the checkpoint: expected another"):
         build_engine(folder, folder.parent / "." / folder.name, BuildOptions(**SIZES), serialize=dump)
     assert not list(folder.glob("rank*"))
 
 
-def test_without_tensorrt_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorrt_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -294,7 +294,7 @@ def test_without_tensorrt_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) 
         find_module("tensorrt")
 
 
-def test_a_broken_tensorrt_is_told_from_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_tensorrt_is_distinguished_from_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> Any:
         raise ImportError("libnvinfer.so.11: cannot open shared object file")
 

@@ -1,4 +1,4 @@
-"""Proof that the tests of plans would notice: one mistake at a time, between the batcher and a plan."""
+"""Checks that the tests of plans detect faults: one fault at a time, between the batcher and a plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Change = Callable[[PlanRows], PlanRows]
 
 
 def rows_changed(change: Change) -> Callable[[Patch], None]:
-    """A mistake in what a plan is told of its rows."""
+    """Return a fault in the description of rows that a plan gets."""
 
     def plant(patch: Patch) -> None:
         lay_out = decoder_module.lay_out_for_plan
@@ -53,7 +53,7 @@ def two_layers_in_one_cache(patch: Patch) -> None:
 
 
 def output_beside_its_input(patch: Patch) -> None:
-    """TensorRT would write where nobody reads, if it did not refuse."""
+    """Plant a fault: TensorRT would write to unused memory if it did not refuse this."""
     context = LoadedPlan._context
 
     def elsewhere(self: LoadedPlan, *arguments: Any) -> Any:
@@ -104,7 +104,7 @@ def blocks_loaded_from_the_next(patch: Patch) -> None:
 
 
 def parts_that_begin_anew(patch: Patch) -> None:
-    """The second piece of a chunk has the first one's chunk."""
+    """Plant a fault: the second piece of a chunk is computed as the first one's chunk."""
     cut = decoder_module.cut_batch
 
     def wrong(*arguments: Any) -> list[BatchPart]:
@@ -150,8 +150,8 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
 @pytest.mark.parametrize(
     "name", with_all(FAULTS, ["keys one position behind", "stale rows", "blocks written in another order"])
 )
-def test_a_fault_is_noticed(zoo: Zoo, plans: Plans, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what `test_served_plans.py` asserts, of fewer requests."""
+def test_a_fault_is_detected(zoo: Zoo, plans: Plans, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the assertions of `test_served_plans.py`, with fewer requests."""
     model = zoo["llama-gqa"]
     FAULTS[name](monkeypatch)
     requests = some_of_everything(model)[:6]
@@ -194,7 +194,7 @@ def fillers_that_generate(patch: Patch) -> None:
 
 
 def empty_tiles_that_are_read(patch: Patch) -> None:
-    """A tile that nobody uses counts as one of the first row."""
+    """Plant a fault: an unused tile counts as one of the first row."""
     fill_up = decoder_module.fill_up
 
     def one_row(slots: torch.Tensor, positions: torch.Tensor, fixed: FixedRows, *others: Any) -> PlacedRows:
@@ -209,10 +209,10 @@ def empty_tiles_that_are_read(patch: Patch) -> None:
     "plant",
     [fillers_in_resting_slots, fillers_that_generate, empty_tiles_that_are_read],
 )
-def test_a_fault_in_recordings_is_noticed(
+def test_a_fault_in_recordings_is_detected(
     zoo: Zoo, plans: Plans, plant: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what `test_plan_features.py` asserts: rows of slots that rest for an iteration are what they were."""
+    """By an assertion of `test_plan_features.py`: rows of slots that pause for an iteration are unchanged."""
     model = zoo["llama-gqa"]
     expected = replay_resting(load(plans(model), 60, max_num_sequences=6), model)
     plant(monkeypatch)
@@ -226,7 +226,7 @@ def test_a_fault_in_recordings_is_noticed(
 
 
 def replay_resting(engine: Any, model: Any) -> list[list[int]]:
-    """Five sequences, of which three generate while two rest, in turn; some end, and others join in chunks."""
+    """Run five sequences: three generate while two pause, in turn; some end, and others join in chunks."""
     driver = Driver(engine)
     rows, ended = [driver.start(model.prompt(6 + number, number)) for number in range(5)], []
     driver.step({row: len(row.tokens) for row in rows})
@@ -241,7 +241,7 @@ def replay_resting(engine: Any, model: Any) -> list[list[int]]:
     return [row.generated for row in ended + rows]
 
 
-def test_sequences_that_rest_are_left_alone_by_recordings(zoo: Zoo, plans: Plans) -> None:
+def test_recordings_do_not_change_idle_sequences(zoo: Zoo, plans: Plans) -> None:
     model = zoo["llama-gqa"]
     engine = load(plans(model), 60, max_num_sequences=6)
     record(engine, Replays())

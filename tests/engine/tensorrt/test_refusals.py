@@ -36,7 +36,7 @@ def model(zoo: Zoo) -> ZooModel:
 
 @pytest.fixture
 def copied(model: ZooModel, plans: Plans, tmp_path: Path) -> Path:
-    """A folder of plans that was moved, and may be changed."""
+    """A copied folder of plans that a test may change."""
     return Path(shutil.copytree(plans(model), tmp_path / "moved"))
 
 
@@ -66,14 +66,14 @@ def spoil(name: str) -> Callable[[Path], None]:
         (lambda folder: (folder / "rank0.json").unlink(), r"has no rank0\.json, expected a folder that"),
     ],
 )
-def test_files_that_do_not_go_together(copied: Path, do: Callable[[Path], None], message: str) -> None:
+def test_files_that_do_not_match_are_refused(copied: Path, do: Callable[[Path], None], message: str) -> None:
     load(copied)
     do(copied)
     with pytest.raises(ConfigError, match=message):
         load(copied)
 
 
-def test_a_configuration_that_was_changed(copied: Path) -> None:
+def test_a_changed_configuration_is_refused(copied: Path) -> None:
     path = copied / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 300}))
     with pytest.raises(
@@ -82,8 +82,8 @@ def test_a_configuration_that_was_changed(copied: Path) -> None:
         load(copied)
 
 
-def test_a_plan_that_is_none(copied: Path) -> None:
-    """Its digest is right; TensorRT says itself that it is no plan."""
+def test_a_file_that_is_not_a_plan_is_refused(copied: Path) -> None:
+    """Its digest is right; TensorRT itself reports that it is not a plan."""
     (copied / "rank0.plan").write_bytes(b"nothing")
     layers = json.loads((copied / "rank0.json").read_text())["layers"]
     layers["file"]["digest"] = file_digest(copied / "rank0.plan")
@@ -153,7 +153,7 @@ def test_plans_of_another_checkpoint_are_refused(
             load_engine(other)
 
 
-def test_plans_of_another_checkpoint_than_the_engine_folder_that_is_named(
+def test_plans_in_engine_dir_from_another_checkpoint_are_refused(
     zoo: Zoo, model: ZooModel, plans: Plans
 ) -> None:
     config = EngineConfig(
@@ -175,7 +175,7 @@ def test_plans_of_another_checkpoint_than_the_engine_folder_that_is_named(
         ("checkpoint_digest", r"rank1\.json is of another build than rank0\.json, their checkpoint_digest"),
     ],
 )
-def test_descriptions_of_ranks_that_do_not_belong_together(
+def test_descriptions_of_ranks_that_do_not_match_are_refused(
     model: ZooModel, plans: Plans, tmp_path: Path, source: str, message: str
 ) -> None:
     folder = Path(shutil.copytree(plans(model, tensor_parallel_size=2), tmp_path / "mixed"))
@@ -192,8 +192,10 @@ def test_descriptions_of_ranks_that_do_not_belong_together(
         load_runner(LoadOptions(config, Mapping(tp_size=2, rank=1)))
 
 
-def test_the_other_rotary_factors_than_were_built(zoo: Zoo, model: ZooModel, plans: Plans) -> None:
-    """LongRoPE, first trained with 64 positions, whose plans are for longer sequences."""
+def test_a_length_with_other_rotary_factors_than_the_plans_is_refused(
+    zoo: Zoo, model: ZooModel, plans: Plans
+) -> None:
+    """LongRoPE, first trained with 64 positions, with plans for longer sequences."""
     decoder = read_model_description(zoo["phi3-longrope"].folder).decoder
     scaling = replace(decoder.ropes[0].scaling, original_max_positions=64)
     decoder = replace(decoder, ropes=(replace(decoder.ropes[0], scaling=scaling),))
@@ -230,10 +232,10 @@ def test_plans_for_another_compute_capability_are_refused(
     check_processor(sidecar, plans(model), torch.device("cuda"))
 
 
-def test_tensorrts_own_runtime_says_no_without_a_gpu(
+def test_tensorrts_own_runtime_refuses_without_a_gpu(
     model: ZooModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan that TensorRT has built, and no stand-in."""
+    """With a plan that TensorRT has built, and without the stand-in."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     from inflight.engine.tensorrt.build import BuildOptions, build_engine

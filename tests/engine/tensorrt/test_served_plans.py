@@ -1,4 +1,4 @@
-"""The whole batcher over plans, which a stand-in for TensorRT runs: tokens are those of transformers."""
+"""The whole batcher over plans that a stand-in for TensorRT runs: the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_families_in_flight(zoo: Zoo, plans: Plans, case: str) -> None:
 
 @pytest.mark.parametrize("name", with_all(["awq", "gptq-act-order"], ["gptq-act-order"]))
 def test_matrices_in_4_bits_in_flight(zoo: Zoo, tmp_path: Path, name: str) -> None:
-    """Served in float32, the tokens are those of transformers with what the levels stand for."""
+    """Served in float32, the tokens are those of transformers with the dequantized weights."""
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
     folder = build(model.folder, tmp_path / "plans", dtype=None)
     assert Sidecar.read(folder / "rank0.json").settings.weight_dtype == "int4"
@@ -71,7 +71,7 @@ def test_without_blocks_where_nothing_is_shared(zoo: Zoo, plans: Plans) -> None:
     assert [served.tokens(9, index) for index in range(3)] == [model.greedy(model.prompt(21, 9), 12)] * 3
 
 
-def test_without_blocks_fewer_tokens_are_kept_if_that_is_asked_for(zoo: Zoo, plans: Plans) -> None:
+def test_without_blocks_fewer_tokens_are_kept_on_request(zoo: Zoo, plans: Plans) -> None:
     model = zoo["llama-gqa"]
     engine = load(plans(model), 18, shares_blocks=False)
     assert engine.limits.num_blocks == 18
@@ -82,8 +82,8 @@ def test_without_blocks_fewer_tokens_are_kept_if_that_is_asked_for(zoo: Zoo, pla
     assert served.num_pauses > 0
 
 
-def test_a_conversation_that_goes_on_finds_its_row(zoo: Zoo, plans: Plans) -> None:
-    """Only tokens that the row lacks are read from blocks: none where a slot continues its own conversation."""
+def test_a_continued_conversation_finds_its_row(zoo: Zoo, plans: Plans) -> None:
+    """Only tokens that the row lacks are read from blocks: none if a slot continues its own conversation."""
     model = zoo["llama-gqa"]
     engine = load(plans(model), num_blocks=60, max_num_sequences=1)
     cache, loads = engine.runner.cache, []
@@ -124,7 +124,7 @@ FORMS = [{"attention": "packed"}, {"weights": "inputs"}, {"weights": "inputs", "
 
 @pytest.mark.parametrize("options", with_all(FORMS, FORMS[2:]), ids=str)
 def test_other_forms_of_plans(zoo: Zoo, plans: Plans, options: dict[str, str]) -> None:
-    """Weights that are bound to inputs; attention that TensorRT for RTX does not build."""
+    """Weights bound to inputs; attention that TensorRT for RTX cannot build."""
     model = zoo["qwen3"]
     requests = some_of_everything(model)[:5]
     engine = load(plans(model, **options), num_blocks=40)

@@ -1,4 +1,4 @@
-"""On a made-up device: an iteration over plans waits for it once, when its tokens come back."""
+"""On a fake device: an iteration over plans waits for it once, when its tokens arrive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.models.zoo import Zoo
 
 
 class PlanOnDevice:
-    """A `LoadedPlan` whose tensors are the made-up device's."""
+    """A `LoadedPlan` whose tensors are the fake device's."""
 
     def __init__(self, folder: Path, spec: Plan) -> None:
         network, _, _ = torch.load(folder / spec.file.name, weights_only=True)
@@ -79,7 +79,7 @@ def load(folder: Path, num_blocks: int = 80) -> ModelEngine:
 
 
 def test_batches_wait_once(zoo: Zoo, plans: Plans) -> None:
-    """Chunks, chunks beside generation, generation; and rows that are filled from blocks of others."""
+    """Chunks, chunks beside generation, generation; and rows that are filled from other sequences' blocks."""
     model = zoo["llama-gqa"]
     folder = plans(model, max_context_chunks=1)
     with FakeDevice() as device:
@@ -110,7 +110,7 @@ def test_batches_wait_once(zoo: Zoo, plans: Plans) -> None:
 
 
 def test_overlapped_iterations_give_the_same(zoo: Zoo, plans: Plans, monkeypatch) -> None:
-    """A batch is queued before the one ahead is looked at, as on a GPU."""
+    """A batch is queued before the previous one's tokens are read, as on a GPU."""
     model = zoo["llama-gqa"]
     requests = [replace(each, output=OutputOptions()) for each in undemanding(model)]
     expected = serve(engines.load(plans(model), 40, max_num_sequences=6), config_of("chunked"), requests)

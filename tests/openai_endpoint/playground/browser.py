@@ -1,4 +1,4 @@
-"""Debian's Chromium for tests of the playground, driven by playwright, which brings none here."""
+"""Debian's Chromium for tests of the playground, driven by playwright, which installs no browser here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_MS = 20_000
 
 
 def find_chromium() -> str:
-    """The path of an installed Chromium; raises FileNotFoundError, which says what to install."""
+    """Return the path of an installed Chromium; raise FileNotFoundError, naming the package, without one."""
     places = os.pathsep.join([os.environ.get("PATH", ""), *_FOLDERS])
     for name in _NAMES:
         if found := shutil.which(name, path=places):
@@ -28,10 +28,10 @@ def find_chromium() -> str:
 
 @contextmanager
 def opened_browser() -> Iterator[Browser]:
-    """A headless Chromium, which ends behind the with block."""
+    """Yield a headless Chromium, and close it after the with block."""
     path = find_chromium()
     with sync_playwright() as playwright:
-        # A container's root may use no sandbox, and its /dev/shm is small.
+        # Root in a container has no sandbox, and its /dev/shm is small.
         browser = playwright.chromium.launch(
             executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
         )

@@ -13,7 +13,7 @@ from tests.openai_endpoint.serving import demo_engine, served
 expect.set_options(timeout=PATIENCE_MS)
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""A chat is one text: the demo model only ever goes on with one."""
+"""A chat as one text, which the demo model can only continue."""
 
 OpenPage = Callable[..., Page]
 
@@ -40,7 +40,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser, playground_url: str) -> Iterator[OpenPage]:
-    """Opens the page, in a browser that remembers nothing; at its end no script may have failed."""
+    """Opens the page in a new browser context; afterwards, asserts that no script failed."""
     contexts, problems = [], []
 
     def open_page(

@@ -1,6 +1,6 @@
-"""Makes the pictures of docs/playground.md: `python -m tests.openai_endpoint.playground.screenshots`.
+"""Takes the pictures of docs/playground.md: `python -m tests.openai_endpoint.playground.screenshots`.
 
-The demo checkpoint answers, while some other clients keep the engine busy. Takes half a minute.
+The demo checkpoint answers while other clients keep the engine busy. Takes half a minute.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.openai_endpoint.serving import demo_engine, served
 
 FOLDER = Path(__file__).parents[3] / "docs" / "playground"
 OTHER_CLIENTS = 3
-SETTLE_MS = 10_000  # for a line of tokens per second that one can see
+SETTLE_MS = 10_000  # long enough for a visible line of tokens per second
 
 
 def main() -> None:
-    """Make all of them."""
+    """Take all pictures."""
     FOLDER.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
         template.write(TEMPLATE)
@@ -46,7 +46,7 @@ def main() -> None:
 
 @contextmanager
 def others(url: str) -> Iterator[None]:
-    """Some clients that never stop asking."""
+    """Run some clients that send one request after another."""
     has_ended = Event()
 
     def ask(seed: int) -> None:
@@ -65,7 +65,7 @@ def others(url: str) -> Iterator[None]:
 
 
 def opened(browser: Browser, url: str, **options: Any) -> Page:
-    """The page, after it has seen some of the engine's work."""
+    """Return the page after it has shown some of the engine's activity."""
     page = browser.new_context(**{"viewport": {"width": 1280, "height": 780}, **options}).new_page()
     page.goto(url)
     page.wait_for_timeout(SETTLE_MS)
@@ -73,12 +73,12 @@ def opened(browser: Browser, url: str, **options: Any) -> Page:
 
 
 def chat(page: Page) -> None:
-    """An answer with shades, and what else was likely in a token's place."""
+    """Take a chat with shaded tokens and the tooltip of likely tokens."""
     page.check("#setting-monospace")
     setting(page, temperature="0.8", seed="2", max_tokens="120", stop="\\n\\n")
     say(page, "def read_lines(path):\n")
     say(page, "def copy_file(source, target):\n")
-    page.wait_for_timeout(3_000)  # until the line of tokens per second is that of the others again
+    page.wait_for_timeout(3_000)  # until the line of tokens per second shows the other clients again
     show_first_settings(page)
     pieces = page.locator(".turn").first.locator(".token")
     surprise = "all => all.map(one => Number(one.style.getPropertyValue('--surprise')))"
@@ -88,7 +88,7 @@ def chat(page: Page) -> None:
 
 
 def side_by_side(page: Page) -> None:
-    """Three answers, one of which is chosen, in the dark."""
+    """Take three answers, one of which is chosen, in the dark theme."""
     page.wait_for_selector("#model option", state="attached")
     settings = {"n": "3", "temperature": "0.8", "seed": "1", "max_tokens": "110", "stop": "\\n\\n"}
     complete(page, "def copy_file(source, target):\n", **settings)
@@ -98,7 +98,7 @@ def side_by_side(page: Page) -> None:
 
 
 def phone(page: Page) -> None:
-    """A chat on a small screen."""
+    """Take a chat on a small screen."""
     page.click("#open-settings")
     page.check("#setting-monospace")
     setting(page, temperature="0.8", seed="3", max_tokens="90", stop="\\n\\n")
@@ -110,13 +110,13 @@ def phone(page: Page) -> None:
 
 
 def show_first_settings(page: Page) -> None:
-    """Scroll back in the panel that was filled in."""
+    """Scroll the filled panel back to its top."""
     page.locator("#settings").evaluate("panel => (panel.scrollTop = 0)")
     page.wait_for_timeout(300)
 
 
 def keep(page: Page, name: str) -> None:
-    """Write a picture with as many colours as take a byte."""
+    """Write a picture with at most 256 colours."""
     page.wait_for_timeout(1_200)
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     picture.save(FOLDER / f"{name}.png", optimize=True)

@@ -1,4 +1,4 @@
-"""Steps of a person on the page, and answers of a server, for tests."""
+"""Steps of a user on the page, and a server's answers, for tests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ CHAT, COMPLETION = "**/v1/chat/completions", "**/v1/completions"
 
 
 def setting(page: Page, **values: str) -> None:
-    """Write into settings, by their field's name."""
+    """Fill in settings, by the names of their fields."""
     for field, value in values.items():
         page.fill(f"#setting-{field}", value)
 
 
 def complete(page: Page, prompt: str, **settings: str) -> None:
-    """Have a prompt continued, and wait for the end."""
+    """Send a prompt for completion, and wait for the end."""
     page.get_by_text("Completion", exact=True).click()
     setting(page, **settings)
     say(page, prompt)
@@ -31,7 +31,7 @@ def say(page: Page, text: str) -> None:
 
 
 def wait_for_end(page: Page) -> None:
-    """Wait until nothing is generated any more."""
+    """Wait until no request is running."""
     page.wait_for_selector("#send:visible")
     page.wait_for_function("!document.querySelector('[aria-busy]')")
 
@@ -42,12 +42,12 @@ def texts(page: Page) -> list[str]:
 
 
 def errors(page: Page) -> list[str]:
-    """The errors that the page shows."""
+    """Return the errors that the page shows."""
     return page.locator(".error .message").all_text_contents()
 
 
 def sent_bodies(page: Page, pattern: str) -> list[dict[str, Any]]:
-    """From now on, the bodies of requests; the server never sees them and answers with nothing."""
+    """Return a list that later collects the bodies of requests, which are answered with nothing."""
     bodies: list[dict[str, Any]] = []
 
     def take(route: Route) -> None:
@@ -59,13 +59,13 @@ def sent_bodies(page: Page, pattern: str) -> list[dict[str, Any]]:
 
 
 def answer_with(page: Page, pattern: str, *events: dict[str, Any]) -> None:
-    """From now on, requests are answered with these events."""
+    """Answer all later requests with these events."""
     stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     page.route(pattern, lambda route: route.fulfill(content_type="text/event-stream", body=stream))
 
 
 def without_stream(body: dict[str, Any]) -> dict[str, Any]:
-    """A body without the fields that the page needs for itself."""
+    """Return a body without the fields that only the page needs."""
     own = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     assert own.items() <= body.items()
     return {name: value for name, value in body.items() if name not in own}

@@ -1,4 +1,4 @@
-"""The engine's activity as the page gets it, with an engine and a clock of the test's own."""
+"""The engine's activity as the page gets it, with a fake engine and a fake clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = {
 
 
 class Session:
-    """An engine that says what `told` has, which is what `EngineClient.state` gives."""
+    """An engine whose state is `told`, as `EngineClient.state` returns it."""
 
     def __init__(self) -> None:
         self.client = self
@@ -90,7 +90,7 @@ def test_figures_are_sums(read) -> None:
     }
 
 
-def test_the_rate_is_of_the_time_between_two_questions(read, session) -> None:
+def test_the_rate_covers_the_time_since_the_previous_reading(read, session) -> None:
     read(0)
     for after_s, count, rate in [(2.0, 300, 150.0), (1.0, 300, 0.0), (4.0, 301, 0.2)]:
         session.generated(count)
@@ -98,7 +98,7 @@ def test_the_rate_is_of_the_time_between_two_questions(read, session) -> None:
 
 
 @pytest.mark.parametrize(("after_s", "count"), [(60.0, 500), (1.0, 0)])
-def test_there_is_no_rate_after_a_long_time_or_a_new_start(read, session, after_s, count) -> None:
+def test_no_rate_after_a_long_gap_or_an_engine_restart(read, session, after_s, count) -> None:
     session.generated(100)
     read(0)
     session.generated(count)
@@ -119,7 +119,7 @@ def test_many_pages_ask_the_engine_once(session, clock) -> None:
     asyncio.run(look())
 
 
-def test_an_engine_that_hangs_is_said_to(read, session) -> None:
+def test_a_hanging_engine_is_reported_as_a_problem(read, session) -> None:
     stuck = "iteration 7 has been running for 61.0 s"
     session.told["batcher"] |= {"unanswered": "the generation loop did not come round in 2 s", "stuck": stuck}
     figures = read(0)
@@ -134,9 +134,7 @@ def test_an_engine_that_hangs_is_said_to(read, session) -> None:
     assert {figures[name] for name in ("running", "waiting", "kv_blocks", "tokens_per_second")} == {None}
 
 
-def test_errors_of_the_client_are_the_routes_and_the_next_question_is_asked(
-    read, session, monkeypatch
-) -> None:
+def test_a_client_error_is_raised_and_the_next_reading_asks_again(read, session, monkeypatch) -> None:
     def away(timeout_s: float) -> str:
         raise Unavailable("the engine cannot be reached")
 
@@ -146,7 +144,7 @@ def test_errors_of_the_client_are_the_routes_and_the_next_question_is_asked(
     assert read(1)["running"] == 2
 
 
-def test_many_pages_ask_an_engine_that_is_away_once(session, clock, monkeypatch) -> None:
+def test_many_pages_ask_an_unavailable_engine_once(session, clock, monkeypatch) -> None:
     activity = Activity(session, clock)
 
     def away(timeout_s: float) -> str:

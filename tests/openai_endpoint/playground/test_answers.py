@@ -28,9 +28,7 @@ from tests.openai_endpoint.playground.steps import (
 PROMPT = "def read_lines(path):\n    return"
 
 
-def test_a_completion_is_what_openais_client_gets_and_its_shades_are_the_probabilities(
-    open_page, api
-) -> None:
+def test_a_completion_equals_the_openai_clients_and_is_shaded_by_probability(open_page, api) -> None:
     page = open_page()
     complete(page, PROMPT, temperature="0", max_tokens="24", top_logprobs="3")
     asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
@@ -50,7 +48,7 @@ def test_a_completion_is_what_openais_client_gets_and_its_shades_are_the_probabi
     )
 
 
-def test_the_prompts_tokens_are_shaded_too_if_wanted(open_page, api) -> None:
+def test_prompt_tokens_are_shaded_on_request(open_page, api) -> None:
     page = open_page()
     page.get_by_text("Completion", exact=True).click()
     page.check("#setting-echo")
@@ -61,7 +59,7 @@ def test_the_prompts_tokens_are_shaded_too_if_wanted(open_page, api) -> None:
     assert page.locator(".token").all_text_contents() == choice.logprobs.tokens
 
 
-def test_answers_stand_side_by_side_and_the_chosen_one_goes_on(open_page, api) -> None:
+def test_several_answers_are_shown_and_the_chosen_one_is_continued(open_page, api) -> None:
     page = open_page()
     complete(page, PROMPT, n="3", seed="11", max_tokens="12")
     asked = {"model": "demo", "prompt": PROMPT, "n": 3, "seed": 11, "max_tokens": 12}
@@ -78,7 +76,7 @@ def test_answers_stand_side_by_side_and_the_chosen_one_goes_on(open_page, api) -
     assert page.input_value("#input") == PROMPT + expected[1]
 
 
-def test_escape_stops_the_engine_whose_work_is_shown_meanwhile(open_page, playground_url) -> None:
+def test_activity_is_shown_and_escape_stops_the_request(open_page, playground_url) -> None:
     page = open_page()
     page.get_by_text("Completion", exact=True).click()
     setting(page, max_tokens="900", n="2", temperature="0")
@@ -149,7 +147,7 @@ def test_a_message_without_an_answer_is_not_sent_again(open_page) -> None:
         "sessionStorage.setItem('inflight-playground', 'no JSON')",
     ],
 )
-def test_a_page_that_finds_nothing_of_its_own_works(open_page, script) -> None:
+def test_the_page_works_without_valid_stored_state(open_page, script) -> None:
     page = open_page(before=lambda page: page.add_init_script(script))
     bodies = sent_bodies(page, CHAT)
     page.get_by_text("Chat", exact=True).click()
@@ -157,7 +155,7 @@ def test_a_page_that_finds_nothing_of_its_own_works(open_page, script) -> None:
     assert bodies[-1]["messages"] == [{"role": "user", "content": "hello"}]
 
 
-def test_errors_are_shown_as_the_server_says_them(open_page, api) -> None:
+def test_server_errors_are_shown_unchanged(open_page, api) -> None:
     page = open_page()
     expect(page.locator("#model option")).to_have_count(1)
     complete(page, PROMPT, temperature="-1")

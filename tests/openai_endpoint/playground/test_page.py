@@ -1,4 +1,4 @@
-"""The page as a document: nothing from elsewhere, nothing run of what models say, fields, keys, widths, themes."""
+"""The page as a document: its content policy, model output, fields, keys, widths and themes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ from tests.openai_endpoint.serving import served
 EVIL = "<script>window.ran = true</script><img src=x onerror='window.ran = true'><b>bold</b>"
 
 
-def test_everything_comes_in_one_document_under_a_policy_that_lets_nothing_else_in(
-    open_page, playground_url
-) -> None:
+def test_the_page_is_one_document_and_its_policy_blocks_all_else(open_page, playground_url) -> None:
     asked: list[str] = []
     page = open_page(before=lambda page: page.on("request", lambda request: asked.append(request.url)))
     expect(page.locator("#model option")).to_have_count(1)
@@ -53,7 +51,7 @@ def test_everything_comes_in_one_document_under_a_policy_that_lets_nothing_else_
         )
 
 
-def test_nothing_that_a_model_says_is_run(open_page) -> None:
+def test_model_output_is_never_executed(open_page) -> None:
     page = open_page(before=lambda page: page.route("**/v1/models", evil_models))
     token = {"token": EVIL, "logprob": -1.0, "top_logprobs": [{"token": EVIL + "2", "logprob": -0.5}]}
     answer_with(
@@ -87,7 +85,7 @@ def test_nothing_that_a_model_says_is_run(open_page) -> None:
     assert "<script>" in page.locator("#python").inner_text()
     assert page.locator("img, b:not([data-figure]), script").count() == 1  # the page's own script
     assert page.evaluate("window.ran") is None
-    # And were there a mistake: a text does not become HTML.
+    # Even after a mistake in the script, text is not parsed as HTML.
     attempt = (
         "text => { try { document.body.innerHTML = text; return ''; } catch (error) { return error.name; } }"
     )
@@ -136,8 +134,8 @@ def test_every_setting_becomes_its_field_and_empty_ones_are_not_sent(open_page) 
     assert len(completions) == 1 and "JSON schema cannot be read" in errors(page)[0]
 
 
-def test_a_key_is_asked_for_when_the_server_wants_one(open_page, engine_client) -> None:
-    """This server has no chat template either: completions are what the page begins with."""
+def test_an_api_key_is_requested_after_a_401(open_page, engine_client) -> None:
+    """Without a chat template, the page begins with completions."""
     with served(engine_client, api_keys=("secret",)) as url:
         page = open_page(url)
         page.fill("#key", "wrong")
@@ -161,7 +159,7 @@ def shown_code(page: Page, name: str) -> str:
     return page.inner_text(f"#{name}")
 
 
-def test_tokens_that_are_no_whole_letters_are_shaded_together(open_page) -> None:
+def test_tokens_of_one_character_are_shaded_together(open_page) -> None:
     page = open_page()
     tokens = [
         ("I", -0.1),
@@ -181,7 +179,7 @@ def test_tokens_that_are_no_whole_letters_are_shaded_together(open_page) -> None
     assert page.locator(".token").all_text_contents() == ["I", "🙂", " you"]
 
 
-def test_a_stream_that_breaks_off_keeps_its_text_and_says_so(open_page) -> None:
+def test_a_broken_stream_keeps_its_text_and_shows_an_error(open_page) -> None:
     page = open_page()
     event = 'data: {"choices": [{"index": 0, "delta": {"content": "half"}}]}\n\n'
     page.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=event))
@@ -189,7 +187,7 @@ def test_a_stream_that_breaks_off_keeps_its_text_and_says_so(open_page) -> None:
     assert texts(page) == ["half"] and errors(page) == ["The connection ended before the answer did."]
 
 
-def test_the_engine_is_only_asked_while_somebody_looks(open_page) -> None:
+def test_the_engine_is_asked_only_while_the_page_is_visible(open_page) -> None:
     asked: list[str] = []
     page = open_page(before=watch_states(asked))
     page.wait_for_timeout(100)
@@ -215,8 +213,8 @@ def watch_states(asked: list[str]):
     return before
 
 
-def test_keys_and_names(open_page) -> None:
-    """Shift and Enter break the line, arrows go from token to token, and whatever takes input has a name."""
+def test_keyboard_navigation_and_accessible_names(open_page) -> None:
+    """Shift+Enter breaks the line, arrows move between tokens, and every input has an accessible name."""
     page = open_page()
     page.press("#input", "a")
     page.press("#input", "Shift+Enter")
@@ -257,7 +255,7 @@ def test_nothing_is_wider_than_the_screen(open_page, width: int) -> None:
     assert max(red, green, blue) < 64
 
 
-def test_a_machine_without_chromium_is_told_what_to_install(monkeypatch, tmp_path) -> None:
+def test_without_chromium_the_error_names_the_package(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(browser_module, "_FOLDERS", (str(tmp_path),))
     with pytest.raises(FileNotFoundError, match="apt-get install chromium"):

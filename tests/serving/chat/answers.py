@@ -1,4 +1,4 @@
-"""Answers with tool calls: written in each style, and read by the parsers in pieces."""
+"""Answers with tool calls: written in each style, and parsed in pieces."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from inflight.serving.chat.tool_calls import ChatDelta, tool_call_stream
 
 @dataclass(frozen=True)
 class Answer:
-    """Content, and the calls by name and arguments."""
+    """Content, and calls with name and arguments."""
 
     content: str
     calls: tuple[tuple[str, dict[str, Any]], ...]
 
 
 def write_calls(parser: str, calls: Sequence[tuple[str, dict[str, Any]]], indent: int | None = None) -> str:
-    """Calls as a model of that style writes them."""
+    """Return calls as a model with that style writes them."""
     key = "parameters" if parser == "llama3_json" else "arguments"
     objects = [
         json.dumps({"name": name, key: values}, ensure_ascii=False, indent=indent) for name, values in calls
@@ -32,7 +32,7 @@ def write_calls(parser: str, calls: Sequence[tuple[str, dict[str, Any]]], indent
 
 
 def joined(parser: str, parts: Sequence[str], forced: bool = False) -> tuple[str, list[dict[str, str]]]:
-    """Content and calls, put together from deltas as a client puts them together."""
+    """Return content and calls, joined from deltas like a client does."""
     stream = tool_call_stream(parser, forced)
     deltas: list[ChatDelta] = [*(stream.add(part) for part in parts), stream.finish()]
     calls: list[dict[str, str]] = []
@@ -47,6 +47,6 @@ def joined(parser: str, parts: Sequence[str], forced: bool = False) -> tuple[str
 
 
 def read(parser: str, parts: Sequence[str], forced: bool = False) -> Answer:
-    """Read an answer as `joined` does, with arguments parsed."""
+    """Parse an answer like `joined`, with parsed arguments."""
     content, calls = joined(parser, parts, forced)
     return Answer(content, tuple((call["name"], json.loads(call["arguments"])) for call in calls))

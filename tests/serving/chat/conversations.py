@@ -1,4 +1,4 @@
-"""Conversations for templates, as transformers takes them and as OpenAI's clients send them."""
+"""Conversations for templates, in transformers' form and in OpenAI clients' form."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ CONVERSATIONS: dict[str, Messages] = {
 
 
 def as_sent(messages: Messages) -> Messages:
-    """Messages as OpenAI's clients send them: arguments of calls are text."""
+    """Return messages in OpenAI clients' form, with arguments of calls as text."""
     sent: Messages = json.loads(json.dumps(messages))
     for message in sent:
         for call in message.get("tool_calls") or ():
@@ -81,7 +81,7 @@ def as_sent(messages: Messages) -> Messages:
 
 
 def in_parts(messages: Messages) -> Messages:
-    """Messages whose contents are lists of one part."""
+    """Return messages whose contents are lists with one part."""
     return [
         {**each, "content": [{"type": "text", "text": each["content"]}]}
         if each.get("content") is not None

@@ -1,4 +1,4 @@
-"""Checkpoint folders with a tiny tokenizer and chat templates, and transformers' tokenizer of one."""
+"""Checkpoint folders with a tiny tokenizer and chat templates, and their tokenizer in transformers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "e
 
 
 def source(name: str) -> str:
-    """The template of that name."""
+    """Return the template with that name."""
     return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def make_folder(folder: Path, *, settings: dict[str, Any] | None = None, **files: str) -> Path:
-    """Write a folder: `settings` are those of tokenizer_config.json, and `files` others, with __ for a slash."""
+    """Write a folder: `settings` to tokenizer_config.json, and `files` by name, with __ for a slash."""
     folder.mkdir(parents=True, exist_ok=True)
     backend("byte_level").save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({**SETTINGS, **(settings or {})}))
@@ -34,5 +34,5 @@ def make_folder(folder: Path, *, settings: dict[str, Any] | None = None, **files
 
 
 def reference(folder: Path) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer by transformers."""
+    """Return the folder's tokenizer in transformers."""
     return AutoTokenizer.from_pretrained(str(folder))

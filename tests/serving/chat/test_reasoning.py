@@ -1,4 +1,4 @@
-"""Reasoning told apart from answers, in any pieces, alone and with tool calls behind it."""
+"""Separation of reasoning from answers, in any pieces, alone and before tool calls."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ FRAGMENTS = ["<think>", "</think>", "<", "</", "think>", " ", "\n", "a", "b c"]
 
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join), st.booleans(), st.data())
 @settings(max_examples=examples(fast=60, all=150), deadline=None)
-def test_reasoning_is_the_same_however_the_text_is_cut(
+def test_reasoning_does_not_depend_on_how_the_text_is_divided(
     text: str, starts_inside: bool, data: st.DataObject
 ) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     parts = [text[start:end] for start, end in zip([0, *places], [*places, len(text)])]
     assert split(parts, starts_inside) == split([text], starts_inside) == split(list(text), starts_inside)
     reasoning, content = split(parts, starts_inside)
-    # By str.partition instead: nothing but white space and the two marks is lost.
+    # Compared with str.partition: only white space and the two marks are dropped.
     inside = text if starts_inside else text.lstrip().removeprefix("<think>")
     if starts_inside or inside != text.lstrip():
         thought, _, rest = inside.partition("</think>")
@@ -78,12 +78,14 @@ def test_reasoning_is_the_same_however_the_text_is_cut(
         ("answer", False, "", "answer"),
     ],
 )
-def test_reasoning_that_nobody_opens(text: str, starts_inside: bool, reasoning: str, content: str) -> None:
+def test_reasoning_without_an_opening_mark(
+    text: str, starts_inside: bool, reasoning: str, content: str
+) -> None:
     for parts in ([text], list(text)):
         assert split(parts, starts_inside, "deepseek_r1") == (reasoning, content)
 
 
-def test_where_reasoning_begins_without_its_mark() -> None:
+def test_starts_inside_by_parser_and_prompt() -> None:
     def begins(parser: str, prompt: str, final_content: str | None = None) -> bool:
         final = None if final_content is None else {"role": "assistant", "content": final_content}
         return starts_inside(parser, prompt, final)
@@ -105,7 +107,7 @@ def test_an_unknown_parser_is_refused() -> None:
         reasoning_stream("thoughts", False)
 
 
-def test_templates_that_open_the_reasoning() -> None:
+def test_templates_may_open_the_reasoning() -> None:
     question = {"role": "user", "content": "Why <think>"}
     answer = {"role": "assistant", "content": "<think>\nBecause"}
     for name, opens in (("qwen3_thinking", True), ("deepseek_r1", True), ("qwen3", False), ("chatml", False)):
@@ -119,7 +121,7 @@ def test_templates_that_open_the_reasoning() -> None:
 
 
 @pytest.mark.parametrize("parser", ["hermes", "mistral", "llama3_json"])
-def test_tool_calls_behind_reasoning(parser: str) -> None:
+def test_tool_calls_may_follow_reasoning(parser: str) -> None:
     calls = (("weather", {"city": "Zürich"}), ("now", {}))
     thought = 'Call <tool_call>{"name": "no", "arguments": {}}</tool_call>?'
     text = f"<think>\n{thought}\n</think>\n\n" + write_calls(parser, calls)
@@ -140,7 +142,7 @@ def test_tool_calls_behind_reasoning(parser: str) -> None:
         ("<think>a</think>b </thi", False, "a", "b </thi"),
     ],
 )
-def test_a_mark_that_is_cut_is_no_text(text: str, inside: bool, reasoning: str, content: str) -> None:
+def test_a_cut_mark_is_dropped(text: str, inside: bool, reasoning: str, content: str) -> None:
     stream = reasoning_stream("think", inside)
     pairs = [stream.add(text), stream.finish(is_cut=True)]
     assert "".join(pair[0] for pair in pairs) == reasoning
@@ -170,7 +172,7 @@ def test_tokens_of_reasoning_are_counted(tokens: list[str], inside: bool, parser
     counter.add([1 << 20])  # no token of the table
 
 
-def test_a_prompt_that_ends_behind_reasoning() -> None:
+def test_a_prompt_may_end_after_reasoning() -> None:
     assert ends_reasoning("<think>\n\n</think>\n\n") and not ends_reasoning("</think>\n<think>\n")
     assert not ends_reasoning("") and not ends_reasoning("x</think> y")
     assert ends_reasoning("rendered", {"content": "<think>a</think>b"})

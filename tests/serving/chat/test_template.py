@@ -1,4 +1,4 @@
-"""Chat templates in the styles of many models: rendered as transformers renders them, or refused as it refuses."""
+"""Chat templates of many models: rendered like transformers renders them, or refused like it refuses."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def transformers_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrain
 
 
 def expected(tokenizer: Any, name: str, messages: Messages, **options: Any) -> str | None:
-    """Return the rendering by transformers; None where the template refuses."""
-    chat = as_sent(messages) if name == "deepseek_r1" else messages  # which wants arguments as text
+    """Return the rendering by transformers; None if the template refuses."""
+    chat = as_sent(messages) if name == "deepseek_r1" else messages  # its template needs arguments as text
     if name == "parts_only":
         chat = in_parts(chat)
     try:
@@ -66,7 +66,7 @@ def with_empty(messages: Messages) -> Messages:
 
 
 def lost(text: str, messages: Messages) -> bool:
-    """Whether a result of a tool is not in a rendered chat."""
+    """Return whether a rendered chat lacks a tool's result."""
     return any(each["role"] == "tool" and each["content"] not in text for each in messages)
 
 
@@ -82,18 +82,16 @@ def test_renders_as_transformers(transformers_tokenizer: PreTrainedTokenizerBase
             ):
                 wanted = expected(transformers_tokenizer, name, messages, tools=tools, **options)
                 if label == "another role" and (wanted is None or "Be kind." not in wanted):
-                    # What a template does not know of the developer is said as the system.
+                    # A template that does not know the role developer gets system messages.
                     messages = [{**message, "role": "system"} for message in messages[:1]] + messages[1:]
                     wanted = expected(transformers_tokenizer, name, messages, tools=tools, **options)
                     messages = CONVERSATIONS[label]
-                if (
-                    wanted is None
-                ):  # what a template cannot do with a content that is null is done with an empty one
+                if wanted is None:  # content null is replaced by "" for templates that cannot render it
                     wanted = expected(
                         transformers_tokenizer, name, with_empty(messages), tools=tools, **options
                     )
                 if wanted is not None and lost(wanted, messages):
-                    wanted = None  # which transformers leaves out without a word
+                    wanted = None  # transformers silently leaves it out
                 assert rendered(name, messages, tools=tools, **options) == wanted, (label, tools, options)
                 num_rendered += wanted is not None
     assert num_rendered >= 18
@@ -121,7 +119,7 @@ def test_the_templates_cover_every_style() -> None:
         ("gpt_oss", {"reasoning_effort": "high"}),
     ],
 )
-def test_further_variables(
+def test_extra_variables_are_rendered(
     transformers_tokenizer: PreTrainedTokenizerBase, name: str, variables: Mapping[str, Any]
 ) -> None:
     messages = [SYSTEM, USER]
@@ -142,12 +140,12 @@ def test_further_variables(
         ("qwen3", {"enable_thinking": object()}, r"object in it"),
     ],
 )
-def test_variables_without_a_place_are_refused(name: str, variables: Mapping[str, Any], message: str) -> None:
+def test_unknown_variables_are_refused(name: str, variables: Mapping[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         template(name).render([USER], template_kwargs=variables)
 
 
-def test_tools_without_a_place_are_refused() -> None:
+def test_tools_are_refused_by_a_template_without_tools() -> None:
     for name in NAMES:
         if name in WITHOUT_TOOLS:
             with pytest.raises(InvalidArgument, match="no place for tools"):
@@ -156,7 +154,7 @@ def test_tools_without_a_place_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parts_are_taken_or_joined(transformers_tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+def test_parts_are_rendered_or_joined(transformers_tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     parts = [{"type": "text", "text": "Two"}, {"type": "text", "text": "parts."}]
     text = template(name).render([{"role": "user", "content": parts}])
     joined = template(name).render([{"role": "user", "content": "Two\nparts."}])
@@ -193,12 +191,12 @@ def test_parts_are_taken_or_joined(transformers_tokenizer: PreTrainedTokenizerBa
         ([{"role": "assistant", "content": "x", "reasoning_content": 5}], r"reasoning_content is '5'"),
     ],
 )  # fmt: skip
-def test_messages_of_another_form_are_refused(messages: Any, message: str) -> None:
+def test_malformed_messages_are_refused(messages: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         template("qwen3").render(messages)
 
 
-def test_the_message_of_a_template_that_refuses_is_reported() -> None:
+def test_a_templates_own_error_is_reported() -> None:
     with pytest.raises(InvalidArgument, match="rendered by the chat template: A system role is not known"):
         template("gemma2").render([SYSTEM, USER])
 
@@ -223,7 +221,7 @@ def test_impossible_continuations_are_refused() -> None:
 @pytest.mark.parametrize(
     "reads",
     [
-        "{{ m.content[:3] }}{{ m.content }}",  # as the first edition of Qwen 3 looks at every message
+        "{{ m.content[:3] }}{{ m.content }}",  # like Qwen 3's first template looks at every message
         "{{ m['content'] + '!' }}",
         "{% if 'x' in m.content %}{% endif %}{{ m.content | trim }}",
         "{{ m.content | tojson }}",
@@ -234,7 +232,7 @@ def test_impossible_continuations_are_refused() -> None:
 )
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_call_without_content_is_rendered(reads: str, as_text: bool) -> None:
-    """By whatever the template takes for a content that is not there."""
+    """Empty content has the form that the template can render."""
     arguments = "{{ '' + call.function.arguments }}" if as_text else "{{ call.function.arguments.city }}"
     calls = f"{{% for call in m.tool_calls or [] %}}{{{{ call.function.name }}}}{arguments}{{% endfor %}}"
     chat = of_source(f"{{% for m in messages %}}<{{{{ m.role }}}}>{reads}{calls}{{% endfor %}}")
@@ -247,7 +245,7 @@ def test_a_call_without_content_is_rendered(reads: str, as_text: bool) -> None:
 
 
 @pytest.mark.parametrize("role", ["wizard", ""])
-def test_a_role_that_nobody_knows_is_refused(role: str) -> None:
+def test_an_unknown_role_is_refused(role: str) -> None:
     for name in NAMES:
         with pytest.raises(
             InvalidArgument, match=rf"messages\[1\].role is '{role}'|messages cannot be rendered"
@@ -306,8 +304,8 @@ OBJECT = "{{ {'name': call.function.name, 'KEY': call.function.arguments} | tojs
         ("[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}", "mistral"),
         (OBJECT.replace("KEY", "parameters"), "llama3_json"),
         (f"<|python_tag|>{OBJECT.replace('KEY', 'parameters')}", "llama3_json"),
-        (f"[{OBJECT}]", "json"),  # as xLAM has it
-        # Functionary, Apriel, MiniMax, ToolACE, Qwen 3 Coder, GLM, Granite: nobody reads these.
+        (f"[{OBJECT}]", "json"),  # xLAM's form
+        # Functionary, Apriel, MiniMax, ToolACE, Qwen 3 Coder, GLM, Granite: no parser reads these.
         ("<function={{ call.function.name }}>{{ call.function.arguments | tojson }}</function>", ""),
         (f"<tool_calls>[{OBJECT}]</tool_calls>", ""),
         (f"<tool_calls>\n{OBJECT}\n</tool_calls>", ""),
@@ -318,7 +316,7 @@ OBJECT = "{{ {'name': call.function.name, 'KEY': call.function.arguments} | tojs
         (f"<|tool_call|>[{OBJECT}]", ""),
     ],
 )  # fmt: skip
-def test_how_calls_are_written_is_found_by_writing_one(thinks: str, call: str, style: str) -> None:
+def test_the_call_style_is_detected_by_rendering_a_call(thinks: str, call: str, style: str) -> None:
     """Words of other styles in the template do not matter."""
     source_text = TOOL_CHAT.replace("CALL{%", call.replace("KEY", "arguments") + "{%").replace(
         "THINK", thinks
@@ -337,7 +335,7 @@ def test_how_calls_are_written_is_found_by_writing_one(thinks: str, call: str, s
         ("<|start_header_id|> parameters", ""),
     ],
 )
-def test_a_template_that_writes_no_calls_is_known_by_its_example(said: str, style: str) -> None:
+def test_the_call_style_is_detected_from_instructions(said: str, style: str) -> None:
     chat = of_source(
         "{% if tools %}{{ SAID }}{% endif %}{{ messages[0].content }}".replace("SAID", repr(said))
     )
@@ -346,8 +344,8 @@ def test_a_template_that_writes_no_calls_is_known_by_its_example(said: str, styl
 
 
 @pytest.mark.parametrize("name", ["xml_tools", "python_tools"])
-def test_tools_are_given_as_the_template_calls_them(name: str) -> None:
-    """SmolLM3 has these two, and later all three."""
+def test_tools_are_passed_under_the_templates_name(name: str) -> None:
+    """SmolLM3 has the first two, and in later versions all three."""
     shown = "{% for tool in (NAME or [])[:] %}{{ tool | string }}{% endfor %}{{ messages[0].content }}"
     chat = of_source(shown.replace("NAME", name))
     assert chat.takes_tools and "'weather'" in chat.render([USER], tools=TOOLS)
@@ -398,11 +396,11 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path: Path, files
                 chat.render([USER], tools=tools, add_generation_prompt=False)
             continue
         if tools and "TEXT" in wanted:
-            continue  # these tools would have been ignored
+            continue  # these tools would be ignored
         assert chat.render([USER], tools=tools, add_generation_prompt=False) == wanted
 
 
-def test_a_file_comes_before_the_checkpoint(tmp_path: Path) -> None:
+def test_a_template_file_overrides_the_checkpoints(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "checkpoint", settings={"chat_template": TEXT})
     (tmp_path / "own.jinja").write_text("OWN{{ messages[0].content }}")
     chat = load_chat_template(str(folder), tmp_path / "own.jinja")

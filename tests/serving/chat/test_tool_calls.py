@@ -1,4 +1,4 @@
-"""Tool calls out of texts, whole and in pieces: against calls that json.dumps has written, cut in any way."""
+"""Parsing of tool calls, whole and in pieces, compared with calls written by json.dumps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_calls_are_found(parser: str) -> None:
     assert answer == Answer("", tuple(calls))
 
 
-def test_a_text_without_calls_is_content_as_it_is() -> None:
+def test_a_text_without_calls_is_content_unchanged() -> None:
     for text in (
         "",
         " \n",
@@ -50,17 +50,17 @@ def test_a_text_without_calls_is_content_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("parser", "text", "content", "calls"),
     [
-        # Content around calls, and the white space between.
+        # Content around calls, and white space between them.
         ("hermes", 'See.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n', "See.", ["f"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n Done. ', "Done. ", ["f"]),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", ["f"]),
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", ["f"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", ["f"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "}"}</tool_call>', "", ["f"]),
-        # A missing end, and one that is cut.
+        # A missing or incomplete end.
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool', "", ["f"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}} and on', "and on", ["f"]),
-        # Texts that are no calls.
+        # Texts without calls.
         ("hermes", "<tool_call>\nsearch()\n</tool_call>", "<tool_call>\nsearch()\n</tool_call>", []),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
         ("hermes", '<tool_call> <tool_call>{"name": "f"}</tool_call>', "<tool_call>", ["f"]),
@@ -95,7 +95,7 @@ def test_examples(parser: str, text: str, content: str, calls: list[str]) -> Non
 
 
 @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
-def test_the_rest_of_a_forced_call_that_is_cut_is_no_content(parser: str) -> None:
+def test_the_rest_of_a_cut_forced_call_is_dropped(parser: str) -> None:
     calls = [("f", {"a": 1}), ("g", {"b": "}"})]
     text = write_calls(parser, calls).removeprefix(forced_prefix(parser))
     first = len(write_calls(parser, calls[:1]).removeprefix(forced_prefix(parser)).rstrip("]"))
@@ -105,7 +105,7 @@ def test_the_rest_of_a_forced_call_that_is_cut_is_no_content(parser: str) -> Non
         assert without_ids(joined(parser, list(text[:end]), forced=True)) == without_ids(("", found))
 
 
-def test_arguments_are_passed_on_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     stream = tool_call_stream("hermes")
     deltas = [
         stream.add(part) for part in ("<tool_call>", '{"name": "f", ', '"arguments": {"a"', ": 1", "}}")
@@ -115,13 +115,13 @@ def test_arguments_are_passed_on_as_they_come() -> None:
     ]  # fmt: skip
 
 
-def test_a_call_that_is_cut_off_has_the_arguments_so_far() -> None:
+def test_a_cut_call_has_its_arguments_so_far() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": "b'
     content, calls = joined("hermes", [text])
     assert (content, [(c["name"], c["arguments"]) for c in calls]) == ("", [("f", '{"a": "b')])
 
 
-def test_ids_are_as_templates_want_them() -> None:
+def test_ids_have_the_templates_form() -> None:
     for parser in TOOL_CALL_PARSERS:
         _, calls = joined(parser, [write_calls(parser, [("f", {}), ("g", {})])])
         ids = [call["id"] for call in calls]
@@ -135,8 +135,8 @@ def test_an_unknown_parser_is_refused() -> None:
         tool_call_stream("llama4")
 
 
-def test_markers_that_are_special_tokens() -> None:
-    """Mistral's marker is one, and would be missing from a text without special tokens."""
+def test_markers_may_be_special_tokens() -> None:
+    """Mistral's marker is one, and is missing in a text without special tokens."""
     plain = tiny_tokenizers.tokenizer("byte_level")
     file = json.loads(tiny_tokenizers.backend("byte_level").to_str())
     for token in ("[TOOL_CALLS]", "</think>"):
@@ -165,7 +165,7 @@ CALLS = st.lists(
 
 @given(st.sampled_from(TOOL_CALL_PARSERS), CALLS, st.sampled_from([None, 1]), st.data())
 @settings(max_examples=60, deadline=None)
-def test_written_calls_come_back_in_any_pieces(
+def test_written_calls_are_parsed_in_any_pieces(
     parser: str, calls: list[tuple[str, dict[str, Any]]], indent: int | None, data: st.DataObject
 ) -> None:
     text = write_calls(parser, calls, indent)
@@ -187,7 +187,7 @@ FRAGMENTS = [
     st.data(),
 )
 @settings(max_examples=examples(fast=100, all=250), deadline=None)
-def test_calls_are_the_same_however_the_text_is_cut(
+def test_calls_do_not_depend_on_how_the_text_is_divided(
     parser: str, text: str, forced: bool, data: st.DataObject
 ) -> None:
     whole = joined(parser, [text], forced)
@@ -196,7 +196,7 @@ def test_calls_are_the_same_however_the_text_is_cut(
     content, calls = whole
     if not calls:
         assert content == text
-    # Every character of the content, and of a call's arguments, is one of the text, in its order.
+    # Every character of the content and of a call's arguments is in the text, in the same order.
     assert is_subsequence(content, text)
     for call in calls:
         assert call["arguments"] in text or json.loads(call["arguments"]) is not None
@@ -218,10 +218,10 @@ def is_subsequence(part: str, text: str) -> bool:
 
 @given(st.sampled_from(TOOL_CALL_PARSERS), CALLS, st.integers(0, 400), st.booleans())
 @settings(max_examples=examples(fast=60, all=150), deadline=None)
-def test_a_call_that_is_cut_leaves_nothing_of_itself(
+def test_a_cut_call_leaves_no_content(
     parser: str, calls: list[tuple[str, dict[str, Any]]], length: int, forced: bool
 ) -> None:
-    """At whatever place: one that has not begun yet is not told at all, but for a single character."""
+    """Cut anywhere: a call that has not begun is dropped, except for a single character."""
     text = write_calls(parser, calls)
     if forced:
         text = text.removeprefix(forced_prefix(parser))
@@ -260,7 +260,7 @@ def test_an_incomplete_call_that_is_cut_is_content(parser: str, text: str, conte
 def test_a_delta_has_one_entry_for_each_call(
     parser: str, calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
 ) -> None:
-    """Clients put entries of one index in one chunk together in different ways, and lose some."""
+    """Clients join several entries for one index in a chunk in different ways, and lose some."""
     stream = tool_call_stream(parser)
     deltas = [*map(stream.add, cut(write_calls(parser, calls), data)), stream.finish()]
     for delta in (*deltas, ChatDelta.joined(deltas)):

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from inflight.core.request.request import ModelLimits, Request
+from inflight.core.request.engine_description import ModelLimits
+from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument, Name
 
 

@@ -50,7 +50,8 @@ from inflight.additional_outputs import OfferedOutput
 from inflight.config import SchedulingConfig
 from inflight.core.request.adapter import StoredAdapter
 from inflight.core.request.beam_search import BeamCandidates
-from inflight.core.request.request import ModelLimits, Request
+from inflight.core.request.engine_description import ModelLimits
+from inflight.core.request.request import Request
 from inflight.core.request.response import TopLogProbs
 from inflight.errors import InflightError
 

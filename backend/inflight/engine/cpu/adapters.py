@@ -1,9 +1,10 @@
-"""LoRA adapters in the layout that the compiled products read, and which of them lie in which pages.
+"""LoRA adapters in the layout that the compiled products read, and the pages that each adapter occupies.
 
-What a module adds, B (A x), is computed with the product that the module is a part of: query, key and value with
-qkv, gate and up with up. Their rows of A lie one behind the other. Of B, every 16 columns of a product have only
-the ranks that change them: the query's columns none of the key's. Numbers have the type of activations, with int8
-weights too. All of an adapter lies in one piece of memory, which another gets when it is gone. Loop thread.
+A module's delta, B (A x), is computed together with the product that contains the module: query, key and
+value with qkv, gate and up with up. The modules' rows of A are stored one after the other. For B, every 16
+columns of a product store only the ranks that change them: the query's columns none of the key's. Values have
+the dtype of activations, even if weights are int8. An adapter is stored in one block of memory, which is
+freed with it. Loop thread.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class _Product:
     """A product of a rank's layers, and the modules that it consists of.
 
     Attributes:
-        name: Of the field of LayerAdapterStruct.
-        modules: In the order of the source's rows, with how many of them are theirs.
-        inner: Inputs.
-        order: Source row of every packed column, -1 for columns that only fill up.
+        name: Name of the field of LayerAdapterStruct.
+        modules: The modules in the order of the source's rows, with the number of rows of each.
+        inner: Number of inputs.
+        order: Source row of every packed column, -1 for padding columns.
     """
 
     name: str
@@ -45,13 +46,13 @@ class _Product:
 
     @property
     def width(self) -> int:
-        """Columns in whole panels."""
+        """Number of columns in whole panels."""
         return -(-len(self.order) // PANEL) * PANEL
 
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """The ranks of a module among all ranks of its product: `count` pairs of ranks from pair `first` on."""
+    """A module's share of the ranks of its product: `count` pairs of ranks from pair `first` on."""
 
     first: int
     count: int
@@ -62,8 +63,9 @@ class _Columns:
     """The place of a module's part of B in the packed B.
 
     Attributes:
-        rows: [halves, 16], its row of every column of the halves of panels that it is in; -1: another's column.
-        at: [halves], into which register the first pair of ranks of these columns goes.
+        rows: [halves, 16], the row of B for every column of the half panels that contain the module; -1 for
+            columns of other modules.
+        at: [halves], index of the register that the first pair of ranks of these columns is stored in.
     """
 
     rows: NDArray[np.int64]
@@ -76,8 +78,8 @@ class _ColumnLayout:
 
     Attributes:
         ranges: RankRange of source/layer.h for each 16 columns, [width / 16, 3] int32.
-        num_registers: That B takes.
-        columns: By module.
+        num_registers: Number of registers that B occupies.
+        columns: Place of each module.
     """
 
     ranges: NDArray[np.int32]
@@ -90,12 +92,12 @@ class _Part:
     """An adapter's low-rank matrices for a product of one layer, before they are packed.
 
     Attributes:
-        layer: Of this rank's layers.
-        product: Of that layer.
-        modules: Of the product's, those that the adapter changes.
-        layout: Of B.
-        ranks: Where each module's are.
-        num_ranks: Of all modules, filled up.
+        layer: The layer among this rank's layers.
+        product: The product of that layer.
+        modules: The product's modules that the adapter changes.
+        layout: The layout of B.
+        ranks: Ranks of each module.
+        num_ranks: Number of ranks of all modules, padded.
     """
 
     layer: int
@@ -106,18 +108,18 @@ class _Part:
     num_ranks: int
 
     def num_registers_of_a(self, per_register: int) -> int:
-        """With so many numbers in each."""
+        """Return the number of registers that A occupies, given the numbers per register."""
         return self.num_ranks * -(-self.product.inner // per_register)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter as the compiled code takes it.
+    """An adapter in the format of the compiled code.
 
     Attributes:
-        pages: That it takes.
-        struct: Points into the rest.
-        kept: What it points into.
+        pages: The pages that it occupies.
+        struct: The adapter's struct, which points to the data in `kept`.
+        kept: The objects that the struct points to.
     """
 
     pages: frozenset[int]
@@ -134,10 +136,10 @@ class PackedAdapters:
     """The adapters in a decoder's pages.
 
     Args:
-        library: The compiled code, for this type of activations.
-        config: Of the whole model.
-        part: Of this rank.
-        dtype: Of activations.
+        library: The compiled code for this dtype of activations.
+        config: Configuration of the whole model.
+        part: This rank's part of it.
+        dtype: Dtype of activations.
     """
 
     def __init__(self, library: ctypes.CDLL, config: DecoderConfig, part: Part, dtype: torch.dtype) -> None:
@@ -152,7 +154,7 @@ class PackedAdapters:
         self._by_page: dict[int, PackedAdapter] = {}
 
     def load(self, load: AdapterLoad) -> None:
-        """Pack an adapter; those that were in any of its pages are gone, even if there is no memory for it."""
+        """Pack an adapter and discard those in any of its pages, even if there is no memory for the new one."""
         pages = frozenset(load.pages)
         for first in [page for page, adapter in self._by_page.items() if adapter.pages & pages]:
             del self._by_page[first]
@@ -160,10 +162,10 @@ class PackedAdapters:
         self._by_page[load.pages[0]] = self._pack(pages, self._plan(layers))
 
     def addresses(self, first_pages: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """[rows], where the compiled code finds each row's adapter; 0 for -1.
+        """Return the addresses [rows] of the rows' adapters by their first pages; 0 for -1.
 
         Raises:
-            ValueError: There is no adapter in a page.
+            ValueError: A page has no adapter.
         """
         known = {page: adapter.address for page, adapter in self._by_page.items()} | {-1: 0}
         try:
@@ -174,7 +176,7 @@ class PackedAdapters:
     def _plan(self, layers: dict[int, dict[Module, LowRank]]) -> list[_Part]:
         layouts: dict[
             tuple[str, tuple[tuple[Module, _Ranks], ...]], _ColumnLayout
-        ] = {}  # most layers have the same
+        ] = {}  # most layers have the same layouts
         parts: list[_Part] = []
         for layer, of_layer in layers.items():
             for product in self._products:
@@ -191,7 +193,7 @@ class PackedAdapters:
         return parts
 
     def _place(self, modules: dict[Module, LowRank]) -> dict[Module, _Ranks]:
-        """Each module's ranks; modules that were fused have the same A, and the same ranks."""
+        """Return each module's ranks; fused modules have the same A and so share ranks."""
         places: dict[Module, _Ranks] = {}
         places_of_a: dict[int, _Ranks] = {}
         num_pairs = 0
@@ -229,14 +231,14 @@ class PackedAdapters:
         return PackedAdapter(pages, AdapterStruct(ctypes.addressof(layers), most), tuple(kept))
 
     def _pack_a(self, part: _Part, target: Tensor) -> None:
-        """Into [ranks / 4, registers of inner, 4] registers."""
+        """Pack A into [ranks / 4, registers of inner, 4] registers."""
         for module, low_rank in part.modules.items():
             a = low_rank.a.to(self._dtype)
             first = part.ranks[module].first * self._pair
             self._library.pack_a(a.data_ptr(), a.stride(0), *a.shape, first, target.data_ptr())
 
     def _pack_b(self, part: _Part, target: Tensor) -> None:
-        """Into registers of 16 pairs."""
+        """Pack B into registers of 16 pairs."""
         for module, low_rank in part.modules.items():
             b, columns = low_rank.b.to(self._dtype).contiguous(), part.layout.columns[module]
             rows, at = columns.rows.ctypes.data, columns.at.ctypes.data
@@ -255,7 +257,7 @@ def _products(held: DecoderConfig) -> tuple[_Product, ...]:
 
 
 def _pack_magnitude(part: _Part) -> Tensor | None:
-    """[columns in whole panels]; None if it is 1 everywhere."""
+    """Return DoRA's magnitudes [columns in whole panels]; None if all are 1."""
     if all(low_rank.magnitude is None for low_rank in part.modules.values()):
         return None
     parts: list[Tensor] = []
@@ -266,7 +268,7 @@ def _pack_magnitude(part: _Part) -> Tensor | None:
 
 
 def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _ColumnLayout:
-    """Lay out the packed B of a product for the modules that the adapter has."""
+    """Return the layout of a product's packed B for the modules that the adapter changes."""
     order = np.full(product.width, -1, dtype=np.int64)
     order[: len(product.order)] = product.order.numpy()
     order = order.reshape(-1, HALF)

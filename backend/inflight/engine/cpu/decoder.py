@@ -1,7 +1,7 @@
-"""NativeDecoder computes what `Decoder` computes, with compiled layers (source/decoder.h).
+"""NativeDecoder runs the model with compiled layers (source/decoder.h), with the same results as `Decoder`.
 
-One call runs all layers over all rows; where ranks share the layers, a call runs half a layer, and the halves are
-added up over the ranks between. Keys and values lie in the cache's blocks in an order of their own. Loop thread.
+One call runs all layers over all rows; if ranks share layers, a call runs half a layer, and the ranks' results are
+summed between calls. Keys and values are stored in the cache's blocks in a special order. Loop thread.
 """
 
 from __future__ import annotations
@@ -46,25 +46,26 @@ _ATTENTION, _MLP = 0, 1  # halves of a layer
 
 
 class NativeDecoder:
-    """A model's packed weights, or those of a part of it.
+    """A decoder over the packed weights of a model or of a part of it.
 
     Args:
-        config: What the checkpoint says.
-        weights: Of this part; its layers are `Packer.layer`'s, and its output projection `Packer.linear`'s.
-        packer: Packs the rest.
-        layer_windows: As for `Decoder`, like the next three.
+        config: Configuration of the whole model.
+        weights: Weights of this part; its layers come from `Packer.layer`, its output projection from
+            `Packer.linear`.
+        packer: Packs the remaining weights.
+        layer_windows: As for `Decoder`.
         max_sequence_length: As for `Decoder`.
-        tokens_per_block: Of the cache that will come with every call.
+        tokens_per_block: Block size of the cache that every call passes.
         part: As for `Decoder`.
         collectives: As for `Decoder`.
-        rounding: Of the cache that will come with every call.
+        rounding: Rounding of the cache that every call passes.
 
     Raises:
         ConfigError: Its threads cannot be started.
 
     Attributes:
-        config: Of the whole model.
-        dtype: Of activations, and of the KV cache unless that is rounded.
+        config: Configuration of the whole model.
+        dtype: Dtype of activations, and of the KV cache unless that is rounded.
         kernels: As for `Decoder`.
         has_fixed_shapes: As for `Decoder`.
         needs_cleared_blocks: As for `Decoder`.
@@ -74,7 +75,7 @@ class NativeDecoder:
     kernels = "native"
     has_fixed_shapes = False
 
-    # What lies behind a sequence's last token is masked, or zeroed as that is stored.
+    # Positions after a sequence's last token are masked, or set to zero when that token is stored.
     needs_cleared_blocks = False
 
     def __init__(
@@ -101,7 +102,7 @@ class NativeDecoder:
         for layer, window in zip(self._layers, layer_windows[slice(*part.layers)]):
             layer.recent, layer.sinks = (0, 0) if window is None else (window.recent, window.sinks)
         self._position_embedding = weights.position_embedding
-        self._embedding = weights.embedding  # None also where its rows are the output projection's columns
+        self._embedding = weights.embedding  # None also if its rows are the output projection's columns
         if weights.lm_head is not None and weights.final_norm is not None:
             self._lm_head, self._lm_head_tensors = weights.lm_head.struct, weights.lm_head.tensors
             self._final_norm, self._final_norm_tensors = packer.norm(weights.final_norm)
@@ -135,7 +136,7 @@ class NativeDecoder:
         hidden: Tensor | None = None,
         between: HiddenStates | None = None,
     ) -> Tensor:
-        """Compute this rank's layers; a call of the library ends where hidden states are to be kept."""
+        """Compute this rank's layers; a library call ends at each layer whose hidden states are wanted."""
         batch, x = self._begin(packed, cache, hidden)
         _check(self._library.plan(self._handle, batch))
         between = between or HiddenStates()
@@ -153,7 +154,7 @@ class NativeDecoder:
         return x
 
     def _take(self, x: Tensor, total: Tensor, of: Contribution) -> None:
-        """Add what attention or MLP gave on all ranks together to the residual stream."""
+        """Add the sum over ranks of attention's or the MLP's output to the residual stream."""
         if of.bias is not None:
             total = total + of.bias
         if of.post_norm is not None:
@@ -161,9 +162,10 @@ class NativeDecoder:
         x.add_(total, alpha=self.config.residual_scale)
 
     def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
-        """Compute layers and logits in one call: after each, Python has to come back into the caches.
+        """Compute layers and logits in one call, because after each call Python code must return to the CPU
+        caches.
 
-        Peaks are found with it, for `row_kernels`.
+        The call also finds the peaks, for `row_kernels`.
         """
         if self._collectives.size > 1:
             return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
@@ -202,12 +204,12 @@ class NativeDecoder:
         self._adapters.load(load)
 
     def normalize(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm, by torch's operators."""
+        """Apply the final norm with torch's operators."""
         assert self._norm is not None, "the last stage has the final norm"
         return apply_norm(hidden, self._norm, self.config.norm_eps)
 
     def _stops(self, between: HiddenStates) -> list[int]:
-        """The layers that calls begin with, and the number of layers."""
+        """Return the first layer of each call, followed by the number of layers."""
         count = len(self._layers)
         inner = {stop - self._first_layer for stop in between.wanted}
         return [0, *sorted(stop for stop in inner if 0 < stop < count), count]
@@ -215,7 +217,7 @@ class NativeDecoder:
     def _begin(
         self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None
     ) -> tuple[BatchStruct, Tensor]:
-        """The batch, which points into what was given, and the first layer's input or `hidden`."""
+        """Return the batch, which points into the arguments, and the first layer's input or `hidden`."""
         self._bind(cache)
         spans, positions, slots = _spans(packed), packed.positions, packed.slots
         batch = BatchStruct(
@@ -249,7 +251,7 @@ class NativeDecoder:
         _check(self._library.run(self._handle, batch, x.data_ptr(), first, last, target, half))
 
     def routed(self) -> RoutedStruct:
-        """Totals over the layers with experts since this decoder was made."""
+        """Return totals over the layers with experts since this decoder was created."""
         routed = RoutedStruct()
         self._library.read_routed(self._handle, routed)
         return routed
@@ -286,7 +288,7 @@ class NativeDecoder:
         )
 
     def _bind(self, cache: KvCache) -> None:
-        """Point into the cache, which is the same one for good."""
+        """Set the layers' pointers into the cache, which never changes."""
         if cache is self._cache:
             return
         assert cache.rounding == self._rounding, "the cache is the one that was described"
@@ -308,7 +310,7 @@ class NativeDecoder:
 
 
 def _spans(packed: PackedBatch) -> np.ndarray:
-    """[spans, 4] int64: slot, first row, row after the last, position of the first. Chunks, then generation."""
+    """Return [spans, 4] int64: slot, first row, row after the last, first position. Chunks, then generation."""
     first = packed.generation_begin
     spans = [(chunk.slot, chunk.begin, chunk.end, chunk.start) for chunk in packed.chunks]
     slots, lengths = packed.slots.numpy()[first:].tolist(), packed.generation_lengths.tolist()

@@ -1,4 +1,4 @@
-"""The numbers that Python and the compiled code lay weights out by; they are compared as a library is loaded."""
+"""Constants of the weight layout that Python and the compiled code share, compared when a library is loaded."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from inflight.engine.cpu import structs
 from inflight.errors import ConfigError
 
 PANEL = 32
-"""Columns of a panel."""
+"""Number of columns in a panel."""
 HALF = 16
-"""Columns of a register: half a panel."""
+"""Number of columns in a register: half a panel."""
 PAIR_BYTES = 4
-"""Bytes of the inputs that a lane multiplies at a time."""
+"""Size of the inputs that a lane multiplies at a time, in bytes."""
 RANKS_AT_ONCE = 4
-"""Rows of an adapter's A that are multiplied together."""
+"""Number of rows of an adapter's A that are multiplied together."""
 ELEMENT, INT8, INT4, FLOAT4 = range(4)
 """Kinds of `LinearStruct`."""
 INT4_AT_ONCE = 8
-"""Inputs of a group of 4 bits come in multiples of so many."""
+"""The number of inputs in a group of 4-bit values is a multiple of this."""
 INT4_GROUP_BYTES = 8
-"""Bytes of an operand's group beside its levels."""
+"""Bytes of a group of an operand besides its levels."""
 INT4_ZERO_BITS = 31
-"""The bits of a group's scale that are its zero point."""
+"""Mask of the zero point in the bits of a group's scale."""
 INT4_WORD, FLOAT4_WORD = 4, 2
-"""Bytes of a group's scale."""
+"""Size of a group's scale in bytes."""
 MAX_QUERY_GROUP, MAX_HEAD_DIM = 12, 256
-"""The most query heads for a key head, and the widest head, that attention has room for."""
+"""Maximum number of query heads per key head, and maximum width of a head, that attention supports."""
 
 _CONSTANTS = {
     "kPanel": PANEL,
@@ -55,11 +55,11 @@ _CONSTANTS = {
     "sizeof(PenalizedRows)": ctypes.sizeof(structs.PenalizedRowsStruct),
     "sizeof(MaskedRows)": ctypes.sizeof(structs.MaskedRowsStruct),
 }
-"""By their names in `constants` of source/decoder.cpp."""
+"""Values by their names in `constants` of source/decoder.cpp."""
 
 
 def check_layout(library: ctypes.CDLL) -> None:
-    """Raise ConfigError, with every number that differs, unless the library lays weights out by these numbers."""
+    """Raise ConfigError that lists all differences unless the library was compiled with the same constants."""
     compiled: dict[str, int] = {}
     for constant in library.constants():
         if constant.name is None:

@@ -1,16 +1,17 @@
-"""The compiled code: a library that came with the package, or one that the machine's compiler makes of source/.
+"""The compiled code: a library from the package, or one that this machine's compiler builds from source/.
 
-A wheel brings libraries (scripts/wheel), which `prebuild` has put beside the sources, and they come first, if they
-are of these sources. What is compiled here takes up to twenty seconds when it is first needed. It is kept in the
-user's cache folder, under a name that changes with the sources, the compiler, the C library and the processor, so
-that later starts find it. At a library's end stands a digest of it, as a file that was cut short would end the
-process that runs it.
+A wheel includes libraries (scripts/wheel), which `prebuild` has put beside the sources; they take precedence
+if they were built from these sources. Otherwise compiling takes up to twenty seconds at the first use. The
+result is kept in the user's cache folder, under a name that depends on the sources, the compiler, the C
+library and the processor, so that later starts find it. A library ends with a digest of itself, because
+loading a truncated file would kill the process.
 Any thread; of several processes one builds, and the others wait for it. Imports no torch.
 
-Whoever builds removes what nobody has loaded for 30 days. A library's modification time is when it was last loaded
-or built. Every version of the sources, the compiler and the processor has libraries of its own, and nothing tells
-which of them are still installed somewhere, so age decides. A process that has loaded a library that is removed
-takes no harm: the file lives on until the last of them has ended, and is built again when it is needed again.
+After a build, libraries that were not loaded for 30 days are removed. A library's modification time is the
+time when it was last loaded or built. Every version of the sources, the compiler and the processor has its
+own libraries, and it cannot be known which versions are still installed, so age decides. Removing a loaded
+library does no harm: the file exists until the last process that loaded it ends, and is built again when it
+is needed again.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ _FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-sha
 _ELEMENTS = {"float32": "F32", "bfloat16": "Bf16"}
 _TARGET_VARIABLE = "INFLIGHT_CPU_TARGET"
 _BUILD_VARIABLE = "INFLIGHT_CPU_BUILD"
-_BUILD_TIMEOUT_S = 600.0  # fifty times what it takes on a machine that does nothing else
+_BUILD_TIMEOUT_S = 600.0  # fifty times the duration of a build on an idle machine
 _VERSION_TIMEOUT_S = 10.0
 _TICK_S = 1.0
 _DIGEST_BYTES = 16
-_BUILD_PREFIX = "build-"  # of a build's folder, which is left behind only if its process was killed
+_BUILD_PREFIX = "build-"  # of the folder of a build, which remains only if its process was killed
 _UNUSED_S = 30 * 24 * 3600.0
-_ABANDONED_S = 24 * 3600.0  # far longer than any build takes
+_ABANDONED_S = 24 * 3600.0  # far longer than any build
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _PRODUCT_CHECKS = (  # in the order of ProductCheck of source/amx_check.h
     "",
@@ -66,23 +67,23 @@ _NONE_PREBUILT = "no library for it came with the package"
 
 
 class CannotBuild(Exception):
-    """There is no compiled code on this machine; the message says why."""
+    """There is no compiled code for this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A kind of processor that the sources have registers and products for (source/lanes.h, products.h).
+    """A kind of processor for which the sources have registers and products (source/lanes.h, products.h).
 
     Attributes:
-        name: As the environment variable has it that asks for this one.
+        name: Its name in the environment variable that selects a target.
         int8_products: The instruction that multiplies weights of 8 and 4 bits.
-        here: Compiler flags for the processor of this machine.
-        anywhere: Compiler flags for all that have the instruction sets.
-        needed: Instruction sets that all of its code needs; names as in /proc/cpuinfo.
-        for_bfloat16: What code for bfloat16 needs beyond, with the compiler's flags.
-        for_int8: What code for weights of 8 and 4 bits needs beyond, likewise.
-        dtypes: What it is faster for than the next target.
-        caveat: What users are told of it beside its name.
+        here: Compiler flags for this machine's processor.
+        anywhere: Compiler flags for all processors with the instruction sets.
+        needed: Instruction sets that all of its code needs, with their names in /proc/cpuinfo.
+        for_bfloat16: Further instruction sets for bfloat16, with the compiler's flags.
+        for_int8: Further instruction sets for weights of 8 and 4 bits, with the compiler's flags.
+        dtypes: Dtypes for which it is faster than the next target.
+        caveat: A remark for users, shown with its name.
     """
 
     name: str
@@ -96,11 +97,11 @@ class Target:
     caveat: str = ""
 
     def instruction_sets(self, dtype: str, int8: bool = False) -> frozenset[str]:
-        """The instruction sets that code for models of this dtype needs."""
+        """Return the instruction sets that code for models of this dtype needs."""
         return self.needed | self._beyond(dtype, int8).keys()
 
     def flags_anywhere(self, dtype: str, int8: bool = False) -> tuple[str, ...]:
-        """Compiler flags of code for every processor that has the instruction sets."""
+        """Return the compiler flags for all processors that have the instruction sets."""
         return (*self.anywhere, *self._beyond(dtype, int8).values())
 
     def _beyond(self, dtype: str, int8: bool) -> dict[str, str]:
@@ -136,8 +137,8 @@ _OF_MACHINES = {
             {"avx512_bf16": "-mavx512bf16"},
             {"avx512_vnni": "-mavx512vnni"},
         ),
-        # Not -march=native: a processor with AVX-512 that lacks a part of it runs this code, too. For others it is
-        # tuned for Zen 3: tuned for none, long prompts took a quarter longer there.
+        # Not -march=native: processors with AVX-512 that lack a part of it run this code too. For other
+        # processors it is tuned for Zen 3: without tuning, long prompts took a quarter longer there.
         Target(
             "avx2",
             "avx2",
@@ -166,34 +167,35 @@ _OF_MACHINES = {
 }
 _GENERIC = Target("generic", "generic", _GENERIC_FLAGS, _GENERIC_FLAGS, frozenset(), {}, {})
 TARGETS = (*_OF_MACHINES.get(platform.machine(), ()), _GENERIC)
-"""Those of this machine, the fastest first; the last one runs everywhere."""
+"""Targets of this machine, fastest first; the last one runs everywhere."""
 
 
 def targets_of_compiler() -> tuple[Target, ...]:
-    """The targets of the machines that the compiler compiles for: `CXX` may name a cross compiler."""
+    """Return the targets of the machines that the compiler compiles for: `CXX` may name a cross compiler."""
     said = _run([_find_compiler(), "-dumpmachine"], _VERSION_TIMEOUT_S).stdout.decode()
     return (*_OF_MACHINES.get(said.partition("-")[0], ()), _GENERIC)
 
 
 class CompiledCode(ctypes.CDLL):
-    """A library that has been loaded.
+    """A loaded library.
 
     Attributes:
-        description: What `describe_target` says of its target, or why a faster one was left out.
+        description: The result of `describe_target`, or the reason why a faster target was left out.
     """
 
     description = ""
 
 
 def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) -> CompiledCode:
-    """The code for models of this dtype; CannotBuild, with the reason, where this machine has none.
+    """Load the code for models of this dtype; raise CannotBuild, with the reason, if there is none for this
+    machine.
 
-    Targets whose products are found wrong on this machine are left out, with a warning.
+    Targets whose products are wrong on this machine are left out, with a warning.
 
     Args:
-        dtype: Of activations.
-        int8: Whether weights are.
-        rounded_cache: Whether the KV cache may be one of 8 bits.
+        dtype: Dtype of activations.
+        int8: Whether weights are int8.
+        rounded_cache: Whether the KV cache may have 8 bits.
     """
     targets, flags = _runnable_targets(dtype, int8), _processor_flags()
     why = _why_not_faster(targets[0], dtype, int8)
@@ -209,9 +211,9 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
 
 
 def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
-    """Tell in words where `load_library` will take the code from, without loading or compiling it.
+    """Describe where `load_library` will get the code, without loading or compiling it.
 
-    Raises CannotBuild, with the reason, where it is known already that there will be none.
+    Raises CannotBuild, with the reason, if it is already known that there will be none.
     """
     target, flags = find_target(dtype, int8), _processor_flags()
     refusal = _refuse_prebuilt(target, dtype, int8)
@@ -228,16 +230,16 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
 
 
 def find_target(dtype: str, int8: bool = False) -> Target:
-    """The fastest target that the processor has all instructions of.
+    """Return the fastest target whose instruction sets the processor has.
 
-    The environment variable INFLIGHT_CPU_TARGET leaves only the target of that name to choose from. CannotBuild
-    where the processor lacks an instruction of that one, or there is none of that name, or none for the dtype.
+    The environment variable INFLIGHT_CPU_TARGET restricts the choice to the target of that name. Raises
+    CannotBuild if the processor lacks an instruction set, or if there is no such target, or none for the dtype.
     """
     return _runnable_targets(dtype, int8)[0]
 
 
 def describe_target(dtype: str, int8: bool = False) -> str:
-    """The target of `find_target` in words, and why it is not the next faster one."""
+    """Describe the target of `find_target`, and why the next faster one is not used."""
     target = find_target(dtype, int8)
     return _describe(target, _why_not_faster(target, dtype, int8))
 
@@ -248,14 +250,14 @@ def _describe(target: Target, why: str) -> str:
 
 
 def _why_not_faster(target: Target, dtype: str, int8: bool) -> str:
-    """The reason why the next faster target, of those that are tried, is not taken; empty for the fastest."""
+    """Return the reason why the next faster allowed target is not used; empty if there is no faster one."""
     tried = [each for each in _allowed_targets(dtype) if each is target or not each.caveat]
     place = tried.index(target)
     return _lacking(tried[place - 1], dtype, int8) if place else ""
 
 
 def _runnable_targets(dtype: str, int8: bool) -> list[Target]:
-    """The targets that the processor has all instructions of, the fastest first; CannotBuild without one."""
+    """Return the targets that the processor can run, fastest first; raise CannotBuild if there is none."""
     allowed = _allowed_targets(dtype)
     if runnable := [target for target in allowed if not _lacking(target, dtype, int8)]:
         return runnable
@@ -265,7 +267,7 @@ def _runnable_targets(dtype: str, int8: bool) -> list[Target]:
 
 
 def _allowed_targets(dtype: str) -> list[Target]:
-    """The targets for a dtype, or the one that the environment names; CannotBuild without one."""
+    """Return the targets for a dtype, or the one that the environment names; raise CannotBuild if none fits."""
     if dtype not in _ELEMENTS:
         raise CannotBuild(f"it computes in {' and '.join(_ELEMENTS)}, not in {dtype}")
     wanted = os.environ.get(_TARGET_VARIABLE, "")
@@ -279,25 +281,27 @@ def _allowed_targets(dtype: str) -> list[Target]:
 
 
 def _lacking(target: Target, dtype: str, int8: bool) -> str:
-    """The reason why the processor does not run a target's code; empty if it does."""
+    """Return the reason why the processor cannot run a target's code; empty if it can."""
     lacking = target.instruction_sets(dtype, int8) - _processor_flags()
     return f"the processor lacks {', '.join(sorted(lacking))}" if lacking else ""
 
 
 def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -> None:
-    """Begin, on a thread, what `load_library` would wait for. That will raise what goes wrong here."""
+    """Start `load_library` on a thread, to save time later; a later `load_library` call raises any errors."""
 
     def load() -> None:
         with contextlib.suppress(CannotBuild, ConfigError):
             load_library(dtype, int8, rounded_cache)
 
-    if _cache_folder() is not None:  # without one, nobody would find what has been built
+    if _cache_folder() is not None:  # otherwise the result would be lost
         threading.Thread(target=load, name="inflight-compile", daemon=True).start()
 
 
 def prebuild(target: Target, dtype: str, int8: bool = False) -> Path:
-    """Compile into the package, for every processor that has a target's instructions and for KV caches of every
-    kind; CannotBuild if that fails.
+    """Compile into the package, for every processor with a target's instruction sets and for all kinds of KV
+    caches.
+
+    Raises CannotBuild if that fails.
     """
     path = _prebuilt_path(target, dtype, int8)
     try:
@@ -327,25 +331,25 @@ def _load(
     try:
         if folder is not None:
             return _open(compiler, folder / name)
-        with tempfile.TemporaryDirectory(prefix="inflight-") as passing:  # what is loaded may be deleted
+        with tempfile.TemporaryDirectory(prefix="inflight-") as passing:  # a loaded library may be deleted
             return _open(compiler, Path(passing, name))
     except OSError as error:
         raise CannotBuild(f"{name} cannot be kept or loaded: {error}") from error
 
 
 def _open(compiler: list[str], path: Path) -> CompiledCode:
-    """Load the library at `path`, built anew if it cannot be used; OSError if even a new one cannot be loaded."""
+    """Load the library at `path`, rebuilding it if unusable; raise OSError if a new one cannot be loaded."""
     unusable = None
     _mark_used(path)
     if _is_whole(path):
         try:
             return _load_file(path)
         except OSError:
-            # Another process may have removed it just now, as too old.
+            # Another process may just have removed it because of its age.
             with contextlib.suppress(FileNotFoundError):
                 unusable = path.stat().st_ino
     with _one_at_a_time(path.parent):
-        # Otherwise another process has built it meanwhile.
+        # Otherwise another process has rebuilt it meanwhile.
         if not _is_whole(path) or path.stat().st_ino == unusable:
             _build(compiler, path)
             _prune(path.parent, but=path)
@@ -357,9 +361,9 @@ def _open(compiler: list[str], path: Path) -> CompiledCode:
 
 
 def _load_file(path: Path) -> CompiledCode:
-    """Load a library from its file, or from memory where that folder's file system lets nothing be run.
+    """Load a library from its file, or from memory if the folder's file system does not allow execution.
 
-    ConfigError if it is of other sources than this version's, as what was compiled into the package may be.
+    Raises ConfigError if it was built from other sources, as a library in the package may be.
     """
     try:
         library = CompiledCode(str(path))
@@ -378,19 +382,19 @@ def _load_from_memory(path: Path) -> CompiledCode:
     try:
         with open(handle, "wb", closefd=False) as file:
             file.write(path.read_bytes())
-        # The loader takes libraries of the same name for the same one: the number must not be given out again.
+        # The loader identifies libraries by name, so the descriptor's number must not be reused.
         return CompiledCode(f"/proc/self/fd/{handle}")
-    except BaseException:  # whatever it is, nobody else would close the file
+    except BaseException:  # of any kind: the file must be closed
         os.close(handle)
         raise
 
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait for other processes that build; the kernel ends the lock of one that dies."""
+    """Wait for other processes that build; the kernel releases the lock of a process that dies."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: several build, each for itself
+        with contextlib.suppress(OSError):  # a file system without locks: processes build independently
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -408,14 +412,14 @@ def _build(compiler: list[str], path: Path) -> None:
 
 
 def _described(compiler: list[str]) -> str:
-    """The kind of code that a compiler's command makes, in a word."""
+    """Return a word for the kind of code that a compiler command produces."""
     if "-DINFLIGHT_INT8" in compiler:
         return "int8"
     return next(dtype for dtype, element in _ELEMENTS.items() if f"-DINFLIGHT_ELEMENT={element}" in compiler)
 
 
 def _compile(compiler: list[str], target: Path, tick: Callable[[], None]) -> None:
-    """Run a compiler, and call `tick` once a second meanwhile; CannotBuild with what it said if it fails."""
+    """Run a compiler, calling `tick` once a second; raise CannotBuild with its output if it fails."""
     command = [*compiler, str(_SOURCES / "decoder.cpp"), "-o", str(target)]
     done = _run(command, _BUILD_TIMEOUT_S, tick)
     if done.returncode != 0 or not target.exists():
@@ -434,8 +438,8 @@ def _run(
         ) as process:
             try:
                 said = _communicate(process, timeout_s, tick)
-            except BaseException:  # also Ctrl-C: the compiler must not run on
-                os.killpg(process.pid, signal.SIGKILL)  # it is several processes
+            except BaseException:  # also KeyboardInterrupt: the compiler must not keep running
+                os.killpg(process.pid, signal.SIGKILL)  # the compiler consists of several processes
                 raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotBuild(f"{command[0]} cannot be run: {error}") from error
@@ -445,7 +449,7 @@ def _run(
 def _communicate(
     process: subprocess.Popen[bytes], timeout_s: float, tick: Callable[[], None]
 ) -> tuple[bytes, bytes]:
-    """Return a process's stdout and stderr when it ends; TimeoutExpired where it takes longer."""
+    """Return a process's stdout and stderr when it ends; raise TimeoutExpired if it takes longer."""
     deadline = time.monotonic() + timeout_s
     while (left := deadline - time.monotonic()) > _TICK_S:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -469,9 +473,9 @@ def _digest(content: bytes) -> bytes:
 def _compiler_command(
     of_target: tuple[str, ...], dtype: str, int8: bool, rounded_cache: bool = False, refusal: str = ""
 ) -> list[str]:
-    """With a target's flags; without source and result. CannotBuild without a compiler.
+    """Return the compiler command for a target, without source and result; raise CannotBuild without a compiler.
 
-    `refusal`: why there is something to compile, which that error says too.
+    `refusal`: the reason why compiling is necessary, which that error includes.
     """
     try:
         compiler = _find_compiler()
@@ -507,7 +511,7 @@ def _prebuilt_stem(target: Target, dtype: str, int8: bool) -> str:
 
 
 def _refuse_prebuilt(target: Target, dtype: str, int8: bool) -> str:
-    """The reason why the library that came with the package is not used; empty if it is."""
+    """Return the reason why the library from the package is not used; empty if it is used."""
     wanted = os.environ.get(_BUILD_VARIABLE, "")
     if wanted == "local":
         return f"{_BUILD_VARIABLE} is local"
@@ -531,7 +535,7 @@ def _digest_of_sources(*more: bytes) -> str:
 
 
 def _cache_folder() -> Path | None:
-    """The folder for compiled code, which only this user may write, as its files are run; None: there is none."""
+    """Return the folder for compiled code, writable by this user only as it is executed; None without one."""
     candidates = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
     for candidate in candidates:
         folder = Path(candidate) / "inflight"
@@ -558,15 +562,15 @@ def _processor_flags() -> frozenset[str]:
 
 
 def _mark_used(library: Path) -> None:
-    """Note that a library is being loaded; if it is not there, or cannot be marked, nothing."""
+    """Set a library's modification time to now; do nothing if it is missing or cannot be changed."""
     with contextlib.suppress(OSError):
         os.utime(library)
 
 
 def _prune(folder: Path, but: Path) -> None:
-    """Remove the libraries in a cache folder that nobody has loaded for 30 days, and what dead builds left.
+    """Remove libraries in a cache folder that were not loaded for 30 days, and the remains of killed builds.
 
-    Called by whoever has just built `but`, which stays. What cannot be removed stays too.
+    Called after a build; `but` is the new library, which stays. Files that cannot be removed stay too.
     """
     now = time.time()
     for path in folder.glob("decoder-*.so"):
@@ -579,7 +583,7 @@ def _prune(folder: Path, but: Path) -> None:
 
 
 def _modified(path: Path) -> float:
-    """Seconds since the epoch; the far future for what has gone."""
+    """Return the modification time in seconds since the epoch; the far future for a file that is gone."""
     try:
         return path.lstat().st_mtime
     except OSError:

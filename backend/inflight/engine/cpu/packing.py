@@ -1,8 +1,8 @@
 """Weights in the layout that the compiled products read, and the structs that point to them.
 
-A matrix becomes panels of 32 columns (source/gemm.h), in its own dtype, or quantized to int8 with a scale for each
-column, or as the checkpoint has quantized it: to int8 likewise, or to 4 bits in groups (source/int4.h). Matrices
-are packed as they are read from the checkpoint, so that no more than one is there twice.
+A matrix becomes panels of 32 columns (source/gemm.h): in its own dtype, quantized here to int8 with a scale
+per column, or as the checkpoint has quantized it, to int8 with a scale per column or to 4 bits in groups
+(source/int4.h). Matrices are packed as they are read from the checkpoint, so that at most one is in memory twice.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from inflight.models.decoder_weights import ExpertWeights
 from inflight.models.levels import GroupedMatrix, MatrixKind
 from inflight.models.sink import Sink, StoredMatrix
 
-_NUMBERS_AT_ONCE = 1 << 21  # of a matrix that is quantized, as few whole panels as have so many
+_NUMBERS_AT_ONCE = 1 << 21  # a matrix is quantized in steps of the fewest whole panels with this many values
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A projection, packed.
+    """A packed projection.
 
     Attributes:
-        struct: With its bias.
-        tensors: What the struct points into.
-        bias: As it was read, for what several ranks add up; None if there is none.
+        struct: The packed matrix with its bias.
+        tensors: The tensors that the struct points to.
+        bias: The bias as it was read, for sums over ranks; None if there is none.
     """
 
     struct: LinearStruct
@@ -49,7 +49,7 @@ class Contribution:
     """The steps between the all-reduce over ranks and the addition to the residual stream.
 
     Attributes:
-        bias: Of the last projection, which is added once.
+        bias: Bias of the last projection, which is added once.
         post_norm: The norm that follows; None if there is none.
     """
 
@@ -59,13 +59,13 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """One layer, packed.
+    """A packed layer.
 
     Attributes:
-        struct: Without its part of the KV cache.
-        tensors: What the struct points into.
-        attention: What several ranks do with the attention's output.
-        mlp: What they do with the MLP's.
+        struct: The packed layer without its part of the KV cache.
+        tensors: The tensors that the struct points to.
+        attention: Steps after the all-reduce of attention's output.
+        mlp: Steps after the all-reduce of the MLP's output.
     """
 
     struct: LayerStruct
@@ -79,10 +79,10 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     """Packs every matrix of a model as it is read.
 
     Attributes:
-        library: The compiled code, for these types.
-        dtype: Of activations and, unless they are quantized, weights.
-        int8: Whether to quantize matrices.
-        num_threads: To pack with.
+        library: The compiled code for these dtypes.
+        dtype: Dtype of activations and of weights that are not quantized.
+        int8: Whether to quantize matrices to int8.
+        num_threads: Number of threads that pack.
         has_int8_head: Whether to quantize the output projection.
     """
 
@@ -95,7 +95,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     _tensors: list[Tensor] = field(default_factory=list)
 
     def layer(self, layer: Layer[PackedLinear]) -> PackedLayer:
-        """Pack one layer, whose projections are packed."""
+        """Pack one layer, whose projections are already packed."""
         self._tensors = []
         struct = LayerStruct(
             attention_norm=self._norm(layer.attention_norm),
@@ -128,11 +128,11 @@ class Packer(Sink[PackedLayer, PackedLinear]):
 
     @property
     def keeps_tied_embedding(self) -> bool:
-        """int8 columns are no rows that could be looked up."""
+        """Whether the output projection is int8, whose columns cannot serve as the embedding's rows."""
         return self.has_int8_head
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a tensor; that of a matrix is given back once it is packed."""
+        """Allocate a tensor; the memory of a matrix is freed after packing."""
         return torch.empty(shape, dtype=dtype) if len(shape) == 1 else zeros(shape, dtype)
 
     def linear(
@@ -142,7 +142,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         return self._packed(iter((matrix,)), (1, *matrix.shape), bias, is_gated)
 
     def head(self, matrix: Tensor) -> PackedLinear:
-        """Pack the output projection, which checkpoints seldom have quantized."""
+        """Pack the output projection, which is seldom quantized in checkpoints."""
         self._tensors = []
         return PackedLinear(
             self._pack((matrix,), (1, *matrix.shape), self.has_int8_head), tuple(self._tensors), None
@@ -155,14 +155,14 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         bias: Tensor | None = None,
         is_gated: bool = False,
     ) -> PackedLinear:
-        """Pack the matrices [rows, inner] of experts behind each other, each when it is asked for.
+        """Pack the matrices [rows, inner] of experts one after the other, each when it is iterated to.
 
         `shape`: [count, rows, inner]; `bias`: [count, rows].
         """
         return self._packed(matrices, shape, bias, is_gated, is_stack=True)
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
-        """The reason why compiled layers do not multiply a quantized matrix as it is; empty if they do."""
+        """Return the reason why compiled layers cannot use a quantized matrix directly; empty if they can."""
         if matrix.kind not in KEPT:
             return f"{matrix.kind.value}, which int8 by row would round again"
         if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % layout.INT4_AT_ONCE:
@@ -172,7 +172,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         return ""
 
     def norm(self, norm: Norm) -> tuple[NormStruct, tuple[Tensor, ...]]:
-        """Pack a norm by itself."""
+        """Pack a norm outside the layers."""
         self._tensors = []
         return self._norm(norm), tuple(self._tensors)
 
@@ -182,7 +182,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         return NormStruct(self._keep(norm.weight.float()), self._keep(norm.bias, torch.float32))
 
     def _router(self, experts: ExpertWeights) -> LinearStruct:
-        """Its columns, and behind them that of the gate, which has no bias; they are never int8."""
+        """Pack the router's columns, followed by the shared gate's column, which has no bias; never as int8."""
         router, bias = experts.router.weight, experts.router.bias
         if experts.shared_gate is not None:
             router = torch.cat((router, experts.shared_gate.weight))
@@ -197,7 +197,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         is_gated: bool,
         is_stack: bool = False,
     ) -> PackedLinear:
-        """Matrices behind each other, all of the format that the first one has."""
+        """Pack matrices one after the other; all have the format of the first one."""
         self._tensors = []
         first = next(matrices)
         matrices = chain((first,), matrices)
@@ -217,14 +217,14 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         bias: Tensor | None = None,
         is_stack: bool = False,
     ) -> LinearStruct:
-        """Matrices behind each other, `shape` [count, rows, inner]; those of a stack in whole panels each.
+        """Pack matrices one after the other, `shape` [count, rows, inner]; in a stack each has whole panels.
 
-        With `int8` they are quantized, or levels of 8 bits by row already.
+        With `int8` they are quantized here, or are already levels of 8 bits by row.
         """
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
         dtype = torch.int8 if int8 else self.dtype
-        together = layout.PAIR_BYTES // dtype.itemsize  # of what a lane multiplies at a time
+        together = layout.PAIR_BYTES // dtype.itemsize  # inputs that a lane multiplies at a time
         padded = -(-inner // together) * together
         packed = self._arena.empty(count * width * padded, dtype).view(count, width, padded)
         scales = torch.zeros((count if int8 else 0, width))
@@ -255,9 +255,9 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         bias: Tensor | None = None,
         is_stack: bool = False,
     ) -> LinearStruct:
-        """Matrices behind each other, as by `_pack`, of levels 0 to 15 or 4-bit floats in groups of inputs.
+        """Pack matrices one after the other as `_pack` does, with levels 0 to 15 or 4-bit floats in groups.
 
-        The groups, and the order of inputs, are the same in all of them.
+        All of them have the same groups and the same order of inputs.
         """
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
@@ -292,9 +292,10 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     def _pack_int8(
         self, matrix: StoredMatrix, order: Tensor, packed: Tensor, scales: Tensor, corrections: Tensor
     ) -> None:
-        """Fill `packed` [width, padded], some columns at a time, and each one's scale and correction, [width].
+        """Fill `packed` [width, padded], a few columns at a time, and each column's scale and correction, [width].
 
-        The matrix is quantized by row, or levels of 8 bits that have one group of inputs, which is the same.
+        The matrix is quantized by row here, or has levels of 8 bits with a single group of inputs, which is
+        the same.
         """
         values = matrix.values if isinstance(matrix, GroupedMatrix) else matrix
         inner = values.shape[1]
@@ -319,7 +320,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             )
 
     def _quantize(self, weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize to the first rows of `levels`; returns the scale of each row, and the sum of its levels."""
+        """Quantize into the first rows of `levels`; return the scale of each row, and the sum of its levels."""
         rows, inner = weight.shape
         scales, sums = torch.empty(rows), torch.empty(rows, dtype=torch.int32)
         places = (levels.data_ptr(), scales.data_ptr(), sums.data_ptr())
@@ -335,13 +336,13 @@ class Packer(Sink[PackedLayer, PackedLinear]):
 
 
 KEPT = frozenset({MatrixKind.INT4, MatrixKind.FLOAT4, MatrixKind.INT8_BY_ROW})
-"""What compiled layers multiply as the checkpoint has it."""
+"""Formats of quantized matrices that compiled layers can use directly."""
 
 
 def _words(matrix: GroupedMatrix) -> Tensor:
-    """[outputs, groups] int32: scales in float32, with the zero points as their lowest bits.
+    """Return float32 scales, [outputs, groups] int32, whose lowest bits are replaced by the zero points.
 
-    4-bit floats are multiplied as twice their values, and so have half their scales.
+    4-bit floats are multiplied as twice their values, so their scales are halved.
     """
     points = torch.zeros(1) if matrix.zeros is None else matrix.zeros
     scales = matrix.scales / 2 if matrix.is_float4 else matrix.scales.contiguous()
@@ -349,20 +350,20 @@ def _words(matrix: GroupedMatrix) -> Tensor:
 
 
 def _column_order(rows: int, is_gated: bool, is_stack: bool) -> tuple[Tensor, int]:
-    """The source row of every column, and how many columns whole panels have; a stack's matrices have those."""
+    """Return the source row of every column, -1 for padding of a stack's matrices, and the padded width."""
     order = gated_order(rows) if is_gated else torch.arange(rows)
     width = -(-len(order) // PANEL) * PANEL
     return F.pad(order, (0, width - len(order)), value=-1) if is_stack else order, width
 
 
 def _packed_bias(bias: Tensor, order: Tensor, width: int) -> Tensor:
-    """[count * width] float32, of one matrix [rows] or of those of a stack [count, rows]."""
+    """Return the bias [count * width] float32 of one matrix [rows] or of a stack's matrices [count, rows]."""
     each = bias.float().view(-1, bias.shape[-1])
     return torch.cat([in_order(own, order, width) for own in each])
 
 
 def gated_order(rows: int) -> Tensor:
-    """Source rows of the columns: 16 of the gate, then the same 16 of what it gates; -1 fills up."""
+    """Return the source row of each column: 16 of gate, then the same 16 of up; -1 for padding."""
     inner = rows // 2
     gate = torch.arange(-(-inner // HALF) * HALF)
     gate[inner:] = -1
@@ -371,7 +372,7 @@ def gated_order(rows: int) -> Tensor:
 
 
 def in_order(values: Tensor, order: Tensor, width: int) -> Tensor:
-    """[width]: the values of the columns whose source rows `order` says, and zeros."""
+    """Return [width]: the values of the columns' source rows in `order`, and zeros for padding."""
     result = values.new_zeros(width)
     result[: len(order)] = torch.where(order >= 0, values[order.clamp_min(0)], 0)
     return result

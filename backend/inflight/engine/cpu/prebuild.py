@@ -1,8 +1,8 @@
-"""Compile the layers once for many machines: `python -m inflight.engine.cpu.prebuild [DTYPE]...`.
+"""Compiles the layers once for many machines: `python -m inflight.engine.cpu.prebuild [DTYPE]...`.
 
-For wheels, and images whose containers have no compiler. The results lie in the package, for each target of the
-machines that the compiler (CXX) is for, and run on every processor that has the instructions that the dtype needs,
-whatever the machine that built them. One thread.
+For wheels, and for images whose containers have no compiler. The results are stored in the package, for each
+target of the machines that the compiler (CXX) compiles for. They run on every processor with the instruction
+sets that the dtype needs, whatever the build machine's processor is. One thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KINDS = ("bfloat16", "int8", "float32")
 
 
 def main() -> int:
-    """Compile for the dtypes that the command line names, or all; the exit status."""
+    """Compile for the dtypes that the command line names, or for all; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

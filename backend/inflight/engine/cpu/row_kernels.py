@@ -1,4 +1,4 @@
-"""RowKernels compiled (source/peaks.h, masks.h, penalties.h and draw.h), on a CPU. Loop thread."""
+"""RowKernels as compiled code for CPUs (source/peaks.h, masks.h, penalties.h and draw.h). Loop thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inflight.sampling.rows import Rows
 from inflight.sampling.top_k_top_p import LIMITS, Drawn, limits_of, random_numbers
 
 _CHANCE = np.dtype([*LIMITS.descr, ("uniform", np.float64)])  # struct Chance of source/draw.h
-_DONE, _WRONG_TOKENS = 0, 2  # what `penalize` returns; 1: no memory
+_DONE, _WRONG_TOKENS = 0, 2  # results of `penalize`; 1: no memory
 
 
 class NativeRowKernels(RowKernels):
@@ -37,11 +37,11 @@ class NativeRowKernels(RowKernels):
         self._found: tuple[ref[Tensor], Peaks] | None = None
 
     def note_peaks(self, logits: Tensor, peaks: Peaks) -> None:
-        """Let `find_peaks` return what the forward pass has found in these logits, which nobody may change."""
+        """Let `find_peaks` return the peaks that the forward pass found in these logits, which must not change."""
         self._found = (ref(logits), peaks)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
-        """Find the highest logits as `RowKernels.find_peaks` does; of equal ones, the first."""
+        """Find the highest logits as `RowKernels.find_peaks` does; the first of equal ones."""
         if self._found is not None and self._found[0]() is logits:
             return self._found[1]
         return self._find_peaks(logits.contiguous(), len(logits))
@@ -51,7 +51,7 @@ class NativeRowKernels(RowKernels):
         return self._find_peaks(rows.logits, len(indices), indices).tokens
 
     def apply_masks(self, rows: Rows, indices: NDArray[np.int64], masks: NDArray[np.int32]) -> Tensor:
-        """Ban, and find tokens, as `RowKernels.apply_masks` does."""
+        """Ban tokens, and find the most likely ones, as `RowKernels.apply_masks` does."""
         check_shape(masks, len(indices), rows.vocab_size)
         pieces = masks.view(np.uint16)
         tokens = torch.empty(len(indices), dtype=torch.int64)
@@ -105,7 +105,7 @@ class NativeRowKernels(RowKernels):
         yield Drawn(sampled, torch.from_numpy(tokens))
 
     def _find_peaks(self, logits: Tensor, count: int, indices: NDArray[np.int64] | None = None) -> Peaks:
-        """The peaks of the rows `indices` [count], or of the first ones."""
+        """Return the peaks of the rows `indices` [count], or of the first `count` rows."""
         peaks = Peaks(torch.empty(count), torch.empty(count, dtype=torch.int64))
         self._library.find_peaks(
             self._handle,

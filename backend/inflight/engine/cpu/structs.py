@@ -1,5 +1,5 @@
-"""The interface of the compiled code: the structs of source/layer.h, experts.h, penalties.h and masks.h, field
-for field, and the functions' signatures.
+"""The interface of the compiled code: the structs of source/layer.h, experts.h, penalties.h and masks.h, with the
+same fields, and the functions' signatures.
 """
 
 from __future__ import annotations
@@ -137,13 +137,13 @@ class BatchStruct(Structure):
 
 
 class RoutedStruct(Structure):
-    """Totals over the layers with experts since the decoder was made: `Routed` of source/experts.h."""
+    """Totals over the layers with experts since the decoder was created: `Routed` of source/experts.h."""
 
     _fields_ = (("ns", c_int64), ("experts", c_int64))
 
 
 class PenalizedRowsStruct(Structure):
-    """Rows of logits that penalties are taken from."""
+    """Rows of logits to which penalties are applied."""
 
     _fields_ = (
         ("count", c_int64),
@@ -157,13 +157,13 @@ class PenalizedRowsStruct(Structure):
 
 
 class MaskedRowsStruct(Structure):
-    """Rows of logits that masks are applied to."""
+    """Rows of logits to which masks are applied."""
 
     _fields_ = (("count", c_int64), ("rows", c_void_p), ("masks", c_void_p), ("pieces", c_int64))
 
 
 class ConstantStruct(Structure):
-    """A number that weights are laid out by; the last of an array of them has no name."""
+    """A constant of the weight layout; the last one in an array has no name."""
 
     _fields_ = (("name", c_char_p), ("value", c_int64))
 
@@ -214,14 +214,14 @@ _SIGNATURES = {
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Give every function of the library its signature; what they do, source/decoder.cpp says."""
+    """Set the signature of every function in the library; source/decoder.cpp documents the functions."""
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
 
 
 class Handle:
-    """A decoder in the compiled code, destroyed when nothing refers to this object any more.
+    """A decoder in the compiled code, which is destroyed with this object.
 
     Attributes:
         exists: Whether its threads could be started.
@@ -229,7 +229,7 @@ class Handle:
 
     def __init__(self, library: ctypes.CDLL, shape: ShapeStruct, layers: ctypes.Array[LayerStruct]) -> None:
         self._library = library
-        self._layers = layers  # which it points to
+        self._layers = layers  # the decoder points to it
         self._as_parameter_ = library.create(shape, layers)
         self.exists = self._as_parameter_ is not None
 

@@ -1,7 +1,7 @@
-"""The families of models: what each one's config.json means, and what its tensors are called.
+"""The families of models: meaning of each family's config.json, and names of its tensors.
 
 A new family is an entry in one of the tables, with a function that reads its config.json and the names of its
-tensors. What the functions return names components that decoders have; nothing else knows of families.
+tensors. These functions return general components of decoders; no other code depends on families.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, and mixtures of experts whose router knows groups of them."""
+"""DeepSeek-V2 and V3: latent attention, and mixtures of experts whose router chooses among groups of experts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EXPERTS = ExpertNames(
 )
 _V2_NAMES = replace(LLAMA_NAMES, attention=_ATTENTION, experts=_EXPERTS)
 _V3_NAMES = replace(_V2_NAMES, experts=replace(_EXPERTS, choice_bias="mlp.gate.e_score_correction_bias"))
-# What the model's first code read, and transformers' does not.
+# Keys that the model's original code reads and transformers does not.
 _V2_NEUTRAL = {
     "moe_layer_freq": (None, 1),
     "scoring_func": (None, "softmax"),
@@ -79,7 +79,7 @@ def _read_latent(config: ConfigFile, *, interleaved: bool) -> LatentAttention:
 
 
 def _read_experts(config: ConfigFile, alias: str) -> ExpertsConfig:
-    """Read the keys that V2 and V3 share; experts are chosen among all. `alias`: that of n_routed_experts."""
+    """Read the keys that V2 and V3 share, without groups. `alias`: another name of n_routed_experts."""
     num_layers = config.positive_int("num_hidden_layers")
     width = config.positive_int("moe_intermediate_size")
     num_dense = config.value("first_k_dense_replace")
@@ -98,7 +98,7 @@ def _read_experts(config: ConfigFile, alias: str) -> ExpertsConfig:
 
 
 def _read_groups(config: ConfigFile, experts: ExpertsConfig, scores_per_group: int) -> ExpertsConfig:
-    """The same with groups of experts. ConfigError if they do not divide, or have too few for a token."""
+    """Return `experts` with groups; raise ConfigError if they do not divide or have too few experts per token."""
     num_groups, chosen = config.positive_int("n_group"), config.positive_int("topk_group")
     each, rest = divmod(experts.count, num_groups)
     if rest or each < scores_per_group:
@@ -145,7 +145,7 @@ def _read_decoder(
 
 
 def _read_v2(config: ConfigFile) -> DecoderConfig:
-    """Probabilities by softmax, as they are; a token's experts may be those of a few groups."""
+    """Read the config of V2: softmax probabilities without normalization, and optional groups of experts."""
     experts = _read_experts(config, "num_experts")
     method = config.text_or_none("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
@@ -160,9 +160,9 @@ def _read_v2(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_v3(config: ConfigFile) -> DecoderConfig:
-    """Probabilities by sigmoid, divided by their sum; experts are chosen with a bias, from a few groups.
+    """Read the config of V3: normalized sigmoid probabilities, a bias for the choice, and groups of experts.
 
-    null is false here, and no key is true, as transformers has it.
+    As in transformers, null counts as false and an absent key as true.
     """
     experts = _read_experts(config, "num_local_experts")
     experts = replace(
@@ -178,7 +178,7 @@ def _read_v3(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_num_draft_layers(config: ConfigFile) -> int:
-    """1 where neither of its names is there."""
+    """Return the number of draft layers; 1 if neither name of the key is present."""
     found = 1
     for key in ("num_mtp_layers", "num_nextn_predict_layers"):
         if config.has(key):

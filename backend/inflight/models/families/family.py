@@ -1,6 +1,6 @@
-"""A family of models: how its config.json is read, and the names of its tensors.
+"""A family of models: the reader of its config.json, and the names of its tensors.
 
-What families share when they read config.json, sliding windows among it, is here too.
+Shared parts of the readers, such as sliding windows, are here too.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",  # the same polynomial, its factors in another order
+    "gelu_fast": "gelu_tanh",  # the same polynomial with its factors in another order
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-_DEFAULT_WINDOW = 4096  # transformers' default where the key is absent; null means none
+_DEFAULT_WINDOW = 4096  # transformers' default if the key is absent; null means no window
 DEFAULT_FULL_LAYERS = 28
 
 FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
-"""Llama's projections where a checkpoint, or an adapter, has them as one module."""
+"""Llama's modules in checkpoints, or adapters, that fuse these projections."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStacks:
-    """Tensors that have a matrix of each expert of a layer, by their whole names below the layer.
+    """Tensors that contain a matrix of each expert of a layer, by their whole names below the layer.
 
     Their biases, if experts have any, have the same names with `_bias`.
 
     Attributes:
-        up: Gate and up.
-        down: The second projection.
-        router: What the router beside them is called, if it is called otherwise than beside single experts.
-        transposed: Each matrix is stored [in, out]; else [out, in].
-        interleaved: Outputs of `up` are of gate and up in turn; else first all of gate.
+        up: Gate and up projections.
+        down: Down projection.
+        router: Name of the router in such checkpoints, if it differs from that beside single experts.
+        transposed: Whether each matrix is stored [in, out] instead of [out, in].
+        interleaved: Whether outputs of `up` alternate between gate and up; otherwise all of gate come first.
     """
 
     up: str = "mlp.experts.gate_up_proj"
@@ -51,13 +51,13 @@ class ExpertStacks:
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Norms of a layer, below the layer; "" for one that the family does not have.
+    """Names of a layer's norms, below the layer; "" for a norm that the family does not have.
 
     Attributes:
-        attention: Before attention.
-        mlp: Before the MLP.
-        attention_post: On what attention gives.
-        mlp_post: On what the MLP gives.
+        attention: Norm before attention.
+        mlp: Norm before the MLP.
+        attention_post: Norm on attention's output.
+        mlp_post: Norm on the MLP's output.
     """
 
     attention: str = ""
@@ -68,16 +68,16 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True)
 class LatentNames:
-    """Latent attention's modules, below the layer.
+    """Names of latent attention's modules, below the layer.
 
     Attributes:
-        query: Queries projected from hidden states, where the model has no `query_rank`.
-        query_down: What queries are projected from, where it has one.
-        query_down_norm: Norm over that.
-        query_up: Queries projected from it.
-        kv_down: Compressed latent and shared key.
+        query: Projection of hidden states to queries, if the model has no `query_rank`.
+        query_down: Projection of hidden states to the vector of width `query_rank`.
+        query_down_norm: Norm over that vector.
+        query_up: Projection of that vector to queries.
+        kv_down: Projection to the compressed latent and the shared key.
         kv_down_norm: Norm over the compressed latent.
-        kv_up: Keys and values, head by head.
+        kv_up: Projection to keys and values, head by head.
     """
 
     query: str
@@ -91,16 +91,16 @@ class LatentNames:
 
 @dataclass(frozen=True, slots=True)
 class AttentionNames:
-    """Attention's modules, below the layer.
+    """Names of attention's modules, below the layer.
 
     Attributes:
         output: Output projection.
-        qkv: One module for each of query, key and value, or one for all three; none of latent attention.
-        qkv_by_head: The one module for query, key and value has one head's three, then the next head's.
+        qkv: One module for each of query, key and value, or one for all three; empty with latent attention.
+        qkv_by_head: Whether that one module has query, key and value of one head, then those of the next head.
         query_norm: Norm over query heads; "" if there is none.
         key_norm: Norm over key heads; "" if there is none.
-        sinks: The learned scores of heads, by the tensor's whole name; "" if there are none.
-        latent: None unless attention is latent.
+        sinks: Whole name of the tensor with the heads' learned scores; "" if there are none.
+        latent: Names of latent attention's modules; None for other attention.
     """
 
     output: str
@@ -114,11 +114,11 @@ class AttentionNames:
 
 @dataclass(frozen=True, slots=True)
 class MlpNames:
-    """The modules of an MLP.
+    """Names of an MLP's modules.
 
     Attributes:
         up: Gate and up if the MLP is gated, else up; or one module for both.
-        down: Second projection.
+        down: Down projection.
     """
 
     up: tuple[str, ...]
@@ -127,17 +127,17 @@ class MlpNames:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """The modules of a layer that has experts, below the layer.
+    """Names of the modules of a layer with experts, below the layer.
 
     Attributes:
-        router: Scores of the experts.
-        prefix: Of an expert; `{}` stands for its index.
-        each: An expert's modules, below `prefix`.
-        stacks: What checkpoints have that keep all experts of a layer in one tensor; None: there are none.
-        shared: The MLP beside the experts; None if there is none.
-        shared_gate: What multiplies its result; "" if nothing does.
-        choice_bias: What is added to probabilities where experts are chosen, by the tensor's whole name; "" if
-            nothing is.
+        router: The router.
+        prefix: Prefix of an expert; `{}` stands for its index.
+        each: Modules of an expert, below `prefix`.
+        stacks: Tensors of checkpoints that store all experts of a layer in one; None: the family has none.
+        shared: The shared MLP; None if there is none.
+        shared_gate: The gate that multiplies the shared MLP's result; "" if there is none.
+        choice_bias: Whole name of the biases that are added to probabilities when experts are chosen; "" if there
+            are none.
     """
 
     router: str
@@ -176,23 +176,23 @@ class RecurrentNames:
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """Names of modules; `.weight` and `.bias` are added where a tensor is looked up.
+    """Names of modules; `.weight` and `.bias` are appended to look a tensor up.
 
     Attributes:
-        base: Prefix of everything but lm_head; checkpoints of the bare decoder leave it out.
+        base: Prefix of everything but lm_head; checkpoints of the bare decoder omit it.
         embedding: Token embedding, below `base`.
-        final_norm: Below `base`.
+        final_norm: Norm before the output projection, below `base`.
         layers: Prefix of a layer, below `base`; `{}` stands for its index.
-        norms: Of each layer.
-        attention: Of each layer.
-        mlp: Of each layer that has no experts.
-        experts: Of the layers that have experts; None if there are none.
-        recurrent: Of the layers that have a recurrent state; None if there are none.
-        lm_head: Output projection, by its whole name.
+        norms: Norms of each layer.
+        attention: Attention of each layer.
+        mlp: MLP of each layer without experts.
+        experts: Experts of the layers that have them; None if there are none.
+        recurrent: Modules of the recurrent layers; None if there are none.
+        lm_head: Whole name of the output projection.
         position_embedding: Learned positions, below `base`; "" if there are none.
-        transposed: Linear weights are stored [in, out].
-        ignored: Suffixes of tensors that some versions save and that no forward pass needs.
-        left_out: Prefixes of tensors of other parts of the checkpoint, such as draft layers, which are not read.
+        transposed: Whether linear weights are stored [in, out].
+        ignored: Suffixes of tensors that some versions save but no forward pass needs.
+        left_out: Prefixes of tensors that are not read, such as those of draft layers.
     """
 
     base: str
@@ -218,10 +218,10 @@ class Family:
     Attributes:
         model_type: config.json's `model_type`.
         architecture: The class in config.json's `architectures`.
-        read_config: Translates config.json; ids and dtype, the same for all families, are filled in later.
-        names: Its tensors.
-        neutral: Keys that `read_config` does not read, and those of their values that change nothing.
-        quantizations: What `quant_method` may be in its checkpoints; their weights are dequantized when loaded.
+        read_config: Translates config.json; end ids and dtype, read alike for all families, are added later.
+        names: Names of its tensors.
+        neutral: Keys that `read_config` does not read, with the values that change nothing.
+        quantizations: Further values of `quant_method` that its checkpoints may have, for stacked experts.
     """
 
     model_type: str
@@ -233,7 +233,7 @@ class Family:
 
 
 def read_activation(config: ConfigFile, key: str, default: str) -> Activation:
-    """The MLP's activation under `key`."""
+    """Return the MLP's activation, read from `key`."""
     name = config.text_or_none(key) or default
     if name not in _ACTIVATIONS:
         raise config.error(key, f"one of {', '.join(_ACTIVATIONS)}")
@@ -241,7 +241,7 @@ def read_activation(config: ConfigFile, key: str, default: str) -> Activation:
 
 
 def read_size(config: ConfigFile, key: str, alias: str, default: int | None = None) -> int:
-    """An integer of at least 1, under the family's own key or under the name that other families have for it."""
+    """Return an integer of at least 1, from the family's own key or from other families' name of it."""
     own, other = config.int_or_none(key), config.int_or_none(alias)
     if own is not None and other is not None and own != other:
         raise config.error(alias, f"{own}, as {key} says, or no such key")
@@ -249,7 +249,7 @@ def read_size(config: ConfigFile, key: str, alias: str, default: int | None = No
 
 
 def read_no_windows(config: ConfigFile) -> tuple[None, ...]:
-    """Every layer sees everything. ConfigError if a key speaks of windows that would be used."""
+    """Return no window for any layer; raise ConfigError if a key asks for a window."""
     num_layers = config.positive_int("num_hidden_layers")
     if "sliding_attention" in read_layer_types(config, num_layers):
         raise config.error("layer_types", "full_attention for every layer")
@@ -260,7 +260,7 @@ def read_no_windows(config: ConfigFile) -> tuple[None, ...]:
 
 
 def read_windows_of_all(config: ConfigFile) -> tuple[int | None, ...]:
-    """Mistral's: `sliding_window` in every layer, or in those that `layer_types` has slide."""
+    """Return Mistral's windows: `sliding_window` in every layer, or in those that `layer_types` names."""
     num_layers = config.positive_int("num_hidden_layers")
     types = read_layer_types(config, num_layers)
     window = read_window(config)
@@ -270,10 +270,10 @@ def read_windows_of_all(config: ConfigFile) -> tuple[int | None, ...]:
 
 
 def read_windows_if_used(config: ConfigFile) -> tuple[int | None, ...]:
-    """Qwen's: if `use_sliding_window`, in layers that `layer_types` names, or from `max_window_layers` on."""
+    """Return Qwen's windows, if used: in layers that `layer_types` names, or from `max_window_layers` on."""
     num_layers = config.positive_int("num_hidden_layers")
     types = read_layer_types(config, num_layers)
-    # 0 is a meaningful max_window_layers: every layer slides.
+    # 0 is a valid max_window_layers: every layer has the window.
     full = config.value("max_window_layers") if "max_window_layers" in config.values else DEFAULT_FULL_LAYERS
     if not config.boolean("use_sliding_window", False):
         config.value("sliding_window")
@@ -290,7 +290,7 @@ def read_windows_if_used(config: ConfigFile) -> tuple[int | None, ...]:
 
 
 def read_layer_types(config: ConfigFile, num_layers: int) -> tuple[str, ...]:
-    """One a layer; empty if the key is absent."""
+    """Return the type of each layer; empty if the key is absent."""
     types = config.texts("layer_types")
     if config.has("layer_types") and (
         len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}

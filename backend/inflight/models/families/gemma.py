@@ -10,11 +10,11 @@ from inflight.models.families.family import Family, NormNames, read_activation, 
 from inflight.models.families.llama import LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
 from inflight.models.rope import read_layer_type_ropes
 
-_HEAD_DIM = 256  # where the key is absent, like those that follow
+_HEAD_DIM = 256  # if the key is absent, like the defaults below
 _QUERY_SCALAR = 256
 _WINDOW = 4096
 _KV_HEADS = 4
-_SLIDING_PATTERN = 6  # of Gemma 3: every sixth layer sees everything
+_SLIDING_PATTERN = 6  # in Gemma 3, every sixth layer has no window
 _THETAS = {"full_attention": 1e6, "sliding_attention": 1e4}  # of Gemma 3
 
 _NAMES = replace(
@@ -34,14 +34,14 @@ def _read_gemma(
     types: tuple[str, ...],
     ropes: tuple[RopeConfig, ...] | None = None,
 ) -> DecoderConfig:
-    """Norms before and after attention and MLP, whose weights are stored less 1, and scaled embeddings."""
+    """Read a config with norms before and after attention and MLP, stored less 1, and scaled embeddings."""
     hidden_size = config.positive_int("hidden_size")
     attention_bias = config.boolean("attention_bias", False)
     window = config.int_or_none("sliding_window") if "sliding_window" in config.values else _WINDOW
     if window is None and "sliding_attention" in types:
         raise config.error("sliding_window", "an integer >= 1, since some layers slide")
     activation = read_activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    for key in ("hidden_act", "sliding_window_size"):  # what they say is not used
+    for key in ("hidden_act", "sliding_window_size"):  # their values are not used
         config.value(key)
     config.value("cache_implementation")
     return read_llama_like(
@@ -65,7 +65,7 @@ def _read_gemma(
 
 
 def _read_gemma2(config: ConfigFile) -> DecoderConfig:
-    """Every other layer slides; scores and logits are capped."""
+    """Read the config of Gemma 2: windows in every other layer; capped scores and logits."""
     num_layers = config.positive_int("num_hidden_layers")
     alternating = tuple("full_attention" if index % 2 else "sliding_attention" for index in range(num_layers))
     decoder = _read_gemma(config, 8192, read_layer_types(config, num_layers) or alternating)
@@ -79,7 +79,7 @@ def _read_gemma2(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_gemma3(config: ConfigFile) -> DecoderConfig:
-    """Most layers slide, with a base of positions of their own; query and key heads have norms."""
+    """Read the config of Gemma 3: windows with their own base of positions in most layers; query and key norms."""
     if config.boolean("use_bidirectional_attention", False):
         raise config.error(
             "use_bidirectional_attention", "false: this engine generates, and sees no later tokens"

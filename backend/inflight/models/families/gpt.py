@@ -15,7 +15,7 @@ from inflight.models.families.family import (
 )
 from inflight.models.rope import longest_sequence, read_rope
 
-_GPT2_POSITIONS = 1024  # where the key is absent
+_GPT2_POSITIONS = 1024  # if the key is absent
 
 # ---------------------------------------------------------------------- GPT-2
 
@@ -30,12 +30,12 @@ _GPT2_NAMES = WeightNames(
     attention=AttentionNames(qkv=("attn.c_attn",), output="attn.c_proj"),
     mlp=MlpNames(up=("mlp.c_fc",), down="mlp.c_proj"),
     transposed=True,
-    ignored=("attn.bias", "attn.masked_bias"),  # the causal mask, saved as a buffer by old versions
+    ignored=("attn.bias", "attn.masked_bias"),  # the causal mask, which old versions saved as a buffer
 )
 
 
 def _read_gpt2(config: ConfigFile) -> DecoderConfig:
-    """Learned positions, LayerNorm, biases everywhere, and weights stored the other way around."""
+    """Read the config of GPT-2: learned positions, LayerNorm, biases everywhere, and transposed weights."""
     for key, needed in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
@@ -81,14 +81,14 @@ _NEOX_NAMES = WeightNames(
     norms=NormNames(attention="input_layernorm", mlp="post_attention_layernorm"),
     attention=AttentionNames(qkv=("attention.query_key_value",), qkv_by_head=True, output="attention.dense"),
     mlp=MlpNames(up=("mlp.dense_h_to_4h",), down="mlp.dense_4h_to_h"),
-    # The causal mask and rotary frequencies, saved as buffers by old versions.
+    # The causal mask and rotary frequencies, which old versions saved as buffers.
     ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
 )
-_NEOX_ROTARY_PART = 0.25  # where the key is absent
+_NEOX_ROTARY_PART = 0.25  # if the key is absent
 
 
 def _read_neox(config: ConfigFile) -> DecoderConfig:
-    """Attention and MLP beside each other, rotary positions on a part of each head."""
+    """Read the config of GPT-NeoX: parallel attention and MLP, and rotary positions on a part of each head."""
     num_heads, num_layers = (
         config.positive_int("num_attention_heads"),
         config.positive_int("num_hidden_layers"),
@@ -144,7 +144,7 @@ _OPT_NAMES = WeightNames(
 
 
 def _read_opt(config: ConfigFile) -> DecoderConfig:
-    """Learned positions whose embedding has two rows before position 0's."""
+    """Read the config of OPT: learned positions whose embedding has two rows before that of position 0."""
     hidden_size = config.positive_int("hidden_size")
     for key, needed in (
         ("do_layer_norm_before", True),

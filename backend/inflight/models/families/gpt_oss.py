@@ -19,7 +19,7 @@ from inflight.models.families.family import (
 from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, read_llama_like
 from inflight.models.rope import read_rope, read_rope_section
 
-_HEAD_DIM, _WINDOW, _POSITIONS, _THETA = 64, 128, 131072, 150000.0  # where the keys are absent
+_HEAD_DIM, _WINDOW, _POSITIONS, _THETA = 64, 128, 131072, 150000.0  # if the keys are absent
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -28,7 +28,7 @@ _YARN: dict[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""The scaling where none is given."""
+"""The scaling if none is given."""
 
 
 def _read_gpt_oss(config: ConfigFile) -> DecoderConfig:
@@ -66,7 +66,7 @@ def _read_gpt_oss(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_num_per_token(config: ConfigFile) -> int:
-    """`num_experts_per_tok`; checkpoints repeat it as `experts_per_token`, which transformers does not read."""
+    """Return `num_experts_per_tok`; `experts_per_token`, which transformers ignores, must agree if present."""
     number, other = config.int_or_none("num_experts_per_tok") or 4, config.int_or_none("experts_per_token")
     if other not in (None, number):
         raise config.error("experts_per_token", f"{number}, as num_experts_per_tok, or no such key")
@@ -74,9 +74,9 @@ def _read_num_per_token(config: ConfigFile) -> int:
 
 
 def _read_rope(config: ConfigFile) -> RopeConfig:
-    """As the keys say; without them, YaRN as the family's first models have it.
+    """Read rotary positions; if the keys are absent, they have the YaRN scaling of the family's first models.
 
-    transformers takes an empty `rope_scaling` for none, and an empty `rope_parameters` for one without scaling.
+    As in transformers, an empty `rope_scaling` counts as absent, and an empty `rope_parameters` means no scaling.
     """
     positions = config.int_or_none("max_position_embeddings") or _POSITIONS
     if config.has("rope_parameters") or config.value("rope_scaling"):
@@ -86,7 +86,7 @@ def _read_rope(config: ConfigFile) -> RopeConfig:
 
 
 def _read_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """A window in the layers that `layer_types` names, else in every other one, the first among them."""
+    """Return a window for the layers that `layer_types` names, else for every other layer from the first on."""
     types = read_layer_types(config, num_layers) or tuple(
         "full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)
     )

@@ -1,4 +1,4 @@
-"""Llama, and the families that are Llama with a few differences, in the same spelling of keys and tensors."""
+"""Llama, and families that differ little from it and have the same names of keys and tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from inflight.models.families.family import (
 )
 from inflight.models.rope import longest_sequence, read_rope
 
-_QWEN3_HEAD_DIM = 128  # where the key is absent
-# Any value is accepted, as `sliding_window` alone decides in these families.
+_QWEN3_HEAD_DIM = 128  # if the key is absent
+# Any value is accepted, because in these families only `sliding_window` matters.
 _WINDOW_IS_USED = {"use_sliding_window": (None, True, False)}
-# Any value is accepted, as query, key and value always have biases in this family.
+# Any value is accepted, because in this family query, key and value always have biases.
 _BIASES_ARE_THERE = {"attention_bias": (None, True, False)}
 
 
@@ -45,17 +45,17 @@ def read_llama_like(
     sliding_windows: tuple[int | None, ...] | None = None,
     **changes: Any,
 ) -> DecoderConfig:
-    """RMSNorm, rotary positions and a gated MLP, in Llama's spelling of the keys.
+    """Read a config with Llama's keys: RMSNorm, rotary positions and a gated MLP.
 
     Args:
         config: The whole file.
-        default_positions: What transformers takes where `max_position_embeddings` is missing.
-        default_kv_heads: What it takes where `num_key_value_heads` is missing; None: as many as there are query
-            heads, which is what null means for every family.
-        default_theta: What it takes where `rope_theta` is missing.
-        default_part: Which part of a head is rotated where the key is missing; None: heads are rotated whole.
-        ropes: Rotary positions of each layer, where they differ.
-        changes: Other values of the DecoderConfig.
+        default_positions: transformers' default of `max_position_embeddings`.
+        default_kv_heads: transformers' default of `num_key_value_heads`; None: the number of query heads, which is
+            also the meaning of null in every family.
+        default_theta: transformers' default of `rope_theta`.
+        default_part: Rotated fraction of a head if the key is absent; None: heads are rotated whole.
+        ropes: Rotary positions of each layer, if they differ.
+        changes: Other fields of the DecoderConfig.
     """
     num_layers = config.positive_int("num_hidden_layers")
     num_heads = config.positive_int("num_attention_heads")
@@ -120,9 +120,9 @@ def _read_llama(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_mistral(config: ConfigFile) -> DecoderConfig:
-    """Llama with a sliding window, in every layer or in those that `layer_types` names.
+    """Read the config of Mistral: Llama with a sliding window in every layer or in those that `layer_types` names.
 
-    transformers loads a Mistral that has `layer_types` as a Ministral; without them the two are the same.
+    transformers loads a Mistral with `layer_types` as a Ministral; without them the two are the same.
     """
     windows = read_windows_of_all(config)
     return read_llama_like(config, default_positions=131072, default_kv_heads=8, sliding_windows=windows)
@@ -132,8 +132,8 @@ def _read_mistral(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_qwen2(config: ConfigFile) -> DecoderConfig:
-    """Qwen2 and Qwen2.5: Llama with biases on query, key and value, and a sliding window in some layers."""
-    config.value("dual_chunk_attention_config")  # of other code than transformers', beyond what was trained
+    """Read the config of Qwen2 or 2.5: Llama with biases on query, key, value, and windows in some layers."""
+    config.value("dual_chunk_attention_config")  # of other implementations, for longer sequences
     return read_llama_like(
         config,
         default_positions=32768,
@@ -144,7 +144,7 @@ def _read_qwen2(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_qwen3(config: ConfigFile) -> DecoderConfig:
-    """Qwen3 (dense): Qwen2 without its biases, with a norm over each query and key head."""
+    """Read the config of Qwen3 (dense): Qwen2 without biases, with a norm over each query and key head."""
     attention_bias = config.boolean("attention_bias", False)
     decoder = read_llama_like(
         config,
@@ -162,7 +162,7 @@ def _read_qwen3(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_phi3(config: ConfigFile) -> DecoderConfig:
-    """Llama with one matrix for query, key and value, another for gate and up, and LongRoPE."""
+    """Read the config of Phi-3: Llama with fused qkv, fused gate and up, and LongRoPE."""
     config.value("original_max_position_embeddings")
     window = config.int_or_none("sliding_window")
     num_layers = config.positive_int("num_hidden_layers")
@@ -179,7 +179,7 @@ def _read_phi3(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_olmo2(config: ConfigFile) -> DecoderConfig:
-    """Norms on what attention and MLP give, and over all query heads and all key heads together."""
+    """Read the config of OLMo 2: norms on attention's and the MLP's outputs, over all query and all key heads."""
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
         config,
@@ -196,7 +196,7 @@ def _read_olmo2(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_granite(config: ConfigFile) -> DecoderConfig:
-    """Llama with four scales: of embeddings, of attention's scores, of what layers add, and of logits."""
+    """Read the config of Granite: Llama with scales for embeddings, attention scores, residuals and logits."""
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
         config,
@@ -214,11 +214,11 @@ def _read_granite(config: ConfigFile) -> DecoderConfig:
 # ---------------------------------------------------------------------- SmolLM 3
 
 
-_SMOLLM3_INTERVAL = 4  # where `no_rope_layer_interval` is absent: every fourth layer has no positions
+_SMOLLM3_INTERVAL = 4  # if `no_rope_layer_interval` is absent: every fourth layer has no positions
 
 
 def _read_smollm3(config: ConfigFile) -> DecoderConfig:
-    """Llama with some layers that have no positions."""
+    """Read the config of SmolLM3: Llama with some layers without positions."""
     num_layers = config.positive_int("num_hidden_layers")
     rotates = _read_rotating_layers(config, num_layers)
     attention_bias = config.boolean("attention_bias", False)
@@ -238,7 +238,7 @@ def _read_smollm3(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_rotating_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has rotary positions: 1 or true in `no_rope_layers`, in spite of its name."""
+    """Return whether each layer has rotary positions: 1 or true in `no_rope_layers`, despite the key's name."""
     interval = config.int_or_none("no_rope_layer_interval") or _SMOLLM3_INTERVAL
     listed = config.value("no_rope_layers")
     if listed is None:
@@ -251,9 +251,9 @@ def _read_rotating_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ..
 def _read_smollm3_windows(
     config: ConfigFile, num_layers: int, rotates: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
-    """A window in the layers that `layer_types` names, else in those without positions, if windows are used."""
+    """Return windows, if used, for layers that `layer_types` names, else for those without positions."""
     types, window = read_layer_types(config, num_layers), config.int_or_none("sliding_window")
-    config.value("max_window_layers")  # Qwen's, which does not count here
+    config.value("max_window_layers")  # a key of Qwen without effect here
     if not config.boolean("use_sliding_window", False) or window is None:
         if "sliding_attention" in types:
             raise config.error("use_sliding_window", "true, since layer_types has sliding_attention")

@@ -40,12 +40,12 @@ QWEN_EXPERT_NAMES = ExpertNames(
 )
 _MOE_NAMES = replace(LLAMA_NAMES, experts=QWEN_EXPERT_NAMES)
 _MOE_NAMES_WITH_QK_NORM = replace(_MOE_NAMES, attention=NORMED_ATTENTION)
-# Its norms are always there.
+# This family always has these norms.
 _QWEN3_NEUTRAL = {"use_qk_norm": (None, True)}
 
 
 def _read_mixtral(config: ConfigFile) -> DecoderConfig:
-    """Mistral with experts in every layer."""
+    """Read the config of Mixtral: Mistral with experts in every layer."""
     num_layers = config.positive_int("num_hidden_layers")
     experts = ExpertsConfig(
         count=read_size(config, "num_local_experts", "num_experts", 8),
@@ -83,7 +83,7 @@ def read_qwen_experts(
 
 
 def _read_qwen2_moe(config: ConfigFile) -> DecoderConfig:
-    """Qwen2 with experts in some layers, and beside them an MLP for all tokens."""
+    """Read the config of Qwen2-MoE: Qwen2 with experts in some layers, and in these a shared MLP."""
     experts = read_qwen_experts(config, default_count=60, default_per_token=4, default_width=1408)
     shared = config.int_or_none("shared_expert_intermediate_size") or 5632
     return read_llama_like(
@@ -97,7 +97,7 @@ def _read_qwen2_moe(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_qwen2_moe_windows(config: ConfigFile) -> tuple[int | None, ...]:
-    """If windows are used, in layers that `layer_types` names, or in every other one below `max_window_layers`."""
+    """Return windows, if used: where `layer_types` says, or in every other layer below `max_window_layers`."""
     num_layers = config.positive_int("num_hidden_layers")
     types = read_layer_types(config, num_layers)
     most = config.value("max_window_layers") if "max_window_layers" in config.values else DEFAULT_FULL_LAYERS
@@ -118,10 +118,10 @@ def _read_qwen2_moe_windows(config: ConfigFile) -> tuple[int | None, ...]:
 
 
 def _read_qwen3_moe(config: ConfigFile) -> DecoderConfig:
-    """Qwen3 with experts in some layers."""
+    """Read the config of Qwen3-MoE: Qwen3 with experts in some layers."""
     attention_bias = config.boolean("attention_bias", False)
     window = config.int_or_none("sliding_window") if config.boolean("use_sliding_window", False) else None
-    for key in ("sliding_window", "max_window_layers"):  # the window is in all layers or in none
+    for key in ("sliding_window", "max_window_layers"):  # either all layers have the window or none has
         config.value(key)
     return read_llama_like(
         config,
@@ -136,7 +136,7 @@ def _read_qwen3_moe(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_olmoe(config: ConfigFile) -> DecoderConfig:
-    """Experts in every layer, and norms over all query heads and all key heads together."""
+    """Read the config of OLMoE: experts in every layer, and norms over all query heads and over all key heads."""
     num_layers, attention_bias = (
         config.positive_int("num_hidden_layers"),
         config.boolean("attention_bias", False),

@@ -1,5 +1,5 @@
-"""The page at `/`, on which a person tries the served model, and a few figures of what the engine is doing.
+"""The page at `/`, a playground for the served model, with a few figures of the engine's activity.
 
-`page/` has the page's parts, which `routes` joins into one document. Knows the protocol no better than any client:
-the page sends the requests that everybody sends.
+`page/` has the page's parts, which `routes` joins into one document. The page sends only ordinary requests of
+the protocol.
 """

@@ -1,7 +1,7 @@
-"""Routes of the playground: GET / is the page, the others are what it asks for beside OpenAI's routes.
+"""Routes of the playground: GET / returns the page, the others serve its requests beside OpenAI's routes.
 
-Owns how the page is put together, with a Content-Security-Policy that lets nothing run but the page's own script.
-Event loop.
+Owns the assembly of the page, and its Content-Security-Policy, which allows only the page's own script. Runs
+on the event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.openai.errors import ApiError
 from inflight.openai.playground.activity import Activity
 
 _PARTS = Path(__file__).parent / "page"
-# One script after the other in one scope; the last one starts the page.
+# Scripts in order, in one scope; the last one starts the page.
 _SCRIPTS = (
     "api.js", "sampling.js", "controls.js", "tokens.js", "answers.js", "conversation.js", "code.js", "engine.js",
     "main.js",
@@ -31,7 +31,7 @@ playground_router = APIRouter(include_in_schema=False)
 
 @playground_router.get("/")
 async def get_page() -> HTMLResponse:
-    """The page: one document, with its style and its script in it."""
+    """Return the page: one document, with its style and script."""
     html, policy = build_page()
     return HTMLResponse(
         html,
@@ -46,7 +46,7 @@ async def get_page() -> HTMLResponse:
 
 @playground_router.get("/playground/state")
 async def get_state(request: Request) -> dict[str, Any]:
-    """The engine's activity in a few figures (`Activity.read`); raises what the engine client raises."""
+    """Return the engine's activity in a few figures (`Activity.read`); raise the engine client's errors."""
     state = request.app.state
     if not hasattr(state, "playground_activity"):
         state.playground_activity = Activity(context_of(request).session)
@@ -55,7 +55,7 @@ async def get_state(request: Request) -> dict[str, Any]:
 
 @playground_router.get("/playground/model")
 async def get_model(request: Request) -> dict[str, bool]:
-    """Whether there is a chat template: without one the page begins with completions."""
+    """Return whether the model has a chat template; without one the page begins with completions."""
     context = context_of(request)
     try:
         await context.session.wait_for(context.model.chat_template)
@@ -66,7 +66,7 @@ async def get_model(request: Request) -> dict[str, bool]:
 
 @cache
 def build_page() -> tuple[str, str]:
-    """The document, and the Content-Security-Policy that goes with it."""
+    """Return the document and its Content-Security-Policy."""
     html, style = _read("index.html"), _read("page.css")
     script = "\n".join(['"use strict";', *map(_read, _SCRIPTS)])
     html = html.replace("<style></style>", f"<style>{style}</style>")
@@ -80,7 +80,7 @@ def build_page() -> tuple[str, str]:
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # no text becomes HTML, not even by mistake
+        "require-trusted-types-for 'script'",  # text is never parsed as HTML, not even by mistake
         "trusted-types 'none'",
     )
     return html, "; ".join(policy)
@@ -91,5 +91,5 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """The name by which a policy allows one inline text."""
+    """Return the hash by which a policy allows one inline text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

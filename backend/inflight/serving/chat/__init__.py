@@ -1,4 +1,4 @@
-"""Chats: messages to a prompt by the checkpoint's template, and a text back to content, reasoning and tool calls.
+"""Chats: rendering of messages to prompts, and parsing of texts to content, reasoning and tool calls.
 
-Knows no protocol and no model; the front ends that have chats import it.
+Knows no protocol and no model; front ends with chats import it.
 """

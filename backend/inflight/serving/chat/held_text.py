@@ -1,16 +1,16 @@
-"""Text that is passed on while it comes, but for white space that may have to be left out.
+"""Streamed text whose trailing white space is held until its fate is known.
 
-Does not know what the text is part of. One object a text, used by one thread at a time.
+Does not know what the text is part of. One object for each text, used by one thread at a time.
 """
 
 from __future__ import annotations
 
 
 class HeldText:
-    """Collects text, and keeps white space at its end back until something follows it.
+    """Buffer for a streamed text that holds trailing white space until other characters follow.
 
     Args:
-        drop_leading: Leave out white space until something else comes.
+        drop_leading: Drop leading white space.
     """
 
     def __init__(self, drop_leading: bool = False) -> None:
@@ -19,7 +19,7 @@ class HeldText:
         self._space = ""
 
     def add(self, text: str) -> None:
-        """Go on with the text."""
+        """Append text."""
         if self._drop_leading:
             text = text.lstrip()
         if not text:
@@ -32,23 +32,23 @@ class HeldText:
         self._space += text[len(shown) :]
 
     def take(self) -> str:
-        """Take the text that can be passed on; each part is returned once."""
+        """Return the text that is ready, once."""
         ready, self._ready = self._ready, ""
         return ready
 
     def take_space(self) -> str:
-        """The white space that is kept back, where the text has ended with it; it is returned once."""
+        """Return the held white space at the end of the text, once."""
         space, self._space = self._space, ""
         return space
 
     def cut(self) -> None:
-        """Leave out the white space here: what is kept back, and what comes next."""
+        """Drop the held white space, and white space that follows."""
         self._space = ""
         self._drop_leading = True
 
 
 def overlap(text: str, marker: str) -> int:
-    """How many characters at the end of a text may be the beginning of a marker that is not complete."""
+    """Return how many characters at the text's end may begin a marker; at most one less than its length."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[len(text) - length :]):
             return length

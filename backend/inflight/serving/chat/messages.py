@@ -1,7 +1,7 @@
-"""Messages as clients send them, made into what a chat template can render: plain JSON, in the form it takes.
+"""Conversion of clients' messages to the form that a chat template can render, in plain JSON.
 
-Owns the form of contents (text or parts), of tool calls' arguments (objects or text) and of reasoning, and what is
-refused. Does not know templates but for their MessageForm. Plain functions; any thread.
+Owns the form of contents (text or parts), of tool calls' arguments (objects or text) and of reasoning, and
+the checks of messages. Knows only a template's MessageForm. Plain functions; any thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 from inflight.errors import InvalidArgument, Name
 
 Message = dict[str, Any]
-"""A message as a template sees it."""
+"""A message in the template's form."""
 
 _NEEDS_CONTENT = frozenset(("system", "developer", "user", "tool"))
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -23,17 +23,17 @@ _MAX_DEPTH = 64
 
 
 class EmptyContent(Enum):
-    """The replacement for the content of an answer that has none, such as one that only calls tools."""
+    """The content of an assistant message that has none, such as one with only tool calls."""
 
     LEFT_OUT = "left out"
     EMPTY = "empty"
     NULL = "null"
 
     def field(self, takes_text: bool) -> Message:
-        """The part of a message that says it.
+        """Return the message's content field, {} if it is left out.
 
         Args:
-            takes_text: A content is a text; otherwise it is a list of parts.
+            takes_text: Contents are texts; otherwise lists of parts.
         """
         if self is EmptyContent.LEFT_OUT:
             return {}
@@ -47,12 +47,12 @@ class MessageForm:
     """The form that messages must have for one template.
 
     Attributes:
-        takes_text: A content may be a text; otherwise a text is made a list of one part.
-        takes_parts: A content may be a list of parts; otherwise their texts are joined by line ends.
-        arguments_as_text: Arguments of tool calls are JSON as text, not objects.
-        takes_developer: It renders messages of the role developer, OpenAI's newer name of system; otherwise they
-            become system messages.
-        empty_content: What an answer without a content has instead.
+        takes_text: A content may be a text; otherwise a text becomes a list of one part.
+        takes_parts: A content may be a list of parts; otherwise their texts are joined with line ends.
+        arguments_as_text: Arguments of tool calls are JSON texts, not objects.
+        takes_developer: The template renders the role developer, OpenAI's newer name of system; otherwise
+            developer messages become system messages.
+        empty_content: Content of an assistant message that has none.
     """
 
     takes_text: bool = True
@@ -63,10 +63,10 @@ class MessageForm:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], form: MessageForm) -> list[Message]:
-    """Messages for a template, in dictionaries of their own. Fields that are None are left out.
+    """Return copies of messages in a template's form. Fields that are None are left out.
 
     Raises:
-        InvalidArgument: A message is none, or has what is not supported; the text names the field.
+        InvalidArgument: A message is malformed or not supported; the error names the field.
     """
     if not messages:
         raise InvalidArgument(Name("messages"), " is empty, expected at least one message")
@@ -74,10 +74,10 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], form: MessageForm) -> 
 
 
 def plain_json(value: Any, name: str, depth: int = 0) -> Any:
-    """A copy of a value in JSON's own types, so that nothing else ever meets a template.
+    """Return a copy of a value with JSON's own types only, so that no other object reaches a template.
 
     Raises:
-        InvalidArgument: It has another type in it, or is nested too deeply.
+        InvalidArgument: The value contains another type, or is nested too deeply.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -174,7 +174,7 @@ def _tool_call(call: Any, name: str, form: MessageForm) -> Message:
 
 
 def _arguments(arguments: Any, name: str, form: MessageForm) -> Any:
-    """The arguments of a call as the template takes them; they come as text, and may come as an object."""
+    """Return a call's arguments in the template's form; clients send JSON text or an object."""
     parsed: Any = arguments or {}
     if isinstance(parsed, str):
         try:
@@ -189,7 +189,7 @@ def _arguments(arguments: Any, name: str, form: MessageForm) -> Any:
 
 
 def _with_reasoning(message: Message, name: str) -> Message:
-    """The message with its reasoning, which clients name in three ways, under the names that templates read."""
+    """Add the reasoning, sent by clients under one of three names, under the names that templates read."""
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     if reasoning is None:
         return message

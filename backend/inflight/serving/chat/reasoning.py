@@ -1,8 +1,8 @@
-"""The reasoning of a model, separated from its answer while the text comes.
+"""Separation of a model's reasoning from its answer while the text streams.
 
-Owns where reasoning begins and ends: `<think>…</think>` at the beginning of an answer, or only its end where the
-prompt has opened it or the model never does. Does not know tool calls, which are looked for in the answer behind
-it. One object a text, used by one thread at a time.
+Owns where reasoning begins and ends: `<think>…</think>` at the beginning of an answer, or only its end if the
+prompt has opened it or the model leaves `<think>` out. Does not know tool calls, which are parsed afterwards
+from the rest. One object for each text, used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from inflight.serving.chat.held_text import HeldText, overlap
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 REASONING_PARSERS = ("think", "deepseek_r1")
-"""think: reasoning is what the answer or the prompt has opened. deepseek_r1: it is whatever comes before
-`</think>`, for models that leave `<think>` out."""
+"""think: the answer or the prompt opens the reasoning. deepseek_r1: everything before `</think>` is
+reasoning, for models that leave `<think>` out."""
 
 
 def reasoning_stream(parser: str, starts_inside: bool) -> ReasoningStream:
-    """A stream for one answer.
+    """Return a parser for one answer.
 
     Args:
-        parser: One of REASONING_PARSERS; "" takes all text for content.
-        starts_inside: Whether the answer begins with reasoning; see `starts_inside`.
+        parser: One of REASONING_PARSERS; "" treats all text as content.
+        starts_inside: Whether the answer begins with reasoning; see the function `starts_inside`.
 
     Raises:
-        InvalidArgument: There is no such parser.
+        InvalidArgument: The parser does not exist.
     """
     if parser and parser not in REASONING_PARSERS:
         raise InvalidArgument(
@@ -41,7 +41,7 @@ def reasoning_stream(parser: str, starts_inside: bool) -> ReasoningStream:
 
 
 def ends_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
-    """Whether a prompt ends behind reasoning, and an answer has none; arguments as those of `starts_inside`."""
+    """Return whether the prompt ends the reasoning before the answer; arguments as in `starts_inside`."""
     if final_message is not None:
         content = str(final_message.get("content") or "")
         if content.rfind(THINK_END) > content.rfind(THINK_BEGIN):
@@ -50,12 +50,12 @@ def ends_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None) 
 
 
 def starts_inside(parser: str, prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
-    """Whether an answer to a prompt begins with reasoning, whatever it says.
+    """Return whether the answer to a prompt begins with reasoning, without a mark of its own.
 
     Args:
         parser: One of REASONING_PARSERS, or "".
-        prompt: As the chat template rendered it.
-        final_message: The message that is being continued, if one is.
+        prompt: The rendered prompt.
+        final_message: The message to continue, or None.
     """
     if not parser:
         return False
@@ -65,7 +65,7 @@ def starts_inside(parser: str, prompt: str, final_message: Mapping[str, Any] | N
 
 
 def opens_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
-    """Whether a prompt ends within `<think>`; arguments as those of `starts_inside`."""
+    """Return whether a prompt ends inside `<think>`; arguments as in `starts_inside`."""
     if final_message is not None:
         content = str(final_message.get("content") or "")
         if content.rfind(THINK_BEGIN) > content.rfind(THINK_END):
@@ -74,29 +74,28 @@ def opens_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None)
 
 
 class ReasoningStream:
-    """Splits a text into reasoning and content.
+    """Incremental parser of a text into reasoning and content.
 
-    White space around either is left out: in front of and behind the reasoning, and before the content behind it.
-    A text that does not begin with reasoning is all content, as it is. However the text is cut into pieces, the
-    joined results are the same.
+    Drops white space around the reasoning, and before the content that follows it. A text without reasoning
+    is content, unchanged. The joined results do not depend on how the text is divided into pieces.
 
     Args:
-        begin: What reasoning begins with; "": there is none.
+        begin: Text that opens reasoning; "": there is no reasoning.
         starts_inside: The text begins with reasoning, without `begin`.
-        may_begin_again: Where it starts inside, `begin` may stand there all the same, and is left out.
+        may_begin_again: With `starts_inside`: the text may begin with `begin` all the same; it is dropped.
     """
 
     def __init__(self, begin: str, starts_inside: bool, may_begin_again: bool = False) -> None:
         self._begin = begin
         self._text = ""
-        self._otherwise = "inside" if starts_inside else "behind"  # where a text is that begins with no mark
+        self._otherwise = "inside" if starts_inside else "behind"  # state without `begin`
         is_open = not begin or (starts_inside and not may_begin_again)
         self._place = self._otherwise if is_open else "start"
         self._reasoning = HeldText(drop_leading=True)
         self._drop_leading = False
 
     def add(self, text: str) -> tuple[str, str]:
-        """Go on with the text; returns what is certain now of reasoning and content."""
+        """Append text; return the reasoning and content that are certain now."""
         self._text += text
         if self._place == "start":
             self._start()
@@ -105,10 +104,10 @@ class ReasoningStream:
         return self._reasoning.take(), self._content() if self._place == "behind" else ""
 
     def finish(self, is_cut: bool = False) -> tuple[str, str]:
-        """The text has ended; returns the rest of reasoning and content.
+        """End the text; return the rest of reasoning and content.
 
         Args:
-            is_cut: A limit has ended it, so that the beginning of a mark at its end is left out.
+            is_cut: A limit ended the text; an incomplete mark at its end is dropped.
         """
         mark = {"start": self._begin, "inside": THINK_END}.get(self._place, "")
         if is_cut and len(self._text.lstrip()) > 1 and mark.startswith(self._text.lstrip()):
@@ -122,12 +121,12 @@ class ReasoningStream:
 
     @property
     def is_in_reasoning(self) -> bool:
-        """Whether the text is within the reasoning now."""
+        """Return whether the text is inside the reasoning now."""
         return self._place == "inside"
 
     @property
     def has_ended(self) -> bool:
-        """Whether all that comes is content."""
+        """Return whether all further text is content."""
         return self._place == "behind"
 
     def _start(self) -> None:
@@ -157,11 +156,11 @@ class ReasoningStream:
 
 
 class ReasoningTokens:
-    """Counts the tokens of an answer that are reasoning, its marks among them.
+    """Counter of an answer's reasoning tokens, marks included.
 
     Args:
-        stream: A new one for the answer, of which nothing else is asked.
-        token_bytes: By id, what each token adds to a text.
+        stream: A new parser for this counter's use only.
+        token_bytes: By id, the bytes that each token adds to a text.
     """
 
     def __init__(self, stream: ReasoningStream, token_bytes: Sequence[bytes]) -> None:
@@ -170,14 +169,14 @@ class ReasoningTokens:
         self._num_undecided = 0
 
     def add(self, token_ids: Sequence[int]) -> int:
-        """Go on with the answer; returns how many more tokens are known to be reasoning."""
+        """Append tokens; return how many more tokens are now known to be reasoning."""
         count = 0
         for token_id in token_ids:
             if self._stream.has_ended:
                 break
             raw = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
             was_inside = self._stream.is_in_reasoning
-            # The marks are ASCII, so that it does not matter which characters stand for other bytes.
+            # The marks are ASCII, so the decoding of other bytes does not matter.
             reasoning, _ = self._stream.add(raw.decode("latin-1"))
             self._num_undecided += 1
             if was_inside or reasoning or self._stream.is_in_reasoning:

@@ -1,8 +1,8 @@
-"""A checkpoint's chat template: messages to the text of a prompt, as transformers' `apply_chat_template` does.
+"""A checkpoint's chat template: renders messages to a prompt, like transformers' `apply_chat_template`.
 
-Owns the choice among several templates, and `continue_final_message`. What a template can render is found out by
-`template_trial.py`, and the messages themselves are made fit by `messages.py`. Does not know a protocol. A
-ChatTemplate does not change, but for what it remembers of roles; any thread.
+Owns the choice among several templates, and `continue_final_message`. `template_trial.py` finds out what a
+template can render; `messages.py` converts the messages. Knows no protocol. A ChatTemplate is immutable,
+except for its cache of roles; any thread.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def load_chat_template(tokenizer_dir: str, file: Path | None = None) -> ChatTemplate | None:
-    """Read the chat template of a checkpoint; None if it has none.
+    """Read the chat template of a checkpoint; return None if it has none.
 
     Args:
         tokenizer_dir: The folder with tokenizer.json.
-        file: A jinja2 template to use instead of the checkpoint's.
+        file: A jinja2 template that replaces the checkpoint's; None: the checkpoint's.
 
     Raises:
-        ConfigError: A file is missing or broken, or a template is none; the message names it.
+        ConfigError: A file is missing or broken, or a template is invalid; the message names it.
     """
     files = read_template_files(tokenizer_dir, file)
     return ChatTemplate(files) if files.sources else None
 
 
 class ChatTemplate:
-    """The templates of a checkpoint, of which a chat takes one.
+    """The chat templates of a checkpoint; each chat is rendered by one of them.
 
     Attributes:
-        style: The parser of `tool_calls.py` that reads calls as it writes them, or "", if none does.
-        call_example: The beginning of a call as it writes it; "" where it writes none.
-        takes_tools: Whether it has a place for tools.
-        reasoning_style: The parser of `reasoning.py` that fits: think, or "".
+        style: The parser in `tool_calls.py` for the calls that the template writes; "": none.
+        call_example: The beginning of a call in the template's form; "" if it writes no calls.
+        takes_tools: Whether the template renders tools.
+        reasoning_style: The parser in `reasoning.py` for the model's reasoning: think, or "".
     """
 
     def __init__(self, files: TemplateFiles) -> None:
@@ -84,18 +84,18 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] = {},
     ) -> str:
-        """The text of a prompt, special tokens included.
+        """Render a chat to the text of a prompt, special tokens included.
 
         Args:
             messages: OpenAI's messages: role, content (text, or parts of type text), tool_calls, tool_call_id, ….
             tools: OpenAI's tools; None and an empty list are none.
-            add_generation_prompt: End with what an answer of the assistant begins with.
-            continue_final_message: End within the last message, which the model is to go on with.
-            template_kwargs: Further variables of the template, such as `enable_thinking` and `documents`.
+            add_generation_prompt: End with the beginning of an assistant message.
+            continue_final_message: End inside the last message, for the model to continue it.
+            template_kwargs: More variables of the template, such as `enable_thinking` and `documents`.
 
         Raises:
-            InvalidArgument: A message is of another form, the template has no place for what is given, or refuses
-                it; the message names the field.
+            InvalidArgument: A message is malformed, or the template does not render an argument or refuses
+                it; the error names the field.
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidArgument(
@@ -122,11 +122,11 @@ class ChatTemplate:
         return _render(chosen, {**values, "messages": chat, "add_generation_prompt": add_generation_prompt})
 
     def reads(self, name: str, has_tools: bool) -> bool:
-        """Whether the template of a chat, with tools or without, has a variable of this name."""
+        """Return whether the template for chats with or without tools reads a variable of this name."""
         return name in self._choose(has_tools).names
 
     def unknown_calls(self) -> str:
-        """The reason why `style` is ""."""
+        """Return the reason why `style` is ""."""
         if self.call_example:
             return f"no parser reads tool calls as the chat template writes them, {self.call_example!r}"
         return "the chat template does not show how the model writes tool calls"
@@ -144,16 +144,16 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """One template, compiled, and what is known of it.
+    """One compiled template with its properties.
 
     Attributes:
-        compiled: To render.
-        names: The variables that it reads.
-        constants: The texts that it compares with or writes, names of roles among them.
-        form: What messages have to look like for it.
-        trial: Renders messages to find out more about it.
-        roles: What it does with messages of each of USUAL_ROLES.
-        own_roles: The same of the roles among its constants, as far as a message has had them.
+        compiled: The compiled template.
+        names: Variables that it reads.
+        constants: Texts in its expressions, such as names of roles.
+        form: Form of the messages that it renders.
+        trial: Renderer of test messages.
+        roles: Its treatment of messages of each role in USUAL_ROLES.
+        own_roles: Its treatment of other roles among its constants; filled by the first message of each.
     """
 
     compiled: jinja2.Template
@@ -165,7 +165,7 @@ class _Template:
     own_roles: dict[str, RoleFate] = field(default_factory=dict[str, RoleFate])
 
     def fate_of(self, role: str) -> RoleFate:
-        """The fate of messages of a role; for one of the template's own it takes several renderings to find."""
+        """Return the treatment of a role's messages; the first call for an unusual role renders chats."""
         fate = self.roles.get(role) or self.own_roles.get(role)
         if fate is None:
             if role not in self.constants:
@@ -187,7 +187,7 @@ def _compile(source: str, name: str, origin: str, special_tokens: Mapping[str, s
 
 
 def _check_roles(messages: Sequence[Mapping[str, Any]], chosen: _Template) -> None:
-    """Refuse messages that the template would leave out, or whose role it does not know."""
+    """Raise InvalidArgument for messages that the template would leave out."""
     for index, message in enumerate(messages):
         given = str(message["role"])
         role = "system" if given == "developer" and not chosen.form.takes_developer else given
@@ -234,14 +234,14 @@ def _render(chosen: _Template, values: Mapping[str, Any]) -> str:
         return render_bounded(chosen.compiled, values)
     except InvalidArgument:
         raise
-    except Exception as error:  # a template may raise anything, by what it calls
+    except Exception as error:  # functions called by a template may raise any error
         raise InvalidArgument(
             Name("messages"), f" cannot be rendered by the chat template: {error}"
         ) from error
 
 
 def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[str, Any]) -> str:
-    """Render with a mark behind the last message's text, and cut there, as transformers does."""
+    """Render with a mark after the last message's text, and cut the text there, as transformers does."""
     final = chat[-1]["content"]
     if isinstance(final, str):
         marked: Any = final + _TAG
@@ -258,5 +258,6 @@ def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[st
             "cannot be gone on with",
         )
     kept = text[:place]
-    # Where the template strips contents, the space at the end of the mark is gone, and so is that of the message.
+    # A template that strips contents removes the space at the end of the mark; the message's is then removed,
+    # too.
     return kept if text[place : place + len(_TAG)] == _TAG else kept.rstrip()

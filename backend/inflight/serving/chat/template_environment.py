@@ -1,8 +1,8 @@
-"""The jinja2 environment of chat templates, the same as transformers' own, and bounded rendering.
+"""The jinja2 environment of chat templates, equal to transformers' own, and rendering within limits.
 
-Owns what a template can call and how long it may take. A template comes from whoever runs the server, what it
-renders comes from clients: values are plain JSON, and nothing in them is ever compiled. Plain functions; any
-thread.
+Owns the functions that a template can call, and its time limit. Templates come from the operator, rendered
+values
+from clients: values are plain JSON, and never compiled. Plain functions; any thread.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ MAX_CHARACTERS = 32 * 2**20
 """Most characters of a rendered chat."""
 
 MAX_SECONDS = 10.0
-"""Most seconds of processor time that one chat may take to render."""
+"""Most processor time to render one chat, in seconds."""
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Compile a chat template. Raises jinja2.TemplateSyntaxError where it is none."""
+    """Compile a chat template; raise jinja2.TemplateSyntaxError if it is invalid."""
     return _environment().from_string(source)
 
 
 def names_in(source: str) -> frozenset[str]:
-    """The variables that a chat template is given, such as `tools` and `enable_thinking`; not those it sets."""
+    """Return the variables that a template reads from its caller, such as `tools`; not those that it sets."""
     environment = _environment()
     tree = environment.parse(source)
-    # One that is only set where it was not given counts as declared for jinja2.
+    # For jinja2, a variable that the template sets only if it is missing counts as declared.
     asked = {
         test.node.name
         for test in tree.find_all(nodes.Test)
@@ -49,17 +49,17 @@ def names_in(source: str) -> frozenset[str]:
 
 
 def constants_in(source: str) -> frozenset[str]:
-    """The texts that a chat template has in its expressions, such as the roles that it asks for."""
+    """Return the texts in a template's expressions, such as names of roles."""
     values = (each.value for each in _environment().parse(source).find_all(nodes.Const))
     return frozenset(value for value in values if isinstance(value, str))
 
 
 def render_bounded(template: jinja2.Template, values: Mapping[str, Any]) -> str:
-    """Render a template with plain values.
+    """Render a template with plain values, within the limits.
 
     Raises:
-        InvalidArgument: The text is too long, or takes too long.
-        jinja2.TemplateError: The template refuses the values; and whatever else a template can raise.
+        InvalidArgument: The text is too long, or rendering takes too long.
+        jinja2.TemplateError: The template refuses the values. Other errors of a template are raised, too.
     """
     deadline = time.thread_time() + MAX_SECONDS
     pieces: list[str] = []
@@ -94,12 +94,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks an assistant's words for training: here just text."""
+    """`{% generation %}…{% endgeneration %}`, which marks text for training; renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The statements between the two tags, in a scope of their own."""
+        """Parse the statements between the two tags, in a scope of their own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
@@ -115,7 +115,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as json.dumps writes it; jinja2's own filter escapes what HTML does not allow."""
+    """Return JSON as json.dumps writes it; jinja2's own filter escapes characters for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -130,13 +130,13 @@ def _strftime_now(format: str) -> str:
 
 
 class _Dict:
-    """`dict` for templates: makes dictionaries, and has none of a class's attributes."""
+    """`dict` for templates: creates dictionaries, without a class's attributes."""
 
     def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
         return dict(*values, **named)
 
     def fromkeys(self, *values: Any) -> dict[Any, Any]:
-        """As dict.fromkeys."""
+        """Return a dictionary with these keys and one value for all, like `dict.fromkeys`."""
         return dict.fromkeys(*values)
 
 

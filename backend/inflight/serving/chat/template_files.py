@@ -1,8 +1,8 @@
 """The files in which a checkpoint keeps its chat templates.
 
-That is chat_template.jinja with additional_chat_templates/, or tokenizer_config.json. Owns which of them counts,
-as with transformers, and what the special tokens are called in a template. Does not know what a template says.
-Plain functions; any thread.
+These are chat_template.jinja with additional_chat_templates/, or tokenizer_config.json. Owns their
+precedence, which is transformers', and the names of special tokens in templates. Does not know the content of
+templates. Plain functions; any thread.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from inflight.file_names import native
 from inflight.text.tokenizer_files import read_tokenizer
 
 DEFAULT = "default"
-"""Name of the template that is used where no other is."""
+"""Name of the template that is used unless there is a more specific one."""
 
 TOOL_USE = "tool_use"
-"""Name of the template that is used where there are tools, if a checkpoint has one."""
+"""Name of the template for chats with tools, if the checkpoint has one."""
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -31,9 +31,9 @@ class TemplateFiles:
     """The chat templates and special tokens in a checkpoint's files.
 
     Attributes:
-        sources: Templates by name; empty where there is none.
-        special_tokens: Spellings of special tokens by their role, such as `bos_token`.
-        origin: Where the templates come from, for messages.
+        sources: Templates by name; empty if there are none.
+        special_tokens: Texts of special tokens by role, such as `bos_token`.
+        origin: Source of the templates, for messages.
     """
 
     sources: Mapping[str, str]
@@ -45,8 +45,8 @@ def read_template_files(folder: str, file: Path | None) -> TemplateFiles:
     """Read the templates of a checkpoint folder.
 
     Args:
-        folder: Where tokenizer.json is.
-        file: A template that is used instead of those of the checkpoint; None uses these.
+        folder: The folder with tokenizer.json.
+        file: A template that replaces the checkpoint's; None: the checkpoint's.
 
     Raises:
         ConfigError: A file is missing or broken; the message names it.
@@ -61,7 +61,7 @@ def read_template_files(folder: str, file: Path | None) -> TemplateFiles:
 
 
 def _from_jinja_files(folder: Path) -> dict[str, str]:
-    """Templates that are files of their own; where there is one, tokenizer_config.json has none."""
+    """Return the templates in .jinja files; without any, tokenizer_config.json is read instead."""
     sources: dict[str, str] = {}
     if (folder / "chat_template.jinja").is_file():
         sources[DEFAULT] = _read_text(folder / "chat_template.jinja")

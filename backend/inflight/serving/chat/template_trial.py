@@ -1,7 +1,7 @@
-"""Tests of a chat template by rendering made-up messages: its message forms, roles and tool calls.
+"""Tests of a chat template with made-up messages: its message form, roles and tool calls.
 
-A template says nothing of itself, and words in its source mislead: it may mention a marker that it never writes.
-Knows the parsers of `tool_calls.py`, which have to read what a template makes of a call. Plain functions over a
+A template does not describe itself, and its source misleads: it may mention a marker that it never writes.
+Uses the parsers in `tool_calls.py`, which must read the calls that a template writes. Plain functions over a
 Trial; any thread.
 """
 
@@ -23,13 +23,13 @@ from inflight.serving.chat.tool_calls import tool_call_stream
 from inflight.serving.chat.tool_styles import TOOL_CALL_PARSERS
 
 TOOLS_NAMES = ("tools", "xml_tools", "python_tools")
-"""What templates call the tools; the first one that a template reads is given to it. SmolLM3 has the others."""
+"""Names of templates' variables for tools; tools are passed as the first that a template reads."""
 
 USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""The roles that OpenAI has or has had."""
+"""The present and former roles of OpenAI's API."""
 
 _PROBE = "pr0be"
-_CALL_ID = "abcdef123"  # nine letters or digits, as Mistral's templates want
+_CALL_ID = "abcdef123"  # nine letters or digits, as Mistral's templates require
 _NAME, _ARGUMENTS = "pr0be_function", {"pr0be_key": "pr0be value"}
 _TOOL = {
     "type": "function",
@@ -48,12 +48,12 @@ _SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Renders messages with one template as a chat would.
+    """A renderer of test messages with one template, under a chat's conditions.
 
     Attributes:
         compiled: The template.
-        special_tokens: Their spellings by their role, as the template gets them.
-        tools_name: The variable that tools are given as; "": the template has no place for them.
+        special_tokens: Texts of special tokens by role, as the template gets them.
+        tools_name: The variable for tools; "": the template renders no tools.
     """
 
     compiled: jinja2.Template
@@ -61,18 +61,18 @@ class Trial:
     tools_name: str
 
     def rendered(self, *messages: Message, tools: bool = False, begins_answer: bool = False) -> str | None:
-        """The text of a chat; None where the template raises an error."""
+        """Return the text of a chat; None if the template raises an error."""
         values = {**self.special_tokens, "messages": list(messages), "tools": None, "documents": None}
         if tools and self.tools_name:
             values[self.tools_name] = [_TOOL]
         try:
             return render_bounded(self.compiled, {**values, "add_generation_prompt": begins_answer})
-        except Exception:  # whatever a template raises
+        except Exception:  # of any class
             return None
 
 
 class RoleFate(Enum):
-    """The fate of messages of a role in a template."""
+    """A template's treatment of messages of a role."""
 
     WRITTEN = "written"
     LEFT_OUT = "left out"
@@ -81,11 +81,11 @@ class RoleFate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How a template writes the calls of an answer.
+    """The form in which a template writes tool calls.
 
     Attributes:
-        parser: The parser of `tool_calls.py` that reads them; "" where none does.
-        example: The beginning of a call as the template writes it; "" where it writes none.
+        parser: The parser in `tool_calls.py` for these calls; "": none.
+        example: The beginning of a call in the template's form; "" if it writes no calls.
     """
 
     parser: str
@@ -93,10 +93,10 @@ class CallStyle:
 
 
 def find_form(trial: Trial) -> MessageForm:
-    """The form of messages that a template can render."""
+    """Return the form of messages that a template renders."""
     text = trial.rendered({"role": "user", "content": _PROBE}) or ""
     parts = trial.rendered({"role": "user", "content": _parts(_PROBE)}) or ""
-    # Where a template prints a list as it is, the text in it is in quotation marks.
+    # A template that prints a list's representation leaves quotation marks around its text.
     takes_parts = _PROBE in parts and f"'{_PROBE}'" not in parts and f'"{_PROBE}"' not in parts
     takes_text = _PROBE in text or not takes_parts
     developer = {"role": "developer", "content": _PROBE if _PROBE in text else _parts(_PROBE)}
@@ -113,11 +113,11 @@ def find_form(trial: Trial) -> MessageForm:
 
 
 def find_call_style(trial: Trial, form: MessageForm) -> CallStyle:
-    """How a template writes calls, by the call that it renders; else by the example in what it says of tools."""
+    """Return how a template writes calls, from a rendered call or else from its instructions about tools."""
     user = _user(form.takes_text)
     call = _calling(form.empty_content, form.arguments_as_text, form.takes_text)
     example = ""
-    for has_tools in (True, False):  # without, what is said of the tools is in nobody's way
+    for has_tools in (True, False):  # without tools, no instructions can look like a call
         begun = trial.rendered(user, tools=has_tools, begins_answer=True)
         whole = trial.rendered(user, call, tools=has_tools)
         if begun is None or whole is None:
@@ -136,7 +136,7 @@ def find_call_style(trial: Trial, form: MessageForm) -> CallStyle:
 
 
 def find_fate(trial: Trial, form: MessageForm, role: str) -> RoleFate:
-    """The fate of messages of a role in a template."""
+    """Return a template's treatment of messages of a role."""
     content = _PROBE if form.takes_text else _parts(_PROBE)
     message = {"role": role, "content": content, "tool_call_id": _CALL_ID, "name": _NAME}
     user, call = (
@@ -171,7 +171,7 @@ def _parts(text: str) -> list[Any]:
 def _calling(
     content: EmptyContent, arguments_as_text: bool, takes_text: bool, arguments: Any = _ARGUMENTS
 ) -> Message:
-    """An answer that is a call and has no content."""
+    """Return an assistant message with a call and without content."""
     if arguments_as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments)
     call = {"id": _CALL_ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
@@ -179,14 +179,14 @@ def _calling(
 
 
 def _takes_arguments(trial: Trial, takes_text: bool, arguments: Any) -> bool:
-    """Whether a template renders a call with these arguments, whichever way it takes an empty content."""
+    """Return whether a template renders a call with these arguments, for some form of empty content."""
     chats = (_calling(content, False, takes_text, arguments) for content in EmptyContent)
     found = (trial.rendered(_user(takes_text), chat) for chat in chats)
     return any(_PROBE in (text or "").replace(_NAME, "") for text in found)
 
 
 def _find_empty_content(trial: Trial, takes_text: bool, arguments_as_text: bool) -> EmptyContent:
-    """The form that most chats with a call can be rendered in; of those that are equal, the first."""
+    """Return the form of empty content that renders most test chats with a call; the first of equals."""
     user = _user(takes_text)
     result = {"role": "tool", "tool_call_id": _CALL_ID, "name": _NAME, "content": user["content"]}
     answer = {"role": "assistant", "content": user["content"]}
@@ -202,9 +202,10 @@ def _find_empty_content(trial: Trial, takes_text: bool, arguments_as_text: bool)
 
 
 def _common_length(begun: str, whole: str) -> int:
-    """How much of a chat with an answer is its prompt: what it has in common with the prompt alone.
+    """Return the length of the prompt in a chat with an answer: its common prefix with the prompt alone.
 
-    The two may go on with the same letters by chance, `<think>` and `<tool_call>`, which are part of the answer.
+    The prefix is cut after a line end, `>` or `]`, because `<think>` and `<tool_call>` begin with the same
+    letters by chance.
     """
     if whole.startswith(begun):
         return len(begun)
@@ -213,7 +214,7 @@ def _common_length(begun: str, whole: str) -> int:
 
 
 def _reads(parser: str, written: str) -> bool:
-    """Whether a parser finds the call that a template has written, and nothing of it is left as content."""
+    """Return whether a parser finds a template's call, without leaving any of it as content."""
     stream = tool_call_stream(parser)
     deltas = (stream.add(written), stream.finish())
     calls = [call for delta in deltas for call in delta.tool_calls]
@@ -233,4 +234,4 @@ _EXAMPLES = {
     "mistral": r'\[TOOL_CALLS\]\s*\[\s*\{\s*"name"\s*:',
     "llama3_json": r'\{"name": function name, "parameters": ',
 }
-"""By parser, what the instructions of templates say that render no calls of answers."""
+"""Patterns by parser, for instructions of templates that render no calls."""

@@ -1,7 +1,8 @@
-"""Tool calls in what a model writes, told apart from the rest while the text comes.
+"""Parsing of tool calls in a model's text while it streams.
 
-Owns where a call begins and ends, and its id. What turns out to be none is content. Does not know which tools
-there are, nor whether arguments fit them. One ToolCallStream a text, used by one thread at a time.
+Owns where a call begins and ends, and its id. Text that turns out to be no call is content. Does not know
+which tools exist, nor whether arguments are valid. One ToolCallStream for each text, used by one thread at a
+time.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class ToolCallDelta:
     """The part of a tool call that a piece of text adds.
 
     Attributes:
-        index: Which call of the text, from 0 on.
-        id: The call's id, in its first delta; "" in others.
-        name: The function's name, in the call's first delta; "" in others.
-        arguments: What comes to the arguments, which are JSON as text.
+        index: Index of the call in the text, from 0.
+        id: The call's id in its first delta; "" in others.
+        name: The function's name in the call's first delta; "" in others.
+        arguments: New part of the arguments, as JSON text.
     """
 
     index: int
@@ -37,14 +38,14 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """The part of an answer that a piece of text adds: content, then tool calls, at most one delta for each."""
+    """The part of an answer that a piece of text adds: content, and at most one delta for each tool call."""
 
     content: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
     @classmethod
     def joined(cls, deltas: Iterable[ChatDelta]) -> ChatDelta:
-        """Deltas of one text that follow each other, as one."""
+        """Join consecutive deltas of one text."""
         content: list[str] = []
         calls: list[ToolCallDelta] = []
         for delta in deltas:
@@ -54,7 +55,7 @@ class ChatDelta:
 
 
 def _one_a_call(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Deltas with those of each call joined: clients expect one entry for an index in a chunk."""
+    """Join the deltas of each call: clients expect one entry for each index in a chunk."""
     firsts: dict[int, ToolCallDelta] = {}
     arguments: dict[int, list[str]] = {}
     for delta in deltas:
@@ -64,39 +65,39 @@ def _one_a_call(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
 
 
 def tool_call_stream(parser: str, forced: bool = False) -> ToolCallStream:
-    """A stream for one text.
+    """Return a parser for one text.
 
     Args:
-        parser: One of TOOL_CALL_PARSERS; "" takes all text for content.
-        forced: A guide (`tool_guides.tool_guide`) asks for calls, and the prompt ends with `forced_prefix`.
+        parser: One of TOOL_CALL_PARSERS; "" treats all text as content.
+        forced: A guide (`tool_guides.tool_guide`) forces calls, and the prompt ends with `forced_prefix`.
 
     Raises:
-        InvalidArgument: There is no such parser.
+        InvalidArgument: The parser does not exist.
     """
     style = find_tool_style(parser) if parser else None
     return ToolCallStream(style, is_forced=forced)
 
 
 class ToolCallStream:
-    """Splits a text into content and tool calls.
+    """Incremental parser of a text into content and tool calls.
 
-    A call is passed on as soon as its name is known and its arguments begin; from then on it is a call, whatever
-    comes. Until then its text is held back, and is content if it turns out to be none. White space beside a call
-    is left out; a text without calls is content as it is. However the text is cut into pieces, the joined deltas
-    are the same, but for ids, which are random.
+    A call is reported as soon as its name is known and its arguments begin; from then on it stays a call.
+    Until then its text is held, and becomes content if it is no call. White space around a call is dropped; a
+    text without calls is content, unchanged. The joined deltas do not depend on how the text is divided into
+    pieces, except for the random ids.
 
     Args:
-        style: How calls are written; None takes all text for content.
-        is_forced: A guide asks for calls and nothing else, and the text begins behind a marker.
+        style: How calls are written; None treats all text as content.
+        is_forced: A guide forces calls, and the text begins after a marker.
     """
 
     def __init__(self, style: ToolStyle | None, is_forced: bool = False) -> None:
         self._is_forced = is_forced
         self._style = style or ToolStyle("", "arguments")
-        self._text = ""  # what has come and is not decided
-        self._held = ""  # what stands in front of that and is content if no call follows
+        self._text = ""  # text not parsed yet
+        self._held = ""  # text before it, which is content if no call follows
         self._nesting = _Nesting()
-        self._num_scanned = 0  # characters of the text that the nesting has gone through
+        self._num_scanned = 0  # characters of the text that `_nesting` has read
         self._in_list = False
         self._content = HeldText()
         self._calls: list[ToolCallDelta] = []
@@ -105,18 +106,18 @@ class ToolCallStream:
         self._step: Callable[[], bool] = self._at_beginning if may_begin else self._in_content
 
     def add(self, text: str) -> ChatDelta:
-        """Go on with the text; returns what is certain now."""
+        """Append text; return the delta that is certain now."""
         self._text += text
         while self._step():
             pass
         return self._take()
 
     def finish(self, is_cut: bool = False) -> ChatDelta:
-        """The text has ended; returns the rest. A call that has begun stays one, with the arguments so far.
+        """End the text; return the rest. A call that has begun stays one, with its arguments so far.
 
         Args:
-            is_cut: A limit has ended it, so that what may be the beginning of a call is left out: nobody can use
-                it, and it is no content.
+            is_cut: A limit ended the text; a possible beginning of a call at its end is dropped, since it is
+                useful neither as a call nor as content.
         """
         if not (self._is_rest_of_a_call() or (is_cut and self._may_become_a_call())):
             self._content.add(self._held + self._text)
@@ -125,8 +126,8 @@ class ToolCallStream:
         return ChatDelta(delta.content + self._content.take_space(), delta.tool_calls)
 
     def _may_become_a_call(self) -> bool:
-        """Whether what is not decided at the text's end looks like the beginning of a call."""
-        if self._step == self._in_content:  # a single `<` or `[` is more likely something else
+        """Return whether the undecided text at the end looks like the beginning of a call."""
+        if self._step == self._in_content:  # a single `<` or `[` is probably something else
             return len(self._text) > 1 and self._style.marker.startswith(self._text)
         if self._is_forced or (self._style.marker and self._held.lstrip().startswith(self._style.marker)):
             return True
@@ -136,9 +137,9 @@ class ToolCallStream:
         return is_head or bool(self._held.strip())
 
     def _is_rest_of_a_call(self) -> bool:
-        """Whether what is not decided at the text's end can only belong to a call, and tells nobody anything."""
+        """Return whether the undecided text at the end can only belong to a call, and has no content."""
         if self._is_forced and self._num_calls:
-            return True  # a guide allows nothing else behind a call
+            return True  # a guide allows only calls
         is_part_of_end = self._step == self._behind_call and self._style.end.startswith(self._text)
         return self._step == self._in_rest_of_object or (is_part_of_end and bool(self._text))
 
@@ -146,10 +147,10 @@ class ToolCallStream:
         calls, self._calls = self._calls, []
         return ChatDelta(self._content.take(), _one_a_call(calls))
 
-    # Each of these is a place in the text. It returns whether there is something to do at once, in the next place.
+    # Parser states. Each method returns whether the next state can continue at once.
 
     def _at_beginning(self) -> bool:
-        """Nothing has come but white space."""
+        """Parse the beginning, so far only white space."""
         if not self._skip_space():
             return False
         if self._text.startswith(("{", "[") if self._style.is_list else "{") or self._style.takes_names:
@@ -174,7 +175,7 @@ class ToolCallStream:
         return True
 
     def _before_call(self) -> bool:
-        """A call has to follow, or a list of them."""
+        """Expect a call or a list of calls."""
         if not self._skip_space():
             return False
         if self._text[0] == "{":
@@ -189,7 +190,7 @@ class ToolCallStream:
         return True
 
     def _in_name(self) -> bool:
-        """A name stands where an object could."""
+        """Parse a function's name that is written in place of an object."""
         if found := _NAME.match(self._text[:_LONGEST_HEAD]):
             self._begin_call(found[1])
             self._text = self._text[found.end() :]
@@ -201,7 +202,7 @@ class ToolCallStream:
         return False
 
     def _in_head(self) -> bool:
-        """An object has begun, and its name or its arguments are still to come."""
+        """Parse an object up to its name and the beginning of its arguments."""
         key = _FIRST_KEY.match(self._text)
         if _NO_KEY.match(self._text) or (key and key[1] not in _KEYS):
             self._give_up()
@@ -235,7 +236,7 @@ class ToolCallStream:
         return False
 
     def _in_rest_of_object(self) -> bool:
-        """Behind the arguments there may be other keys, which say nothing."""
+        """Skip other keys after the arguments."""
         end = self._scan()
         if end < 0:
             self._text, self._num_scanned = "", 0
@@ -245,7 +246,7 @@ class ToolCallStream:
         return True
 
     def _behind_call(self) -> bool:
-        """Another call may follow, or the end of the group, or content."""
+        """Expect another call, the end of a group of calls, or content."""
         style = self._style
         if not self._skip_space():
             return False
@@ -258,7 +259,7 @@ class ToolCallStream:
             self._step = self._before_call
             return True
         elif style.separator and not style.is_list and self._text[0] == "{":
-            self._step = self._in_head  # instead of the separator there may be a line end
+            self._step = self._in_head  # a line end may replace the separator
             return True
         elif end.startswith(self._text):
             return False
@@ -266,10 +267,10 @@ class ToolCallStream:
         self._step = self._in_content
         return True
 
-    # What the places share.
+    # Helpers of the states.
 
     def _skip_space(self) -> bool:
-        """Hold white space back; returns whether something follows it."""
+        """Hold white space; return whether other text follows it."""
         self._hold(len(self._text) - len(self._text.lstrip()))
         return bool(self._text)
 
@@ -278,7 +279,7 @@ class ToolCallStream:
         self._text = self._text[length:]
 
     def _give_up(self) -> None:
-        """Treat the held text as content, and also the text that follows, up to the next marker."""
+        """Treat the held text as content, and the text that follows up to the next marker."""
         self._content.add(self._held)
         self._held = ""
         self._num_scanned, self._nesting = 0, _Nesting()
@@ -286,13 +287,13 @@ class ToolCallStream:
         self._step = self._in_content
 
     def _scan(self) -> int:
-        """Go on to the end of an object; returns where it is, or -1."""
+        """Scan to the end of an object; return its index, or -1."""
         end = self._nesting.find_end(self._text, self._num_scanned)
         self._num_scanned = 0 if end >= 0 else len(self._text)
         return end
 
     def _pass_arguments(self) -> bool:
-        """Pass on arguments up to their end; returns whether that has come."""
+        """Report arguments up to their end; return whether the end was found."""
         end = self._scan()
         passed = self._text[:end] if end >= 0 else self._text
         if passed:
@@ -302,14 +303,14 @@ class ToolCallStream:
         return end >= 0
 
     def _take_whole(self, text: str, end: int) -> bool:
-        """Take an object that is complete and did not begin as a call does: it may be one all the same."""
+        """Parse a complete object whose keys are not in the usual order; it may still be a call."""
         call = _parsed(text)
         values = cast(dict[str, Any], call) if isinstance(call, dict) else {}
         name, arguments = values.get("name"), values.get("arguments", values.get("parameters"))
         if isinstance(arguments, str):
             arguments = _parsed(arguments)
         if arguments is None and self._style.needs_marker:
-            arguments = {}  # behind a marker a name alone is a call
+            arguments = {}  # after a marker, a name alone is a call
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             self._give_up()
             return True
@@ -331,7 +332,7 @@ class ToolCallStream:
 
 
 class _Nesting:
-    """How deep a place in a JSON text is in objects and lists."""
+    """Depth of nested objects and lists at a position in JSON text."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
@@ -339,7 +340,7 @@ class _Nesting:
         self._is_escaped = False
 
     def find_end(self, text: str, start: int) -> int:
-        """Go on from `start`; returns where the outermost object ends, or -1 if it does not."""
+        """Scan from `start`; return the index after the outermost object's end, or -1."""
         for place in range(start, len(text)):
             character = text[place]
             if self._is_escaped:
@@ -359,7 +360,7 @@ class _Nesting:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text; None where it is none."""
+    """Return the value of a JSON text; None if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -385,7 +386,7 @@ _CUT_HEAD = re.compile(
     rf'\{{\s*(?:{_PAIR}\s*,\s*)*(?:{_PAIR}\s*,?|{_CUT_KEY}|"(?:name|type|id)"\s*:?\s*(?:"(?:[^"\\]|\\.)*\\?)?'
     r'|"(?:arguments|parameters)"\s*:?\s*)?\Z'
 )
-"""A call without a marker that is cut before its arguments begin."""
+"""Pattern of a call without marker that is cut before its arguments begin."""
 _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
 _NO_KEY = re.compile(r'\{\s*[^"\s]')
 _NAME = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")

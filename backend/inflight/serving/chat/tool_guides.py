@@ -1,7 +1,7 @@
-"""Guides that make a model call a tool: for tool_choice required, and for a tool that is named.
+"""Guides that force tool calls: for tool_choice required, and for a named function.
 
-Owns what such a text looks like in each style of `tool_styles.py`; the engine follows the guide, and
-`tool_calls.py` reads what comes. Does not know requests. Plain functions; any thread.
+Owns the grammar of forced calls in each style of `tool_styles.py`; the engine enforces the guide, and
+`tool_calls.py` parses the text. Knows no requests. Plain functions; any thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from inflight.serving.chat.tool_styles import find_tool_style
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The client's choice about the tools.
+    """A client's tool_choice.
 
     Attributes:
         mode: none, auto, required, or named.
-        name: The function that has to be called, where the mode is named.
+        name: The function to call if the mode is named.
     """
 
     mode: str
@@ -31,7 +31,7 @@ class ToolChoice:
 
     @property
     def is_forced(self) -> bool:
-        """Whether there has to be a call."""
+        """Return whether the answer must be a call."""
         return self.mode in ("required", "named")
 
 
@@ -40,11 +40,11 @@ def read_tool_choice(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
 
     Args:
         tools: OpenAI's tools; None and an empty list are none.
-        tool_choice: none, auto, required, or {"type": "function", "function": {"name": …}}; None is auto where
-            there are tools, and none where there are not.
+        tool_choice: none, auto, required, or {"type": "function", "function": {"name": …}}; None: auto with
+            tools, none without.
 
     Raises:
-        InvalidArgument: One of the two is of another form, or the named function is not among the tools.
+        InvalidArgument: One of the two is malformed, or the named function is not among the tools.
     """
     names = [name for name, _ in _functions(tools or ())]
     match tool_choice:
@@ -78,17 +78,17 @@ def tool_guide(
     parallel: bool = True,
     starts_inside_reasoning: bool = False,
 ) -> Guide | None:
-    """The guide of a request whose text has to be a call, or several; None where it may be anything.
+    """Return the guide of a request whose answer must be one or several calls; None if calls are not forced.
 
     Args:
         tools: OpenAI's tools.
         tool_choice: As in `read_tool_choice`.
         parser: One of TOOL_CALL_PARSERS: how calls are written.
-        parallel: Whether there may be several calls; a named function is called once in any case.
-        starts_inside_reasoning: The prompt has opened the reasoning; it is ended first, by the model.
+        parallel: Whether to allow several calls; a named function is called once in any case.
+        starts_inside_reasoning: The prompt has opened the reasoning, which the model must end first.
 
     Raises:
-        InvalidArgument: As `read_tool_choice`, or there is no such parser.
+        InvalidArgument: As in `read_tool_choice`, or the parser does not exist.
     """
     choice = read_tool_choice(tools, tool_choice)
     if not choice.is_forced:
@@ -116,17 +116,17 @@ def tool_guide(
 
 
 def forced_prefix(parser: str, starts_inside_reasoning: bool = False) -> str:
-    """The text that a prompt must end with if a guide of `tool_guide` is used, since no guide can ask for it.
+    """Return the text that must end a prompt whose answer follows a guide of `tool_guide`.
 
-    It is the marker in front of Mistral's calls, which is a special token; "" for other styles, and within the
-    reasoning.
+    It is the marker of Mistral's calls, a special token, which no guide can require; "" for other styles, and
+    inside reasoning.
     """
     style = find_tool_style(parser)
     return style.marker if style.takes_names and not starts_inside_reasoning else ""
 
 
 def _functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Names of the tools' functions, and the schemas of their parameters."""
+    """Return the names of the tools' functions, and the schemas of their parameters."""
     functions: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
         match plain_json(tool, f"tools[{index}]"):
@@ -147,7 +147,7 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, 
 
 
 def _schema(parameters: Any, name: str) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object whether it says so or not."""
+    """Return the schema of a function's arguments, with type object added if it is missing."""
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     schema = cast(dict[str, Any], parameters if isinstance(parameters, dict) else {"type": parameters})

@@ -1,7 +1,7 @@
-"""How models write tool calls: what stands in front of them, between them and behind them.
+"""The forms in which models write tool calls: the texts before, between and after them.
 
-Owns the names of the parsers. Does not know how a text is read (`tool_calls.py`) or enforced (`tool_guides.py`).
-Immutable; any thread.
+Owns the names of the parsers. Does not know how a text is parsed (`tool_calls.py`) or forced
+(`tool_guides.py`). Immutable; any thread.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from inflight.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ToolStyle:
-    """A way to write tool calls: each is an object with a name and with arguments.
+    """A form of tool calls, each of which is an object with name and arguments.
 
     Attributes:
-        marker: Text in front of a call, or of a list of them; "" where nothing stands there.
-        arguments_key: What the model calls the arguments.
-        is_list: Calls stand in a list, `[{…}, {…}]`.
-        needs_marker: Calls are only looked for behind a marker; else also where the text begins.
-        separator: Text between two calls that follow one marker; "" where each has its own.
-        end: Text behind a call; "" where nothing stands there.
-        takes_names: A call may also be written as its name and its arguments, `name{…}` or `name[ARGS]{…}`.
-        short_ids: Ids of calls have nine letters and digits, as the model's template wants them.
+        marker: Text before a call or a list of calls; "": none.
+        arguments_key: Key of the arguments.
+        is_list: Calls are items of a list, `[{…}, {…}]`.
+        needs_marker: Calls begin only after a marker; otherwise also at the beginning of the text.
+        separator: Text between two calls after one marker; "" if each call has its own marker.
+        end: Text after a call; "": none.
+        takes_names: A call may also be its name and its arguments, `name{…}` or `name[ARGS]{…}`.
+        short_ids: Ids of calls have nine letters and digits, as the model's template requires.
     """
 
     marker: str
@@ -48,11 +48,11 @@ _STYLES = {
 }
 
 TOOL_CALL_PARSERS = tuple(_STYLES)
-"""Names of the parsers. The style json is a list of calls and nothing else, for models that have no style."""
+"""Names of the parsers. json, for models without a style, is a list of calls and nothing else."""
 
 
 def find_tool_style(parser: str) -> ToolStyle:
-    """The style of a parser's name. Raises InvalidArgument where there is none."""
+    """Return the style of a parser; raise InvalidArgument if the parser does not exist."""
     if parser not in _STYLES:
         raise InvalidArgument(
             f"the tool call parser is {parser!r}, expected one of {', '.join(TOOL_CALL_PARSERS)}"
@@ -61,10 +61,10 @@ def find_tool_style(parser: str) -> ToolStyle:
 
 
 def needs_special_tokens(tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str) -> bool:
-    """Whether the parsers look for special tokens of a model, so that its text must not be made without these.
+    """Return whether the parsers look for special tokens of a model, so that its texts must include these.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         tool_parser: One of TOOL_CALL_PARSERS, or "" for none.
         reasoning_parser: One of `reasoning.REASONING_PARSERS`, or "" for none.
     """

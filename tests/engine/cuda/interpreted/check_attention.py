@@ -1,4 +1,4 @@
-"""Attention by kernels in Triton's language, interpreted: as by plain products, whatever the sizes."""
+"""Attention by kernels in Triton's language, interpreted: the same as by plain products, for all sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short sequences are cut into parts too, as long ones are."""
+    """Cut short sequences into parts, as long ones are."""
     monkeypatch.setattr(kernels, "_LEAST_PART", 16)
     monkeypatch.setattr(kernels, "_TILE_KEYS", 16)
     monkeypatch.setattr(kernels, "num_parts", lambda num_kv_heads, longest: 4)
@@ -44,7 +44,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, a program takes as long as the tiles that it has."""
+    """Use small tiles: interpreted, a program's duration is proportional to their size."""
     for module in (kernels, packing):
         monkeypatch.setattr(module, "TILE_ROWS", 16)
 
@@ -97,7 +97,7 @@ def test_results_are_those_of_plain_products(
 @pytest.mark.parametrize(("group", "dtype"), [(1, torch.float16), (4, torch.float32)])
 @pytest.mark.parametrize("blocks", [31, 32, 33])
 def test_edges_of_tiles_and_of_blocks(zoo: Zoo, blocks: int, group: int, dtype: torch.dtype) -> None:
-    """Check the cases that test_gpu.py tries at all sizes; tiles and parts are as large as on a GPU."""
+    """The cases that test_gpu.py runs for all sizes; tiles and parts have the sizes of a GPU."""
     shape = {"num_heads": group, "num_kv_heads": 1, "head_dim": 16}
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, **shape)
     rows = Rows(decoder, 8, 34 * 8 + 65, dtype, blocks)
@@ -110,7 +110,7 @@ def test_edges_of_tiles_and_of_blocks(zoo: Zoo, blocks: int, group: int, dtype: 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("rounding", [None, INT8_LEVELS])
 def test_a_generation_row_is_the_same_alone_and_among_others(zoo: Zoo, rounding: KvRounding | None) -> None:
-    """To the last bit, however many programs share its parts."""
+    """Bitwise, however many programs share its parts."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
     together = rows.attend(attention, pack_rows((), (0, 1, 2), (150, 77, 16), rows.tables), None)
@@ -138,7 +138,7 @@ def test_a_chunk_is_the_same_however_it_is_cut(zoo: Zoo, window: AttentionWindow
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("rounding", [None, FP8_LEVELS])
-def test_memory_behind_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | None) -> None:
+def test_memory_after_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | None) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
     packed = pack_rows((PackedChunk(0, 0, 5, 30),), (1,), (50,), rows.tables)
@@ -155,7 +155,7 @@ def test_memory_behind_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | No
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window", "gpt-oss", "gemma2"])
-def test_tokens_are_the_models(zoo: Zoo, case: str) -> None:
+def test_tokens_equal_the_models(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     decoder = read_model_description(model.folder).decoder
     row = alone(load_paged(model.folder, attention=KernelAttention(decoder)), model.prompt(19), 8)
@@ -164,7 +164,7 @@ def test_tokens_are_the_models(zoo: Zoo, case: str) -> None:
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 def test_served_tokens_are_as_with_gathered_blocks(zoo: Zoo) -> None:
-    """Packed, in chunks, paused and searched with beams; one layer sees all, the others windows."""
+    """Packed, in chunks, paused and with beam searches; one layer without a window, the others with windows."""
     model, windows = zoo["llama-gqa"], {"max_attention_window_size": (12, 400, 40), "sink_token_length": 3}
     requests = requests_of(model)[:5]
     decoder = read_model_description(model.folder).decoder
@@ -185,7 +185,7 @@ def by_gathering(folder: Any, windows: dict[str, Any]) -> Any:
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 def test_recorded_batches_have_the_tokens_of_others(zoo: Zoo) -> None:
-    """Filled up with rows of no sequence; what is replayed runs again on the memory that a recording has."""
+    """Padded with rows of no sequence; a replay runs again on the recording's memory."""
     model = zoo["llama-gqa"]
     replays: list[int] = []
 
@@ -210,8 +210,8 @@ def test_recorded_batches_have_the_tokens_of_others(zoo: Zoo) -> None:
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize("windows", [(None,), (None, AttentionWindow(20, 3))])
-def test_chunks_by_another_and_as_they_are_recorded(zoo: Zoo, windows: Any) -> None:
-    """Check the batches that loading tries: chunks by both kernels, and the same with room for more to read."""
+def test_chunks_by_both_kernels_and_as_recorded(zoo: Zoo, windows: Any) -> None:
+    """The batches that loading tries: chunks by both kernels, and with a larger maximum length."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     for_chunks = PagedAttention(ReferenceVarlen(), True) if windows == (None,) else None
     with pytest.MonkeyPatch.context() as patch:
@@ -227,7 +227,7 @@ def test_heads_that_are_too_wide_are_refused(zoo: Zoo) -> None:
 
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
-def test_over_8_bits_tokens_are_those_of_gathered_blocks(zoo: Zoo) -> None:
+def test_tokens_over_8_bit_blocks_equal_those_of_gathered_blocks(zoo: Zoo) -> None:
     """In two chunks, the second beside a generation row."""
     model = zoo["llama-gqa"]
     decoder = read_model_description(model.folder).decoder

@@ -1,4 +1,4 @@
-"""The kernel that multiplies by quantized matrices, interpreted: as torch's product by what they stand for."""
+"""The kernel for quantized matrices, interpreted: the same as torch's product by the dequantized ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_float8() -> None:
 
 
 def test_every_4_bit_float_with_every_scale() -> None:
-    """value = float * 2 ** (scale - 127), of all scales with which the largest float is finite."""
+    """value = float * 2 ** (scale - 127), for all scales with which the largest float is finite."""
     count = 253
     scales = torch.arange(count, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
     values = torch.arange(16, dtype=torch.uint8).repeat(count, 2)
@@ -99,7 +99,7 @@ def test_a_wrong_grouped_kernel_is_left_out_with_one_log_line(
     monkeypatch.setattr(grouped_linear, "why_not", lambda *_: "it is off")
     matrix = draw("int4", 40, 96, 32)
     one = module(matrix, torch.float32)
-    keeping.device = torch.device("cuda")  # which nothing here touches
+    keeping.device = torch.device("cuda")  # no tensor of this test is on it
     assert [keeping._has_kernel(matrix, one) for _ in range(3)] == [False] * 3
     (record,) = caplog.records
     assert "matrices of 40 x 96 in 4 bits are unpacked by torch's operators" in record.getMessage()

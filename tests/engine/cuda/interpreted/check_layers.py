@@ -1,4 +1,4 @@
-"""Kernels for what is between a layer's products, interpreted: as torch's operators, whatever the sizes."""
+"""Kernels between a layer's products, interpreted: the same results as torch's operators, for all sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-2}
 
 
 def shapes() -> Iterator[Any]:
-    """Parameters of a test: changes of a decoder, the dtype, and the rounding of the KV cache."""
+    """Yield parameters of a test: changes of a decoder, the dtype, and the rounding of the KV cache."""
     draw, changes = random.Random(0), {}
     for _ in range(14):
         kv_heads, head_dim = draw.choice([1, 2, 3]), draw.choice([8, 24, 64, 80])
@@ -92,7 +92,7 @@ def test_results_are_those_of_torchs_operators(
 @pytest.mark.parametrize("rounding", [INT8_LEVELS, FP8_LEVELS])
 @pytest.mark.parametrize("spread", [1e-3, 3.0, 30.0])
 def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvRounding, spread: float) -> None:
-    """Bit by bit: of numbers of all sizes, of zeros, and of what is none."""
+    """Bitwise, for numbers of all magnitudes, zeros and NaN."""
     decoder = replace(decoder_of(zoo, head_dim=24), num_layers=1)
     kv_heads, rows = decoder.num_kv_heads, 40
     draw = torch.Generator().manual_seed(3)
@@ -114,7 +114,7 @@ def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvRounding,
 
 
 def off(function: Any) -> Any:
-    """The same function, with a number of its first result changed."""
+    """Return the same function with one number of its first result changed."""
 
     def changed(*arguments: Any) -> Any:
         results = function(*arguments)
@@ -126,7 +126,7 @@ def off(function: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["add_norm", "rotate_and_write", "gated_activation"])
-def test_a_load_notices_each_that_is_off_or_raises(
+def test_a_load_detects_each_wrong_or_raising_kernel(
     zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inflight.engine.layers.layer_check._ROWS", (3,))
@@ -161,7 +161,7 @@ def test_the_check_at_load_reads_what_a_kernel_stores_in_the_cache(
 def test_a_wrong_kernel_alone_is_left_out_and_logged(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The CPU stands in for a GPU that kernels are chosen for."""
+    """The CPU simulates a GPU that kernels are chosen for."""
     decoder, gpu = decoder_of(zoo), torch.device("cuda")
     monkeypatch.setattr(layer_check, "_ROWS", (3,))
     for module, name in ((layer_check, "check_operations"), (row_kernels, "check_peaks_of")):
@@ -198,8 +198,8 @@ def test_a_wrong_kernel_alone_is_left_out_and_logged(
         ("deepseek-v3", {ADD_NORM, ACTIVATION}),
     ],
 )
-def test_tokens_are_the_models(zoo: Zoo, case: str, parts: set[str]) -> None:
-    """The parts that a family has in a kernel's form are by it, the others are torch's."""
+def test_tokens_equal_the_models(zoo: Zoo, case: str, parts: set[str]) -> None:
+    """Parts for which there is a kernel use it; the others use torch."""
     model = zoo[case]
     operations = KernelLayerOperations(decoder_of(zoo, case))
     assert operations.parts == parts
@@ -217,7 +217,7 @@ def test_tokens_are_the_models(zoo: Zoo, case: str, parts: set[str]) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts what a GPU would be asked for: our kernels, and torch's operators that are no views."""
+    """Counts a GPU's launches: our kernels, and torch's operators except views."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -241,12 +241,12 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("with_kernels", "count"), [(True, 10), (False, 17)])
-def test_a_layer_of_generation_rows_is_so_many_launches(
+def test_the_number_of_launches_of_a_layer(
     zoo: Zoo, with_kernels: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count the launches that docs/performance.md states, by the difference that one layer makes.
+    """Count the launches that docs/performance.md states, as the difference that one layer makes.
 
-    It is float32 here: in half precision torch's rotation is two more, which convert.
+    In float32; in half precision torch's rotation has two more, for conversions.
     """
     model = zoo["llama-gqa"]
     decoder = decoder_of(zoo)
@@ -278,7 +278,7 @@ def test_peaks(size: int) -> None:
     assert len(peaks.find_peaks(logits[:0]).tokens) == 0
 
 
-def test_a_row_with_nan_has_one() -> None:
+def test_a_row_with_nan_has_a_nan_peak() -> None:
     logits = torch.randn(2, 9000)
     logits[0, 8191] = torch.nan
     logits[0, 17] = torch.inf
@@ -297,7 +297,7 @@ class _LastOfEqual(KernelRowKernels):
 @pytest.mark.parametrize("size", [7, 64, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_rounded_to_float8(size: int, dtype: torch.dtype) -> None:
-    """The interpreter (triton 3.7) halves some of what is rounded up to a power of two, and more."""
+    """The interpreter (triton 3.7) halves some results of rounding up to a power of two, among other errors."""
     x = torch.randn((9, size), generator=torch.Generator().manual_seed(size)).to(dtype)
     x[3], x[4] = 0, x[4] / 1000
     levels, scales = float8_kernel.quantize_float8(x, 1e-30)
@@ -323,7 +323,7 @@ def test_a_rounding_to_the_same_levels_is_taken(monkeypatch: pytest.MonkeyPatch)
     [(1, 70, 300), (16, 32, 256), (17, 33, 130), (64, 65, 7), (65, 129, 64), (129, 3, 200)],
 )
 def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    """At edges of tiles; what lies behind a row of activations is not read."""
+    """At edges of tiles; memory after a row of activations is not read."""
     draw = torch.Generator().manual_seed(num_rows)
     levels, scales = quantize_int8(torch.randn((outputs, inputs), generator=draw))
     wide = torch.full((num_rows, inputs + 9), torch.nan, dtype=dtype)
@@ -336,8 +336,8 @@ def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dt
     assert product.int8_product(x[:0], levels, scales).shape == (0, outputs)
 
 
-def test_how_often_an_int8_product_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few outputs and rows, several programs share a sum, and another launch adds up."""
+def test_the_number_of_launches_of_an_int8_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few outputs and rows, several programs share a sum, and a second launch adds the parts."""
     for num_rows, outputs, added in ((3, 40, ["_add_parts"]), (33, 40, []), (3, 8200, [])):
         x, (levels, scales) = torch.randn(num_rows, 64), quantize_int8(torch.randn(outputs, 64))
         with Launches(monkeypatch) as launches:
@@ -361,7 +361,7 @@ def test_float8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.
 
 
 def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
-    """To the last bit, where tiles have as many inputs; a row without numbers spoils no other."""
+    """Bitwise, with tiles of the same number of inputs; a row with NaN does not affect others."""
     levels, scales = quantize_int8(torch.randn(40, 300))
     x = torch.randn(16, 300)
     together = product.int8_product(x, levels, scales)
@@ -373,7 +373,7 @@ def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
 
 
 def test_int8_weights_on_the_kernel(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU computes them: a load finds the kernel right, and takes it for every matrix."""
+    """As on a GPU: loading finds the kernel correct, and uses it for every matrix."""
     monkeypatch.setattr(quantized_linear, "find_int8_product", lambda device: product.int8_product)
     monkeypatch.setattr(load_decoder, "computed_dtype", lambda config, model: torch.float32)
     model = zoo["llama-gqa"]

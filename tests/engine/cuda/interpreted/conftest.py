@@ -1,8 +1,8 @@
 """Makes the interpreter of triton 3.7 about twice as fast.
 
-It replaces the functions of `triton.language` by interpreted ones when a kernel is launched, and once more
-whenever the kernel calls another function, some hundred times in a launch. What is replaced stays so until the
-launch ends: here it is done once.
+It replaces the functions of `triton.language` by interpreted ones when a kernel is launched, and again
+whenever the kernel calls another function, several hundred times per launch. Replaced functions stay replaced
+until the launch ends, so this module replaces them only once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-// The tile instructions of AMX (Sapphire Rapids and later), and a stand-in for them that any processor runs.
+// The tile instructions of AMX (Sapphire Rapids and later), and a stand-in that runs on any processor.
 //
-// Eight registers, tiles, hold up to 16 rows of 64 bytes each. A thread says how many rows and bytes each one has
-// before it uses them, and that it is through, so that the kernel need not save 8 KB whenever it switches threads.
-// The stand-in computes what Intel's manual (Software Developer's Manual, volume 2) says of each instruction, and aborts
-// where that names an exception. The instructions themselves have never been executed by this project: no machine with
-// AMX was at hand.
+// Eight registers, tiles, hold up to 16 rows of 64 bytes each. A thread configures rows and bytes of each tile before
+// it uses them, and releases them afterwards, so that the kernel need not save 8 KB at every thread switch. The
+// stand-in implements the description of each instruction in Intel's manual (Software Developer's Manual, volume 2),
+// and aborts where the manual specifies an exception. This project has never executed the instructions themselves,
+// for lack of a machine with AMX.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ namespace inflight {
 
 constexpr int kTileRows = 16, kTileBytes = 64;
 
-// LDTILECFG's operand: of every tile, bytes of a row and rows; both are 0 for those that are not used.
+// LDTILECFG's operand: bytes per row and number of rows of every tile; both are 0 for unused tiles.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -38,7 +38,7 @@ static_assert(sizeof(TileConfig) == 64);
 
 #ifndef INFLIGHT_AMX_STAND_IN
 
-// Assembly, as GCC's intrinsics do not tell it which memory they read and write.
+// In assembly, because GCC's intrinsics do not tell it which memory they read and write.
 struct TileInstructions {
   static void configure(const TileConfig& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
   static void release() { asm volatile("tilerelease"); }
@@ -52,7 +52,7 @@ struct TileInstructions {
   static void store(void* rows, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(rows), "r"(stride), "i"(kTile) : "memory");
   }
-  // Sums += rows * pairs of columns: of bfloat16, and of unsigned by signed bytes.
+  // Sums += rows * pairs of columns: bfloat16, or unsigned by signed bytes.
   template <int kSums, int kRows, int kColumns>
   static void multiply_bfloat16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kRows), "i"(kColumns));
@@ -61,7 +61,7 @@ struct TileInstructions {
   static void multiply_bytes() {
     asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kRows), "i"(kColumns));
   }
-  // Asks the kernel to let this process use tiles: 0, or the error.
+  // Asks the kernel to let this process use tiles; returns 0, or the error.
   static int permit() {
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? 0 : errno;
@@ -70,7 +70,7 @@ struct TileInstructions {
 
 #else
 
-// What the manual says, in plain C++. INFLIGHT_AMX_STAND_IN is 1, or a fault to have: 2: a sum is off; 3: it crashes.
+// The manual's semantics in plain C++. INFLIGHT_AMX_STAND_IN is 1, or requests a fault: 2: a wrong sum; 3: a crash.
 class TileInstructions {
  public:
   static void configure(const TileConfig& config) {
@@ -106,7 +106,7 @@ class TileInstructions {
   static void multiply_bfloat16() {
     Tile& sums = check_shapes(kSums, kRows, kColumns);
     for (int m = 0; m < sums.rows; ++m) {
-      float products[2 * kTileRows] = {};  // of the first and of the second of each pair
+      float products[2 * kTileRows] = {};  // sums over the first, and over the second, of each pair
       for (int k = 0; k < own_[kRows].row_bytes / 4; ++k)
         for (int n = 0; n < sums.row_bytes / 4; ++n)
           for (int i = 0; i < 2; ++i) {
@@ -155,7 +155,7 @@ class TileInstructions {
     expect(c.rows == a.rows && c.row_bytes == b.row_bytes && a.row_bytes == 4 * b.rows);
     return own_[sums];
   }
-  // Numbers below the smallest normal one count as zero, before and after.
+  // Numbers below the smallest normal one count as zero, as input and as result.
   static float flushed(float x) {
     return std::fabs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
   }

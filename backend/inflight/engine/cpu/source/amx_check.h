@@ -1,12 +1,13 @@
-// Whether tiles give what they should on this machine, tried before anything relies on them.
+// Checks that tiles compute correct results on this machine, before anything relies on them.
 //
-// In a process of its own, as an instruction that is not there ends it. Products of whole numbers have to be right to the
-// bit; those of other numbers may be off by what rounding every addition can make of them.
+// The check runs in its own process, which an unsupported instruction kills. Products of integers must be exact;
+// those of other numbers may differ by the possible rounding errors of all additions.
 #pragma once
 
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -19,10 +20,10 @@ namespace inflight {
 
 enum ProductCheck { kProductsAreRight = 0, kTilesNotPermitted = 1, kProductsAreOff = 2, kProductsCrash = 3 };
 
-// rows * columns^T, which float_of makes floats of: within `inner` roundings of the exact sums.
+// Checks rows * columns^T, converted by float_of: within `inner` roundings of the exact sums.
 template <class E, class Value, class FloatOf, class Draw>
 bool multiplies_right(int inner, bool is_exact, const FloatOf& float_of, const Draw& draw) {
-  constexpr int kRows = kMostTiledRows + 5, kColumns = 2 * kPanel;  // two blocks, of which none is whole tiles
+  constexpr int kRows = kMostTiledRows + 5, kColumns = 2 * kPanel;  // two blocks without whole tiles
   const int padded = (inner + E::kPair - 1) / E::kPair * E::kPair;
   std::vector<typename E::Stored> rows(kRows * padded), columns(kColumns * inner), packed(kColumns * padded);
   std::vector<RowOperand<E>> operand(kRows * operand_width<E>(padded));
@@ -78,7 +79,7 @@ bool tiles_are_right() {
   const auto byte = [](uint8_t stored, bool is_signed) {
     return is_signed ? static_cast<double>(static_cast<int8_t>(stored)) : static_cast<double>(stored);
   };
-  // The longer ones are cut into parts, so that sums wait for the next one.
+  // The longer ones are cut into parts, so that sums are kept for the next part.
   for (int inner : {6, 100, static_cast<int>(kCache / 100)})
     if (!multiplies_right<E, float>(inner, true, bfloat16, whole) ||
         !multiplies_right<Int8, int32_t>(2 * inner, true, byte, [&](bool) { return random() % 256; }))
@@ -92,7 +93,9 @@ ProductCheck check_tiles() {
   const pid_t child = fork();
   if (child == 0) _exit(tiles_are_right<E>() ? kProductsAreRight : kProductsAreOff);
   int status = 0;
-  if (child < 0 || waitpid(child, &status, 0) != child || !WIFEXITED(status)) return kProductsCrash;
+  pid_t ended = child;
+  while (child > 0 && (ended = waitpid(child, &status, 0)) < 0 && errno == EINTR) continue;  // a signal interrupted it
+  if (ended < 0 || !WIFEXITED(status)) return kProductsCrash;
   return WEXITSTATUS(status) == 0 ? kProductsAreRight : kProductsAreOff;
 }
 

@@ -1,14 +1,14 @@
-// Attention of packed rows over the paged KV cache, reading blocks where they are.
+// Attention of packed rows over the paged KV cache, reading blocks in place.
 //
-// A span is consecutive rows of one sequence: a context chunk, or the one row of a sequence in generation. Its query
-// heads that share a key head are taken together, some rows at a time, as one tile of up to 12 query vectors, so that
-// every key is loaded once for all of them. Within a block keys lie in pairs along head_dim, 16 keys side by side
+// A span is consecutive rows of one sequence: a context chunk, or the single row of a sequence in generation. The query
+// heads of one key head are processed together, some rows at a time, as a tile of up to 12 query vectors, so that every
+// key is loaded once for all of them. Within a block, keys are stored in pairs along head_dim, 16 keys side by side
 // (a lane is a key: scores need no horizontal sum), and values in pairs along tokens (a lane is a part of head_dim):
 //
 //     keys    [blocks][kv_heads][head_dim / pair][tokens_per_block][pair]
 //     values  [blocks][kv_heads][ceil(tokens_per_block / pair)][head_dim][pair]
 //
-// A cache of levels has the same order, and beside it a scale for each token's key and value:
+// A cache of levels has the same order, and also a scale for each token's key and value:
 //
 //     scales  [blocks][kv_heads][tokens_per_block]
 #pragma once
@@ -27,12 +27,12 @@
 namespace inflight {
 
 constexpr int kTile = 12;         // query vectors
-constexpr int kGroupsAtOnce = 16;  // of 16 keys: what is scored before the sums are scaled again
+constexpr int kGroupsAtOnce = 16;  // of 16 keys: scored before the sums are rescaled
 constexpr int kMaxHeadDim = 256;
-constexpr int kLine = 64;  // bytes of a cache's line
+constexpr int kLine = 64;  // bytes of a cache line
 
 struct Span {
-  int64_t slot, begin, end, start;  // rows begin .. end - 1 are positions start .. of the slot's sequence
+  int64_t slot, begin, end, start;  // rows begin .. end - 1 are at positions start .. of the slot's sequence
 };
 
 struct Tile {  // rows begin .. end - 1 of a span, for one key head
@@ -43,9 +43,9 @@ struct Tile {  // rows begin .. end - 1 of a span, for one key head
 
 struct AttentionShape {
   int heads, kv_heads, head_dim, tokens_per_block;
-  int recent, sinks;  // window; recent 0: everything before
+  int recent, sinks;  // window; recent 0: all earlier keys
   float scale, soft_cap;  // of scores; 0: no cap
-  const float* learned_sinks;  // [heads], a score that each row has beside those of keys, without a value; or none
+  const float* learned_sinks;  // [heads], an additional score in each row's softmax, without a value; or null
   int group() const { return heads / kv_heads; }
   int rows_per_tile() const { return std::max(1, kTile / group()); }
   int64_t head_elements() const { return static_cast<int64_t>(head_dim) * tokens_per_block; }
@@ -53,20 +53,20 @@ struct AttentionShape {
   int groups_per_block() const { return (tokens_per_block + kLanes - 1) / kLanes; }
 };
 
-// A layer's keys and values, and their scales if the cache has them.
+// A layer's keys and values, and their scales if the cache has any.
 template <class C>
 struct LayerCache {
   const typename C::Stored *keys, *values;
   const float *key_scales, *value_scales;
 };
 
-// A layer's part of a cache of levels, to be written.
+// A layer's part of a cache of levels, to be written to.
 struct LevelsOfLayer {
   uint8_t *keys, *values;
   float *key_scales, *value_scales;
 };
 
-// A row's keys and the values behind them, [2][kv_heads][head_dim], rounded head by head; block, offset: where they go.
+// A row's keys followed by its values, [2][kv_heads][head_dim], rounded head by head; block, offset: their place.
 template <class E, class Levels>
 void store_levels(const AttentionShape& shape, const LevelsOfLayer& layer, int64_t block, int64_t offset,
                   const typename E::Stored* keys) {
@@ -81,13 +81,13 @@ void store_levels(const AttentionShape& shape, const LevelsOfLayer& layer, int64
     for (int d = 0; d < head_dim; d += E::kPair)
       std::memcpy(key + static_cast<int64_t>(d) * size, levels + d, E::kPair);
     layer.value_scales[scale] = round_head<E, Levels>(values + static_cast<int64_t>(head) * head_dim, head_dim, levels);
-    // The other token of a pair is another row's, and maybe another thread's: a byte is written by itself.
+    // The other token of a pair belongs to another row and maybe thread, so a single byte is written.
     uint8_t* value = layer.values + at + offset / E::kPair * head_dim * E::kPair + offset % E::kPair;
     for (int d = 0; d < head_dim; ++d) value[d * E::kPair] = levels[d];
   }
 }
 
-// One key head's tile while it is worked on; a thread has one.
+// Working memory for one key head's tile; one per thread.
 template <class E>
 struct TileState {
   alignas(64) typename E::Operand queries[kTile][kMaxHeadDim];
@@ -98,18 +98,18 @@ struct TileState {
   int64_t position[kTile];
 };
 
-// Up to 16 groups of 16 keys side by side, which are scored, and whose values are summed up, together.
+// Up to 16 groups of 16 keys, side by side, that are scored together and whose values are summed together.
 template <class C>
 struct KeyGroups {
   const typename C::Stored *keys[kGroupsAtOnce], *values[kGroupsAtOnce];
-  const float *key_scales[kGroupsAtOnce], *value_scales[kGroupsAtOnce];  // where the cache has them
+  const float *key_scales[kGroupsAtOnce], *value_scales[kGroupsAtOnce];  // if the cache has scales
   int64_t first_keys[kGroupsAtOnce];
   int num_keys[kGroupsAtOnce], num_pairs[kGroupsAtOnce];
   int count = 0;
 };
 
-// What a tile reads of a layer's cache, part after part. What is summed up together is the same for every row and
-// batch.
+// Reads the part of a layer's cache that a tile attends to, piece by piece. The pieces that are summed together are the
+// same for every row and batch.
 template <class C>
 class CacheReader {
  public:
@@ -169,20 +169,20 @@ class CacheReader {
   int64_t block_ = 0, offset_ = 0;
 };
 
-// Some of these groups, which stay in a core's first-level cache while all rows of a tile are worked on.
+// A range of groups that stays in a core's first-level cache while all rows of a tile are processed.
 struct GroupRange {
   int begin, end;
 };
 
-// f(range) for all ranges of `count` groups.
+// Calls f(range) for all ranges of `count` groups.
 template <class F>
 inline void in_ranges(int count, const F& f) {
   for (int begin = 0; begin < count; begin += kGroupsInCache)
     f(GroupRange{begin, std::min(begin + kGroupsInCache, count)});
 }
 
-// scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. Meanwhile, with
-// kFetchesValues, memory brings the same tokens' values.
+// scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. With
+// kFetchesValues, prefetches the same tokens' values meanwhile.
 template <class E, class C, int kRows, int kGroups>
 inline void score(const TileState<E>& state, float (*scores)[kGroupsAtOnce * kLanes], int first_row, int first_group,
                   const KeyGroups<C>& groups, int head_dim, int64_t pair_stride, float scale) {
@@ -234,15 +234,15 @@ inline void score_rows(TileState<E>& state, int first_row, const KeyGroups<C>& g
     score<E, C, kRows, 1>(state, state.scores, first_row, g, groups, head_dim, pair_stride, scale);
 }
 
-// Asks memory for `num_lines` lines, each so many elements behind the one before.
+// Prefetches `num_lines` lines that are `stride` elements apart.
 template <class Stored>
 inline void fetch_lines(const Stored* first, int num_lines, int64_t stride) {
   for (int i = 0; i < num_lines; ++i, first += stride)
     prefetch(first);
 }
 
-// sums[m][d] += weights[m][key] * values[key][d] for kParts registers of d from `first_d` on, the last as far as
-// `last_mask` goes. Meanwhile memory brings the same d of the keys that come next.
+// sums[m][d] += weights[m][key] * values[key][d] for kParts registers of d from `first_d` on, the last limited by
+// `last_mask`. Meanwhile prefetches the same d of the keys that come next.
 template <class E, class C, int kRows, int kParts>
 inline void add_values(TileState<E>& state, int first_row, int first_d, const KeyGroups<C>& groups,
                        const GroupRange& range, const KeyGroups<C>& ahead, int head_dim, int64_t pair_stride,
@@ -255,7 +255,7 @@ inline void add_values(TileState<E>& state, int first_row, int first_d, const Ke
   int fetched = ahead.count * range.begin / groups.count;  // of the groups ahead
   for (int g = range.begin; g < range.end; ++g) {
     for (; ahead.count && fetched < ahead.count * (g + 1) / groups.count; ++fetched)
-      // Of levels two groups share a line.
+      // Two groups of levels share a line.
       if (!C::kHasScales || reinterpret_cast<uintptr_t>(ahead.keys[fetched]) % kLine == 0)
         fetch_lines(ahead.keys[fetched] + first_d / E::kPair * pair_stride, kParts * kLanes / E::kPair, pair_stride);
     const typename C::Stored* v = groups.values[g] + static_cast<int64_t>(first_d) * E::kPair;
@@ -299,7 +299,7 @@ inline void add_values_of_rows(TileState<E>& state, int first_row, const KeyGrou
   }
 }
 
-// Calls f with a compile-time number of rows, 1 .. kMost, as often as it takes for `count` rows.
+// Calls f with a compile-time number of rows, 1 .. kMost, repeatedly until `count` rows are done.
 template <int kMost, class F>
 inline void in_blocks(int count, const F& f) {
   const int num_blocks = (count + kMost - 1) / kMost;
@@ -334,7 +334,7 @@ inline void in_blocks(int count, const F& f) {
   }
 }
 
-// Turns scores into weights and scales what was summed up before to the largest score so far.
+// Converts scores to weights and rescales earlier sums to the largest score so far.
 template <class E, class C>
 inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<C>& groups,
                    const AttentionShape& shape) {
@@ -364,7 +364,7 @@ inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<C>& gro
     for (int g = 0; g < groups.count; ++g) {
       const Floats weight = exp_ps(sub(load_aligned(&state.scores[m][g * kLanes]), shift));
       total = add(total, weight);
-      if constexpr (C::kHasScales) {  // keys that are masked may have a NaN scale
+      if constexpr (C::kHasScales) {  // masked keys may have a NaN scale
         const Mask counts = differ(weight, floats(0.0f));
         E::store_operand(&state.weights[m][g * kLanes],
                          mul(counts, weight, load(groups.value_scales[g], counts)));
@@ -383,7 +383,7 @@ inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<C>& gro
   }
 }
 
-// Reads what `reader` gives, and meanwhile asks memory for what `next`, where there is one, will give first.
+// Attends to everything that `reader` returns, and meanwhile prefetches the first part of `next`, if there is one.
 //
 //   queries, out   [rows, ...] with row strides in elements; the head's part is found by its index
 template <class E, class C>

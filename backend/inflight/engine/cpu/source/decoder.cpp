@@ -1,7 +1,7 @@
-// The functions that Python calls: one computes any number of a decoder's layers for all rows of a packed batch.
+// The functions that Python calls; one computes any number of a decoder's layers for all rows of a packed batch.
 //
-// Called through ctypes by `inflight.engine.cpu`. Weights, caches and tables are the caller's memory. A call
-// runs on the caller's thread and on those of the decoder's team, and returns when all is done; one call at a time for
+// Called through ctypes by `inflight.engine.cpu`. Weights, caches and tables are in the caller's memory. A call runs on
+// the caller's thread and on those of the decoder's team, and returns when all is done; only one call at a time for
 // each decoder.
 #include "decoder.h"
 #ifdef INFLIGHT_AMX
@@ -17,7 +17,7 @@ using Element = INFLIGHT_ELEMENT;
 using Stored = Element::Stored;
 
 namespace {
-// `inflight.engine.cpu.layout` has the same numbers by the same names, and compares them.
+// `inflight.engine.cpu.layout` has the same constants under the same names, and compares them.
 struct Constant {
   const char* name;
   int64_t value;
@@ -54,7 +54,8 @@ constexpr Constant kConstants[] = {
 
 #pragma GCC visibility push(default)
 extern "C" {
-// Whether this library's products can be relied on, a ProductCheck; called before anything else, and tried once.
+// Whether this library's products are correct here, as a ProductCheck; called before anything else, and tried only
+// once.
 int check_products() {
 #ifdef INFLIGHT_AMX
   static const ProductCheck found = check_tiles<Element>();
@@ -76,7 +77,7 @@ bool plan(void* decoder, const Batch* batch) { return static_cast<Decoder<Elemen
 bool run(void* decoder, const Batch* batch, Stored* x, int first, int last, Stored* partial, int half) {
   return static_cast<Decoder<Element>*>(decoder)->run(*batch, x, first, last, partial, half);
 }
-// All of a batch, from the first layer to the logits of the rows at `indices`, and their peaks.
+// Runs a whole batch from the first layer to the logits of the rows at `indices`, and finds their peaks.
 bool run_to_logits(void* decoder, const Batch* batch, Stored* x, int num_layers, const Norm* norm, const Linear* head,
                    const int64_t* indices, int64_t rows, float* out, float* highest, int64_t* tokens) {
   auto& all = *static_cast<Decoder<Element>*>(decoder);
@@ -115,7 +116,7 @@ void pack_int8(const uint8_t* source, int64_t stride, const int64_t* order, int 
                int num_threads) {
   pack<Int8>(source, stride, order, columns, inner, target, num_threads);
 }
-// As int4.h says.
+// Packs the layout that int4.h describes.
 void pack_four_bits(bool is_float, const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns,
                     int inner, int groups, int group_size, uint8_t* target, int num_threads) {
   const auto pack = is_float ? inflight::pack_four_bits<true> : inflight::pack_four_bits<false>;

@@ -1,6 +1,6 @@
-// A decoder's layers for all rows of a packed batch: a layer's steps, in which every thread of a team has its share.
+// A decoder's layers for all rows of a packed batch. Every thread of a team computes a share of each step of a layer.
 //
-// Weights, caches and tables are the caller's memory; what is between two steps is the decoder's.
+// Weights, caches and tables are in the caller's memory; intermediate results are the decoder's.
 #pragma once
 
 #include <algorithm>
@@ -32,12 +32,12 @@ namespace inflight {
 #ifdef INFLIGHT_INT8
 constexpr bool kHasInt8 = true;
 #else
-constexpr bool kHasInt8 = false;  // half as much to compile
+constexpr bool kHasInt8 = false;  // halves the code to compile
 #endif
 #ifdef INFLIGHT_ROUNDED_CACHE
 constexpr bool kHasLevels = true;
 #else
-constexpr bool kHasLevels = false;  // likewise
+constexpr bool kHasLevels = false;  // halves the code to compile
 #endif
 
 template <class E>
@@ -58,7 +58,7 @@ class Decoder {
     drawers_.resize(shape.num_threads);
   }
 
-  // Cuts the spans into tiles and sorts rows by their adapters; before `run`, for all layers of a batch.
+  // Cuts the spans into tiles and sorts rows by their adapters; called before `run`, for all layers of a batch.
   bool plan(const Batch& batch) try {
     if (batch.adapters) by_adapter_.sort(batch);
     tiles_.clear();
@@ -74,8 +74,8 @@ class Decoder {
     return false;
   }
 
-  // Layers first .. last - 1, x [rows, hidden] in place. With `partial` it is one half of one layer (0 attention,
-  // 1 MLP), whose contribution goes there, [rows, hidden], without the output's bias.
+  // Computes layers first .. last - 1 on x [rows, hidden] in place. With `partial` it computes one half of one layer (0
+  // attention, 1 MLP), whose contribution is written there, [rows, hidden], without the output's bias.
   bool run(const Batch& batch, Stored* x, int first, int last, Stored* partial, int half) {
     if (!reserve(batch)) return false;
     team_.run([&](int thread) {
@@ -97,7 +97,7 @@ class Decoder {
         finish_logits(low, high);
         float* target = out + static_cast<int64_t>(row) * head.columns + panel * kPanel;
         const int left = head.columns - panel * kPanel;
-        if (left >= kPanel && reinterpret_cast<uintptr_t>(target) % 64 == 0) {  // past the cache: they are many
+        if (left >= kPanel && reinterpret_cast<uintptr_t>(target) % 64 == 0) {  // bypasses the cache, as there are many
           stream(target, low);
           stream(target + kLanes, high);
         } else {
@@ -110,7 +110,7 @@ class Decoder {
     return true;
   }
 
-  // highest, tokens [count] of the rows `rows` [count] of logits [any, columns], or of the first ones without `rows`.
+  // highest, tokens [count]: peaks of the rows `rows` [count] of logits [any, columns], or of the first `count` rows.
   void find_peaks(const float* logits, int columns, int64_t count, const int64_t* rows, float* highest,
                   int64_t* tokens) {
     each(count, count > 2, [&](int64_t i, int) {
@@ -120,14 +120,15 @@ class Decoder {
     });
   }
 
-  // logits [any, columns], in place -> tokens [count], the likeliest that are left.
+  // Masks logits [any, columns] in place; tokens [count]: the most likely allowed ones.
   void apply_masks(float* logits, int columns, const MaskedRows& of, int64_t* tokens) {
     each(of.count, of.count > 2, [&](int64_t i, int) {
       tokens[i] = apply_mask(logits + of.rows[i] * columns, columns, of.masks + i * of.pieces);
     });
   }
 
-  // logits [any, columns], in place. 0: done; 1: no memory; 2: not all of a row's tokens are there, or are >= 0.
+  // Penalizes logits [any, columns] in place. Returns 0: done; 1: no memory; 2: a row's history is longer than the
+  // table or has negative tokens.
   int penalize(float* logits, int columns, const PenalizedRows& of) {
     if (!reserve_for_choice(columns)) return 1;
     std::atomic<bool> is_wrong{false};
@@ -141,7 +142,7 @@ class Decoder {
     return is_wrong ? 2 : 0;
   }
 
-  // tokens [count] for the rows `rows` [count] of logits [any, columns].
+  // Draws tokens [count] for the rows `rows` [count] of logits [any, columns].
   bool draw(const float* logits, int columns, int64_t count, const int64_t* rows, const Chance* chances,
             int64_t* tokens) {
     if (!reserve_for_choice(columns)) return false;
@@ -151,10 +152,10 @@ class Decoder {
     return true;
   }
 
-  // What layers with experts have taken so far.
+  // Totals over the layers with experts so far.
   const Routed& routed() const { return routed_; }
 
-  // Rows of what was packed: out[i] = column ids[i]. A few take less time than it takes to wake the others.
+  // Unpacks columns as rows: out[i] = column ids[i]. A few take less time than waking the other threads.
   void unpack_rows(const Linear& linear, const int64_t* ids, int64_t count, Stored* out) {
     const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
     const int width = shape_.hidden;
@@ -176,7 +177,7 @@ class Decoder {
     }
   }
 
-  // f(i, thread) for all i below `count`.
+  // Calls f(i, thread) for all i below `count`.
   template <class F>
   void each(int64_t count, bool in_parallel, const F& f) {
     if (!in_parallel) {
@@ -224,7 +225,7 @@ class Decoder {
     return ranks_.reserve(rows * by_adapter_.widest()) && added_.reserve(kMostRowsOfTask * kPanel * team_.size());
   }
   static constexpr int kScratchRows = kRowsAtOnce + 2;
-  // Of bfloat16 and float32 there are at least as many as of int8, and of int4 with its scales.
+  // bfloat16 and float32 take at least as many pairs as int8, and as int4 with its scales.
   int64_t pairs_of_widest() const {
     const int widest = std::max({shape_.hidden, shape_.inner, shape_.expert_inner, shape_.shared_inner, read_width()});
     return (widest + E::kPair - 1) / E::kPair + kLanes;
@@ -232,7 +233,7 @@ class Decoder {
   int qkv_width() const { return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim; }
   int read_width() const { return shape_.heads * shape_.head_dim; }
 
-  // Packs rows for a product, quantized where it wants that, and multiplies those that have an adapter by its A.
+  // Packs rows for a product, quantized if its weights require that, and multiplies rows with an adapter by its A.
   // read_row(row, scratch) returns the row, `width` elements.
   template <class ReadRow>
   void load_operand(const Product& product, const Tasks& tasks, int64_t rows, int width, int thread,
@@ -299,8 +300,8 @@ class Decoder {
     });
   }
 
-  // Calls done(row, panel of its matrix, low, high) with the products of the packed rows, with what adapters add, and
-  // bias included where `with_bias` says so.
+  // Calls done(row, panel of its matrix, low, high) with the products of the packed rows, including the adapters'
+  // deltas and, if `with_bias`, the bias.
   template <class Done>
   void multiply_by(const Product& product, const Tasks& tasks, int thread, const Done& done, bool with_bias = true) {
     const Linear& linear = product.linear;
@@ -353,7 +354,7 @@ class Decoder {
     }
   }
 
-  // added [rows of the task, 32]: B h of the rows first .. last - 1 that have an adapter, for a panel's columns.
+  // added [rows of the task, 32] = B h, for a panel's columns, of those rows first .. last - 1 that have an adapter.
   __attribute__((noinline)) void expand_rows(const Product& product, int panel, int64_t first, int64_t last,
                                              float* added) {
     by_adapter_.within(first, last, [&](const Adapter* adapter, const int64_t* group, int count) {
@@ -368,7 +369,7 @@ class Decoder {
     });
   }
 
-  // added [32]: of this row and panel.
+  // Adds the delta `added` [32] of this row and panel.
   static void adapt(const Product& product, int row, int panel, const float* added, Floats& low, Floats& high) {
     const Adapter* adapter = product.adapters[row];
     if (!adapter || !product.of(adapter).ranks) return;
@@ -400,8 +401,8 @@ class Decoder {
     }, with_bias);
   }
 
-  // The end of a half layer: the product of a's rows, `width` elements each, goes through `post_norm` and is added to x,
-  // or is put where the other ranks' parts are added first.
+  // The end of a half layer: the product of a's rows, `width` elements each, goes through `post_norm` and is added to
+  // x, or is stored in `partial` to be summed over ranks first.
   void contribute(const Product& product, const Stored* a, int width, int64_t rows, const Norm& post_norm, Stored* x,
                   Stored* partial, int thread) {
     const int hidden = shape_.hidden;
@@ -426,7 +427,7 @@ class Decoder {
     team_.barrier();
   }
 
-  // A row of what attention or MLP gave, in place through a norm, to the residual stream.
+  // Normalizes a row of attention's or the MLP's output in place and adds it to the residual stream.
   void add_normalized(const Norm& norm, Stored* given, Stored* x) const {
     const int hidden = shape_.hidden;
     normalize<E>(norm, shape_.eps, given, given, hidden);
@@ -434,7 +435,7 @@ class Decoder {
       add_to(x + i, E::load(given + i, first_lanes(hidden - i)), first_lanes(hidden - i));
   }
 
-  // What attention or MLP gave, to the residual stream.
+  // Adds attention's or the MLP's output to the residual stream.
   void add_to(Stored* x, Floats given, Mask mask) const {
     E::store(x, fmadd(given, floats(shape_.residual_scale), E::load(x, mask)), mask);
   }
@@ -463,7 +464,7 @@ class Decoder {
     contribute(output, read, read_width(), rows, layer.attention_post_norm, x, partial, thread);
   }
 
-  // Norms and turns a row's queries and keys, and stores its keys and values in the cache.
+  // Normalizes and rotates a row's queries and keys, and stores its keys and values in the cache.
   void place(const Layer& layer, const Batch& batch, int64_t row, Stored* qkv) {
     const int head_dim = shape_.head_dim;
     const int64_t position = batch.positions[row];
@@ -496,7 +497,7 @@ class Decoder {
                  keys + static_cast<int64_t>(shape_.kv_heads) * head_dim);
   }
 
-  // block, offset: where in the cache.
+  // block, offset: the place in the cache.
   void store_keys(Stored* block, int64_t offset, const Stored* keys) {
     for (int head = 0; head < shape_.kv_heads; ++head) {
       Stored* target = block + head * attention_.head_elements() + offset * E::kPair;
@@ -508,7 +509,7 @@ class Decoder {
 
   void store_values(Stored* block, int64_t offset, const Batch& batch, int64_t row, const Stored* values) {
     const bool is_second = offset % E::kPair != 0;
-    if (is_second && row > 0 && follows(batch, row)) return;  // the row before stores both
+    if (is_second && row > 0 && follows(batch, row)) return;  // the previous row stores both
     const bool has_second = !is_second && E::kPair > 1 && row + 1 < batch.num_rows && follows(batch, row + 1);
     for (int head = 0; head < shape_.kv_heads; ++head) {
       Stored* target = block + head * attention_.head_elements() + offset / E::kPair * shape_.head_dim * E::kPair;
@@ -517,7 +518,7 @@ class Decoder {
     }
   }
 
-  // Whether a row is the token after that of the row before it.
+  // Whether a row is the token after the previous row's in the same sequence.
   static bool follows(const Batch& batch, int64_t row) {
     return batch.slots[row] == batch.slots[row - 1] && batch.positions[row] == batch.positions[row - 1] + 1;
   }
@@ -562,11 +563,11 @@ class Decoder {
     contribute(down, inner_.get(), shape_.inner, rows, layer.mlp_post_norm, x, partial, thread);
   }
 
-  // inner_ [rows, inner] = what the second product of an MLP is given, of the packed rows.
+  // inner_ [rows, inner] = the input of an MLP's second product, for the packed rows.
   void multiply_activated(const Product& up, const Tasks& tasks, int thread, int inner) {
     const int kind = shape_.activation;
     Stored* activated = inner_.get();
-    if (shape_.is_gated) {  // a panel is 16 columns of the gate and the same 16 of what it gates
+    if (shape_.is_gated) {  // a panel is 16 columns of gate and the same 16 columns of up
       multiply_by(up, tasks, thread, [&](int row, int panel, Floats gate, Floats gated) {
         const Floats given = shape_.swiglu_limit > 0.0f
                                  ? clamped_swiglu<E>(gate, gated, shape_.swiglu_limit, shape_.swiglu_alpha)
@@ -583,8 +584,8 @@ class Decoder {
     team_.barrier();
   }
 
-  // A layer's experts, and the MLP beside them: every row's own experts, weighed, and added up in the order of their
-  // numbers.
+  // A layer's experts, and the shared MLP: the results of each row's experts are weighted and summed in the order of
+  // their indices.
   void mix_experts(const Layer& layer, int64_t rows, Stored* x, Stored* partial, int thread) {
     const int hidden = shape_.hidden;
     const Stored* read = route(layer, rows, x, thread);
@@ -621,7 +622,7 @@ class Decoder {
     team_.barrier();
   }
 
-  // Normalizes the rows, and finds every row's experts; returns what these read, [rows, hidden].
+  // Normalizes the rows and finds every row's experts; returns the experts' input, [rows, hidden].
   const Stored* route(const Layer& layer, int64_t rows, const Stored* x, int thread) {
     const auto begun = std::chrono::steady_clock::now();
     const int hidden = shape_.hidden;
@@ -653,7 +654,7 @@ class Decoder {
     return has_norm ? normalized_.get() : x;
   }
 
-  // out [rows, hidden] = the MLP `up`, `down`, which is `inner` wide, of rows that read_row(row, scratch) returns.
+  // out [rows, hidden] = the MLP `up`, `down` with inner width `inner`, of rows that read_row(row, scratch) returns.
   template <class ReadRow>
   void run_mlp(const Product& up, const Tasks& of_up, const Product& down, const Tasks& of_down, int64_t rows,
                int inner, int thread, Stored* out, const ReadRow& read_row) {
@@ -670,21 +671,21 @@ class Decoder {
   AttentionShape attention_{};
   Team team_;
   std::vector<Tile> tiles_;
-  std::vector<std::unique_ptr<TileState<E>, FreeState>> states_;  // of every thread
-  std::vector<Penalizer> penalizers_;  // of every thread
-  std::vector<Drawer> drawers_;  // of every thread
+  std::vector<std::unique_ptr<TileState<E>, FreeState>> states_;  // one per thread
+  std::vector<Penalizer> penalizers_;  // one per thread
+  std::vector<Drawer> drawers_;  // one per thread
   Buffer<Stored> qkv_, read_, inner_;
-  Buffer<Stored> given_;  // [rows, hidden], by attention or MLP, where that has a norm of its own or is beside experts
+  Buffer<Stored> given_;  // [rows, hidden], output of attention or MLP if it has a post-norm or there are experts
   Routed routed_;
   Routing routing_;            // of a layer with experts, like the next two
   Buffer<Stored> normalized_;  // [rows, hidden]
-  Buffer<Stored> mixed_;       // [visits, hidden], by every expert to its rows
-  Buffer<uint32_t> operand_;  // packed rows, a word of a pair each
-  Buffer<uint32_t> scratch_;  // of every thread, a quantized row, a few plain ones, and one in another order
+  Buffer<Stored> mixed_;       // [visits, hidden], results of every expert for its rows
+  Buffer<uint32_t> operand_;  // packed rows, words of pairs
+  Buffer<uint32_t> scratch_;  // per thread: a quantized row, a few plain ones, and a permuted one
   Buffer<float> row_scales_;
   RowsByAdapter by_adapter_;
   Buffer<Stored> ranks_;  // [rows, most ranks of a product], A x of rows with adapters
-  Buffer<float> added_;   // of every thread, B A x of a task's rows with adapters for a panel's columns
+  Buffer<float> added_;   // per thread: B A x of a task's rows with adapters, for a panel's columns
 };
 
 }  // namespace inflight

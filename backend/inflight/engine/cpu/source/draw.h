@@ -1,9 +1,9 @@
-// Drawing a token from a row of logits: of the top_k likeliest the smallest set that reaches top_p, of it what min_p
-// leaves, by inverse CDF in the order of tokens. inflight/sampling/pipeline.py says it all.
+// Draws a token from a row of logits: keeps the top_k most likely tokens, of these the smallest set that reaches
+// top_p, of these the tokens that min_p permits, and draws by inverse CDF in the order of tokens.
+// inflight/sampling/pipeline.py has the details.
 //
-// Sums are taken in an order that depends on the row alone. The weights of a few candidates are float64; those of a
-// whole vocabulary are float32, and what is drawn from all of them is added up in float32 inside blocks and in float64
-// beyond.
+// Sums are computed in an order that depends on the row alone. The weights of a few candidates are float64; those of a
+// whole vocabulary are float32, summed in float32 within blocks and in float64 across blocks.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ struct Chance {
   double uniform;  // the random number, in [0, 1)
 };
 
-// One thread's, with memory for rows of so many columns as were reserved.
+// One per thread, with memory for rows of the reserved number of columns.
 class Drawer {
  public:
   void reserve(int columns) {
@@ -42,7 +42,7 @@ class Drawer {
     by_digit_.resize(kDigits);
   }
 
-  // The token, 0 where none is possible.
+  // Returns the token, 0 if none is possible.
   int64_t draw(const float* logits, int columns, const Chance& chance) {
     const bool is_nucleus = chance.top_k == 0 && chance.top_p < 1;
     if (chance.top_k == 0 && !is_nucleus) {
@@ -67,18 +67,18 @@ class Drawer {
   }
 
  private:
-  // The same as in inflight/sampling/top_k_top_p.py, so that a row draws the same token there.
-  static constexpr int kFew = 128;  // so many are tried before a top_p is looked for in the whole vocabulary
+  // The same values as in inflight/sampling/top_k_top_p.py, so that a row draws the same token there.
+  static constexpr int kFew = 128;  // candidates to try before top_p is applied to the whole vocabulary
   static constexpr int kBlock = 64;
   static constexpr int kDigits = 1 << 12;
   static constexpr int64_t kLowerHalf = 0xffffffff;
 
   struct Candidate {
     int32_t token;
-    double weight;  // the likeliest token's is 1
+    double weight;  // the most likely token has 1
   };
 
-  // Fills the candidates, likeliest first; the sum of their weights.
+  // Fills the candidates, most likely first; returns the sum of their weights.
   double weigh_likeliest(const float* logits, int columns, int count, const Chance& chance) {
     find_likeliest(logits, columns, count);
     candidates_.clear();
@@ -91,7 +91,7 @@ class Drawer {
     return sum;
   }
 
-  // Leaves the candidates that are needed to reach a weight, in the order of tokens.
+  // Keeps the candidates that are needed to reach a weight, in the order of tokens.
   void cut_nucleus(double needed) {
     double before = 0;
     size_t size = 0;
@@ -107,23 +107,23 @@ class Drawer {
     return total;
   }
 
-  // The first candidate up to which weights add up to more than `target`, of `total`; 0 if none has any.
+  // Returns the first candidate at which the cumulative weight exceeds `target`, of `total`; 0 if none has any weight.
   int64_t first_beyond(double target, double total) const {
     if (!(total > 0)) return 0;
     target = within(target, total);
     double sum = 0;
     for (const Candidate& each : candidates_)
       if ((sum += each.weight) > target) return each.token;
-    return candidates_.back().token;  // only NaN weights get there
+    return candidates_.back().token;  // only reached with NaN weights
   }
 
-  // Rounding may not lead to a token that adds nothing.
+  // Rounding must not select a token without weight.
   static double within(double target, double total) {
     return std::max(0.0, std::min(target, std::nextafter(total, 0)));
   }
 
-  // The keys of the `count` highest in descending order. Of so many blocks with the highest maxima, every maximum beats
-  // all of the other blocks, so no token below the least of these maxima is among them.
+  // Finds the keys of the `count` highest logits in descending order. The `count` highest maxima of blocks are as many
+  // logits, so no logit below the least of these maxima is among the results.
   void find_likeliest(const float* logits, int columns, int count) {
     maxima_.clear();
     for (int begin = 0; begin < columns; begin += kBlock)
@@ -149,7 +149,7 @@ class Drawer {
   static float highest_of(const float* values, int count) {
     const Floats nothing = floats(-std::numeric_limits<float>::infinity());
     Floats highest = nothing;
-    for (int i = 0; i < count; i += kLanes)  // in this order NaN is left out
+    for (int i = 0; i < count; i += kLanes)  // in this order NaN is ignored
       highest = max(load_or(nothing, values + i, first_lanes(count - i)), highest);
     return largest_of(highest);
   }
@@ -163,9 +163,9 @@ class Drawer {
     }
   }
 
-  // In the order of the values, of equal ones the first token the highest.
+  // The order of keys is that of the values; of equal values, the first token has the highest key.
   static int64_t key_of(const float* logits, int token) {
-    const float value = logits[token] + 0.0f;  // -0 is 0
+    const float value = logits[token] + 0.0f;  // turns -0 into 0
     const int32_t bits = bits_of(value);
     return static_cast<int64_t>(bits ^ ((bits >> 31) & 0x7fffffff)) * (kLowerHalf + 1) + (kLowerHalf - token);
   }
@@ -176,7 +176,7 @@ class Drawer {
     return bits;
   }
 
-  // Every token's weight, the likeliest 1, and zeros up to the end of the last block.
+  // Computes every token's weight, 1 for the most likely one, and zeros up to the end of the last block.
   void weigh_all(const float* logits, int columns, float highest, const Chance& chance) {
     const Floats most = floats(highest);
     const Floats temperature = floats(static_cast<float>(chance.temperature));
@@ -189,7 +189,7 @@ class Drawer {
       }
   }
 
-  // Of the weights that are no less than `least`: the sum, and that of each block.
+  // Sums the weights that are at least `least`: returns the total, and stores the sum of each block.
   double sum_blocks(int columns, float least) {
     sums_.clear();
     double total = 0;
@@ -206,7 +206,7 @@ class Drawer {
     return total;
   }
 
-  // From the tokens whose weight is no less than `least`: first the block, then the token in it.
+  // Draws from the tokens whose weight is at least `least`: first the block, then the token in it.
   int64_t draw_from_all(int columns, float least, double uniform) {
     const double total = sum_blocks(columns, least);
     if (!(total > 0)) return 0;
@@ -221,8 +221,8 @@ class Drawer {
     return first_beyond(target - before, weight_of_candidates());
   }
 
-  // The least weight that is needed to reach `needed`, found digit by digit, since the bits of floats from 0 to 1 are
-  // in the order of the floats. Of the tokens with this very weight those that are not needed, the last ones, lose it.
+  // Finds the least weight that is needed to reach `needed`, digit by digit, since bit patterns of floats from 0 to 1
+  // have the order of the floats. Tokens of exactly this weight that are not needed, the last ones, get weight 0.
   float cut_large_nucleus(int columns, double needed) {
     tokens_.resize(columns);
     for (int token = 0; token < columns; ++token) tokens_[token] = token;
@@ -237,7 +237,8 @@ class Drawer {
     return least;
   }
 
-  // Of the tokens those with the digit at which weights, from the highest digit down, reach `needed`; the weight above.
+  // Keeps the tokens with the digit at which weights, from the highest digit down, reach `needed`; returns the weight
+  // above them.
   double keep_digit(int shift, int mask, double needed, double above) {
     std::fill(by_digit_.begin(), by_digit_.begin() + mask + 1, 0.0);
     const auto digit_of = [&](int32_t token) { return bits_of(weights_[token]) >> shift & mask; };

@@ -1,4 +1,4 @@
-// What a kernel needs to know of its number type: bfloat16 or float32. products.h says what pairs of them are.
+// The operations of a kernel's number type, bfloat16 or float32. products.h defines pairs of them.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@
 
 namespace inflight {
 
-// Values of one token, or of two, in pairs along tokens. Beside a sequence's last token comes zero: another sequence may
-// have left NaN there. A token that is the second of its pair joins the first, which is there.
+// Stores the values of one token, or of two, in pairs along tokens. The place after a sequence's last token becomes
+// zero, because another sequence may have left NaN there. A token that is the second of its pair joins the stored
+// first one.
 inline void store_pairs(uint16_t* target, const uint16_t* first, const uint16_t* second, bool is_second, int count) {
   for (int i = 0; i < count; i += kLanes) {
     const Mask mask = first_lanes(count - i);
@@ -48,7 +49,7 @@ struct F32 : FloatPairs {
   }
 };
 
-// max |value|, NaN where any of them is.
+// max |value|, NaN if any value is NaN.
 template <class E>
 inline float largest_magnitude(const typename E::Stored* values, int count) {
   Floats largest = floats(0.0f);

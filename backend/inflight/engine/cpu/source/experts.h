@@ -1,7 +1,7 @@
-// Which of a layer's experts every row goes to, with what weight, and the rows in the order of their experts.
+// The choice of each row's experts and their weights, and the order of rows by expert.
 //
-// A row's experts are chosen from its own scores alone, and what they give is added up in the order of their numbers:
-// who else is in a batch changes nothing.
+// A row's experts depend on its own scores alone, and their results are summed in the order of their indices, so that
+// other rows in a batch have no effect.
 #pragma once
 
 #include <algorithm>
@@ -14,15 +14,15 @@
 
 namespace inflight {
 
-// Sums over all layers and batches since a decoder was made.
+// Totals over all layers and batches since a decoder was created.
 struct Routed {
-  int64_t ns = 0;       // of one thread: until it was known which rows go where, norms included
-  int64_t experts = 0;  // whose weights were read
+  int64_t ns = 0;       // on one thread: until the rows of every expert were known, including norms
+  int64_t experts = 0;  // number of experts whose weights were read
 };
 
 class Routing {
  public:
-  // Room for a batch of `rows` rows; false where there is no memory.
+  // Allocates memory for a batch of `rows` rows; returns false if there is none.
   bool reserve(const Shape& shape, int64_t rows) try {
     experts_ = shape.experts;
     per_row_ = shape.experts_per_row;
@@ -37,15 +37,15 @@ class Routing {
     return false;
   }
 
-  // How many times a row goes to an expert.
+  // Number of pairs of a row and one of its experts.
   int64_t visits() const { return rows_ * per_row_; }
 
-  // A row's scores [experts], as the router gives them, and behind them the score of the gate.
+  // A row's scores [experts] from the router, followed by the score of the shared MLP's gate.
   float* scores(int64_t row) { return scores_.get() + row * width(); }
   float gate(int64_t row) { return scores(row)[experts_]; }
 
-  // Finds a row's experts, those with the highest scores, of equal ones the first, and what they weigh: their
-  // probabilities, of all experts or of these. NaN scores give NaN weights.
+  // Finds a row's experts, those with the highest scores, the first of equal ones, and their weights: probabilities
+  // over all experts or over these. NaN scores give NaN weights.
   void choose(int64_t row) {
     float* scores = this->scores(row);
     int32_t* chosen = chosen_.get() + row * per_row_;
@@ -74,7 +74,7 @@ class Routing {
     for (int i = 0; normalizes_ && i < per_row_; ++i) chances[i] /= total;
   }
 
-  // After all rows have chosen: every expert's rows beside each other, in blocks for tiles or for other products.
+  // After all rows have chosen, sorts visits by expert, in blocks for tiles or for other products.
   void sort(bool by_tiles) {
     std::fill(begins_.begin(), begins_.end(), 0);
     for (int64_t visit = 0; visit < visits(); ++visit) ++begins_[chosen_.get()[visit] + 1];
@@ -96,16 +96,17 @@ class Routing {
     }
   }
 
-  // What `sort` has found: for each expert that has rows, which.
+  // The result of `sort`: the rows of each expert that has any.
   const std::vector<MatrixRows>& of_expert() const { return of_expert_; }
 
-  // How many experts have rows.
+  // Number of experts that have rows.
   int64_t num_read() const { return num_read_; }
 
-  // Whose visit is at a place of that order.
+  // The row of the visit at a place in that order.
   int64_t row_at(int64_t place) const { return rows_of_.get()[place]; }
 
-  // 16 values from `column` on of what a row's experts give together; `given` [visits, width] in that order of places.
+  // 16 values, from `column` on, of the weighted sum of a row's experts' results `given` [visits, width], in that
+  // order.
   template <class E>
   Floats mix(int64_t row, const typename E::Stored* given, int width, int column) const {
     Floats sum = floats(0.0f);
@@ -123,9 +124,9 @@ class Routing {
   int64_t rows_ = 0, num_read_ = 0;
   Buffer<float> scores_;    // [rows, experts and the gate]
   Buffer<int32_t> chosen_;  // [rows, experts of a row], ascending
-  Buffer<float> chances_;   // likewise
-  Buffer<int64_t> places_;  // likewise: where in the order of experts
-  Buffer<int64_t> rows_of_;  // [visits], in that order
+  Buffer<float> chances_;   // [rows, experts of a row]: their weights
+  Buffer<int64_t> places_;  // [rows, experts of a row]: places in the order by expert
+  Buffer<int64_t> rows_of_;  // [visits], in the order by expert
   std::vector<int64_t> begins_;
   std::vector<MatrixRows> of_expert_;
 };

@@ -1,11 +1,11 @@
 // Products of activations and packed weights: out[rows, columns] = a[rows, inner] * w[columns, inner]^T.
 //
 // Weights are packed once, into panels of 32 columns: panel p is [inner / pair][32][pair], contiguous, so that a
-// thread reads its panels as one stream whatever the number of rows is. One copy serves one row (memory bound) and
-// many (compute bound: as many rows as registers have room for, kMaxRows). Activations are packed for each product,
-// into blocks of up to so many rows, [inner / pair][words of a pair][rows of the block]: rows that lie a power of two
-// apart would share a few lines of the cache. products.h says what pairs and words are. Where tiles multiply, blocks are
-// larger and laid out for them (products_amx.h).
+// thread reads its panels as one stream, whatever the number of rows is. The same packed weights serve one row (memory
+// bound) and many (compute bound: up to kMaxRows rows, as registers permit). Activations are packed for each product
+// into blocks of up to kMaxRows rows, [inner / pair][words of a pair][rows of the block]: rows a power of two apart
+// would share a few lines of the cache. products.h explains pairs and words. For tiles, blocks are larger and have
+// another layout (products_amx.h).
 #pragma once
 
 #include <algorithm>
@@ -18,9 +18,9 @@
 
 namespace inflight {
 
-constexpr int kPrefetch = 8192;        // bytes ahead
+constexpr int kPrefetch = 8192;  // bytes ahead
 
-// Packed activations, and how many of them a row of so many values has.
+// Type of packed activations, and the number of them in a row of `inner` values.
 template <class E>
 using RowOperand = std::conditional_t<kByTiles<E>, typename E::Stored, typename E::Operand>;
 template <class E>
@@ -43,19 +43,19 @@ struct Packed {
     return panel(index) + static_cast<int64_t>(begin) * kPanel;
   }
   static int64_t part_bytes(int inner) { return static_cast<int64_t>(inner) * kPanel * sizeof(typename E::Stored); }
-  // So much can be a part: whole tiles, as their sums are made tile by tile.
+  // The granularity of parts: whole tiles, because sums are computed tile by tile.
   static int whole(int inner) { return operand_width<E>(inner); }
 };
 
-// Rows in blocks of nearly equal size: 13 are 7 and 6, not 12 and 1. All but the fewest are in two blocks at least, the
-// second of which is multiplied while memory brings what the first is multiplied by next.
-// Those of tiles are in as few as they fit in.
+// Rows in blocks of nearly equal size: 13 rows are 7 and 6, not 12 and 1. Unless there are few rows, there are at least
+// two blocks; while the second is multiplied, the next part for the first is prefetched. With tiles there are as few
+// blocks as possible.
 struct RowBlocks {
   RowBlocks(int64_t rows, bool by_tiles)
       : rows(rows),
         most(by_tiles ? kMostTiledRows : kMaxRows),
         count(std::max<int64_t>((rows + most - 1) / most, rows > kFewRows && !by_tiles ? 2 : 1)) {}
-  // How many of them a task may have.
+  // Maximum number of blocks in a task.
   int64_t at_once() const { return kMostRowsOfTask / most; }
   int64_t begin(int64_t block) const { return rows * block / count; }
   int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
@@ -88,9 +88,9 @@ void pack_row(const void* source, int64_t num_pairs, void* packed, const RowBloc
     }
 }
 
-// With the first block of rows comes half of what follows the part of a panel that is multiplied, with the second block
-// the other half. A part that does not follow another is asked for while it is multiplied. A lone block asks for
-// nothing: it goes as fast as memory, and the processor's own prefetching serves it better.
+// With the first block of rows, half of the data after the current part of a panel is prefetched, with the second block
+// the other half. A part that does not follow another is prefetched while it is multiplied. A single block prefetches
+// nothing: it is as fast as memory, and the processor's own prefetching serves it better.
 inline Ahead look_ahead(const char* data, int64_t bytes, int64_t block, int64_t num_blocks, bool is_first) {
   const char* next = data + bytes;
   if (num_blocks == 1 || block > 1) return {data, data, 0};
@@ -100,12 +100,13 @@ inline Ahead look_ahead(const char* data, int64_t bytes, int64_t block, int64_t 
   return {half, half + bytes / 4, 64};
 }
 
-// What of a panel is multiplied at a time: values `begin` to `end` of the inner dimension.
+// The part of a panel that is multiplied at a time: values `begin` to `end` of the inner dimension.
 struct Part {
   int begin, end, inner;
 };
 
-// Sums that wait for their panel's next part. They come back as they were: where a panel is cut changes nothing.
+// Sums that are kept until their panel's next part. They are restored unchanged: cutting a panel does not affect
+// results.
 template <class E>
 struct Waiting {
   typename E::Sums sums[kMostRowsOfTask][2];
@@ -135,13 +136,13 @@ inline void run_rows(const typename E::Operand* block, int row, const Packed<E>&
   }
 }
 
-// As `run_rows`, by tiles.
+// The same as `run_rows`, with tiles.
 template <class E, class TilesOfThread, class Done>
 inline void run_tiles(TilesOfThread& tiles, const RowOperand<E>* block, int row, int rows, const Packed<E>& w, int panel,
                       const Part& part, const Ahead& ahead, typename E::Sums (*waiting)[2], const Done& done) {
-  if (rows == 0) return;  // where no row's logits are wanted
+  if (rows == 0) return;  // no row's logits are wanted
   tiles.template multiply<E>(block + static_cast<int64_t>(part.begin) * rows, rows, w.part(panel, part.begin),
-                    part.end - part.begin, part.begin == 0, ahead, waiting);
+                             part.end - part.begin, part.begin == 0, ahead, waiting);
   if (part.end < part.inner) return;
   for (int i = 0; i < rows; ++i) done(row + i, panel, waiting[i][0], waiting[i][1]);
 }
@@ -174,24 +175,24 @@ void run_part(const RowOperand<E>* a, const RowBlocks& blocks, int64_t first, in
   }
 }
 
-// What a thread takes at a time: some consecutive blocks of a matrix's rows, and one of its panels.
+// A unit of work of a thread: some consecutive blocks of a matrix's rows, and one of its panels.
 struct Task {
   RowBlocks blocks;     // of all rows that the matrix is multiplied by
-  int64_t first_row;    // which of the packed rows is the first of these
-  int64_t first, last;  // which blocks
-  int panel;            // of all matrices that lie behind each other
-  bool begins;          // whether the panel before this one, and its rows, belong to another matrix or other blocks
+  int64_t first_row;    // index among the packed rows of the first of these rows
+  int64_t first, last;  // range of blocks
+  int panel;            // index among the panels of all matrices
+  bool begins;          // whether the previous panel, and its rows, belong to another matrix or other blocks
 };
 
-// Blocks of the rows that go to one of several matrices, as many as are multiplied at once.
+// Some blocks of the rows of one of several matrices, as many as are multiplied at once.
 struct MatrixRows {
   RowBlocks blocks;
   int64_t first_row, first, last;  // as in Task
   int matrix;
 };
 
-// What a product is cut into, for threads to share: one panel for one chunk of the blocks of rows. Where there are too
-// few panels for the threads, rows are cut finer.
+// The tasks of a product, which threads share: one panel for one chunk of the blocks of rows. If there are too few
+// panels for the threads, rows are cut into more chunks.
 class Tasks {
  public:
   Tasks(int64_t rows, int columns, int num_threads, bool by_tiles)
@@ -200,8 +201,7 @@ class Tasks {
         chunks_(std::max((blocks_.count + blocks_.at_once() - 1) / blocks_.at_once(),
                          panels_ >= 2 * num_threads ? 1 : std::min<int64_t>(num_threads, blocks_.count))) {}
 
-  // Of several matrices of so many panels, which lie behind each other: the rows of each are beside each other, in the
-  // order of `of`.
+  // For several consecutive matrices of `panels` panels each: the rows of each are adjacent, in the order of `of`.
   Tasks(const std::vector<MatrixRows>& of, int panels)
       : blocks_(0, false), panels_(panels), chunks_(static_cast<int64_t>(of.size())), of_(&of) {}
 
@@ -216,7 +216,7 @@ class Tasks {
     return {rows.blocks, rows.first_row, rows.first, rows.last, rows.matrix * panels_ + panel, panel == 0};
   }
 
-  // Packs a row of `num_pairs` pairs to where it is multiplied.
+  // Packs a row of `num_pairs` pairs to the place where it is multiplied.
   template <class E>
   void pack(const void* source, int64_t num_pairs, uint32_t* packed, int64_t row) const {
     if (!of_) return pack_row<E>(source, num_pairs, packed, blocks_, row);
@@ -228,18 +228,18 @@ class Tasks {
     pack_row<E>(source, num_pairs, packed + rows.first_row * words, rows.blocks, row - rows.first_row);
   }
 
-  // Which panel of its own matrix a panel is.
+  // Index of a panel within its own matrix.
   int within_matrix(int panel) const { return of_ ? panel % panels_ : panel; }
 
  private:
   const RowBlocks blocks_;
-  const int panels_;  // of a matrix
+  const int panels_;  // of one matrix
   const int64_t chunks_;
   const std::vector<MatrixRows>* of_ = nullptr;
 };
 
-// The whole product of packed rows; called by every thread of a team that was dealt the tasks. Calls
-// begin(panel index, first row, row after the last) before the rows' sums with a panel are made.
+// The whole product of packed rows; called by every thread of a team after the tasks were dealt. Calls
+// begin(panel index, first row, row after the last) before the rows' sums for a panel are computed.
 template <class E, class Begin, class Done>
 void multiply(const RowOperand<E>* a, const Tasks& tasks, const Packed<E>& w, Team& team, int thread,
               const Begin& begin_task, const Done& done) {

@@ -1,17 +1,17 @@
 // 4-bit weights in groups of inputs, each with a scale and a zero point, and activations quantized by row and group.
-// They are whole numbers, or 4-bit floats (e2m1) of which twice the value is one.
+// Weights are integers, or 4-bit floats (e2m1), whose doubled values are integers.
 //
-// A level of 0 .. 15 is VNNI's unsigned operand as it is, an activation round(x / scale) its signed one, with scale =
-// max |x| / 127 over the row's values of a group. A group's sum of products is exact; what zero points take away is
-// where it begins. Then it is scaled, in float32, and added to the sums of the groups before.
+// VNNI's unsigned operand is a level 0 .. 15, its signed operand an activation round(x / scale), with scale = max |x|
+// / 127 over the row's values of a group. A group's sum of products is exact; it starts with the zero points'
+// contribution. Then it is scaled in float32 and added to the sums of the preceding groups.
 //
-// Weights of a panel, group by group: a word for each of 32 columns, then [inputs / 8][32 columns][4 bytes], of which
-// each has the level of an input in its lower half and that of the fourth input behind it in its upper half. A word is
-// the float32 scale, its 5 lowest bits being the zero point, 0 .. 16: scales of 16 bits have zeros there. Floats are
-// looked up as what they are twice and 16 more, so that they need no zero points; their scale is half a power of two,
-// and its word, in bfloat16, half as long.
+// Layout of a panel's weights, group by group: a word for each of 32 columns, then [inputs / 8][32 columns][4 bytes].
+// Each byte has the level of an input in its lower half and that of the fourth input after it in its upper half. A
+// word is the float32 scale, whose 5 lowest bits are replaced by the zero point, 0 .. 16: scales of 16 bits have
+// zeros there. Floats are converted to twice their value plus 16, so that they need no zero points; their scale is
+// half a power of two, and its word, in bfloat16, is half as long.
 //
-// An operand's row, group by group: its scale, the sum of its levels with the sign turned, the levels.
+// Layout of an operand's row, group by group: its scale, the negated sum of its levels, the levels.
 #pragma once
 
 #include "gemm.h"
@@ -27,12 +27,12 @@ struct FourBits {
   static constexpr bool kIsFloat = kFloat;
   static constexpr int kPair = 4, kWords = 1;
   static constexpr int kZeroBits = 31;
-  static constexpr int kOfGroup = 8;  // bytes of an operand's group beside its levels
+  static constexpr int kOfGroup = 8;  // bytes of an operand's group besides its levels
   static constexpr int kAtOnce = 8;   // inputs
-  static constexpr int kUsualZeroBit = kIsFloat ? 4 : 3;  // zero points of symmetric checkpoints are 8
+  static constexpr int kUsualZeroBit = kIsFloat ? 4 : 3;  // zero points in symmetric checkpoints are 8
   static constexpr int kWord = kIsFloat ? 2 : 4;          // bytes
 
-  // Bytes of a panel's group of so many inputs.
+  // Size of a group of `size` inputs in a panel, in bytes.
   static constexpr int64_t panel_bytes(int size) { return kPanel * (kWord + size / 2); }
 };
 using Int4 = FourBits<false>;
@@ -53,8 +53,8 @@ struct Packed<FourBits<kIsFloat>> {
   int whole(int inner) const { return (inner + group - 1) / group * group; }
 };
 
-// One row, `groups` of `size` inputs, of which the last may lie behind its end; `order` says which value each is, if
-// not the one in its place.
+// Quantizes one row, `groups` of `size` inputs, of which the last may extend beyond the row; `order` gives the source
+// index of each value if they are permuted.
 template <class E>
 void quantize_groups(const typename E::Stored* source, int count, const int32_t* order, int groups, int size,
                      uint8_t* target, typename E::Stored* scratch) {
@@ -91,9 +91,9 @@ inline void run_rows(const uint8_t* block, int row, const Packed<FourBits<kIsFlo
     for (int i = 0; i < kRows; ++i) done(row + i, panel, waiting[i][0], waiting[i][1]);
 }
 
-// Levels 0 .. 15, of floats their bits, [rows, inner], and words of 4 bytes [rows, groups] to panels as above; order[i]
-// is the source row of column i, negative for zeros. What lies behind the last input is zero, as are the activations
-// that it is multiplied by.
+// Packs levels 0 .. 15, or the bits of floats, [rows, inner], and words of 4 bytes [rows, groups] to panels as above;
+// order[i] is the source row of column i, negative for zeros. Values after the last input are zero, as are the
+// corresponding activations.
 template <bool kIsFloat>
 void pack_four_bits(const uint8_t* levels, const uint32_t* words, const int64_t* order, int columns, int inner,
                     int groups, int size, uint8_t* target, int num_threads) {
@@ -109,7 +109,7 @@ void pack_four_bits(const uint8_t* levels, const uint32_t* words, const int64_t*
         uint8_t* out = target + panel * panel_bytes;
         for (int group = 0; group < groups; ++group) {
           const uint32_t word = from < 0 ? 0 : words[from * groups + group];
-          // Of bfloat16 the bytes that float32 has at the end of its own.
+          // bfloat16 has the last bytes of float32.
           std::memcpy(out + Type::kWord * lane, reinterpret_cast<const char*>(&word + 1) - Type::kWord, Type::kWord);
           out += Type::kWord * kPanel;
           for (int k = group * size; k < (group + 1) * size; k += Type::kAtOnce, out += 4 * kPanel)

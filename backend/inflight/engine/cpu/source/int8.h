@@ -1,8 +1,8 @@
-// int8 weights, one scale a column, and activations quantized row by row as they come.
+// int8 weights with one scale per column, and activations quantized row by row.
 //
-// A row's values become round(x / scale), in -127 .. 127 with scale = max |x| / 127: of the row alone, so that what a row
-// gives does not depend on the others. VNNI multiplies unsigned by signed bytes: where Int8::kOffset is 128, that is added
-// to them, and what it adds to a product is known beforehand, 128 times the column's sum.
+// A row's values become round(x / scale), in -127 .. 127 with scale = max |x| / 127 over the row alone, so that a row's
+// result does not depend on other rows. VNNI multiplies unsigned by signed bytes: where Int8::kOffset is 128, it is
+// added to activations, and its contribution to a product is known beforehand: 128 times the column's sum.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace inflight {
 
-// One row; returns its scale. `padded` is a multiple of 4 and at least `count`.
+// Quantizes one row; returns its scale. `padded` is a multiple of 4 and at least `count`.
 template <class E>
 float quantize_row(const typename E::Stored* source, int count, int padded, uint8_t* target) {
   const float most = largest_magnitude<E>(source, count);
@@ -24,7 +24,7 @@ float quantize_row(const typename E::Stored* source, int count, int padded, uint
   return most / 127.0f;
 }
 
-// A row of a weight matrix to -127 .. 127; what `quantize_int8` of engine/quantize.py does, to the bit.
+// Quantizes a row of a weight matrix to -127 .. 127, with the same bits as `quantize_int8` of engine/quantize.py.
 template <class E>
 void quantize_weights(const typename E::Stored* source, int count, int8_t* target, float* scale, int32_t* sum) {
   *scale = largest_magnitude<E>(source, count) / 127.0f;

@@ -1,8 +1,8 @@
-// What keys and values are in the cache: as they are computed, or levels of 8 bits, by a scale for each token and head.
+// The formats of keys and values in the cache: as computed, or 8-bit levels with a scale for each token and head.
 //
-// A cache's type tells how its numbers become the pairs that a multiply-add takes. Levels do so exactly, in bfloat16
-// too; their scales come in elsewhere: a key's multiplies its score, a value's the weight that it is summed up with.
-// `kv_rounding.py` says what levels and scales are; the functions here give the same, to the bit.
+// A cache's type defines how its numbers become the pairs of a multiply-add. The conversion of levels is exact, in
+// bfloat16 too; scales are applied elsewhere: a key's scale to its score, a value's scale to the weight of the value.
+// `kv_rounding.py` defines levels and scales; the functions here give the same results, to the bit.
 #pragma once
 
 #include <algorithm>
@@ -23,24 +23,24 @@ struct AsComputed {
   static typename E::Pairs load_pairs(const Stored* source, Mask mask) { return E::load_pairs(source, mask); }
 };
 
-// -127 .. 127 at equal distances.
+// Levels -127 .. 127 at equal distances.
 struct Int8Levels : Int8ToFloats {
   static constexpr float kLargest = 127.0f;
-  // The bytes of numbers of at most `kLargest`; NaN becomes 0.
+  // Rounds numbers of at most `kLargest` to bytes; NaN becomes 0.
   static Ints round(Floats numbers) { return to_ints(is_number(numbers), numbers); }
 };
 
-// float8 with 4 bits of exponent, whose bias is 7, and 3 behind the leading bit (e4m3).
+// float8 with 4 exponent bits, whose bias is 7, and 3 mantissa bits (e4m3).
 struct Fp8Levels : Fp8ToFloats {
   static constexpr float kLargest = 448.0f;
   static Ints round(Floats numbers) {
     const Ints bits = as_ints(numbers);
     const Ints positive = bit_and(bits, ints(0x7fffffff));
-    // To nearest, ties to even: 20 of 23 bits behind the leading one go.
+    // To nearest, ties to even: 20 of 23 mantissa bits are dropped.
     const Ints is_odd = bit_and(shift_right<20>(positive), ints(1));
     const Ints up = add(add(positive, ints(0x7ffff)), is_odd);
     const Ints normal = sub(shift_right<20>(up), ints(120 << 3));
-    // A sum with 2^14 has the multiples of 2^-9 as its last bits.
+    // The last mantissa bit of a sum with 2^14 has the value 2^-9.
     const Floats sum = add(as_floats(positive), floats(16384.0f));
     const Ints small = sub(as_ints(sum), ints(0x46800000));
     const Mask is_small = less(positive, ints(0x3c800000));  // 2^-6
@@ -61,7 +61,7 @@ struct Rounded {
   }
 };
 
-// The levels [count] of a head's numbers; returns their scale.
+// Computes the levels [count] of a head's numbers; returns their scale.
 template <class E, class Levels>
 float round_head(const typename E::Stored* numbers, int count, uint8_t* levels) {
   // In this order NaN stays NaN.

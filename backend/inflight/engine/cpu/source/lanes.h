@@ -1,7 +1,8 @@
-// Sixteen float32 values at a time, `Floats`, their whole numbers, `Ints`, and which of them are meant, a `Mask`.
+// Sixteen float32 values at a time, `Floats`, sixteen integers, `Ints`, and a selection of lanes, a `Mask`.
 //
-// Kernels are written in these and the functions on them; a target defines them by its registers: AVX-512 one, AVX2
-// two, NEON four, and any other processor as many as the compiler takes. What differs between targets beside these are the products' innermost loops (products.h).
+// Kernels are written with these types and their functions; each target implements them with its registers: AVX-512
+// one, AVX2 two, NEON four, and any other processor as many as the compiler chooses. Otherwise only the products'
+// innermost loops differ between targets (products.h).
 #pragma once
 
 #include <cstddef>
@@ -33,8 +34,8 @@ inline Ints lane_numbers() {
   return load_aligned(kNumbers);
 }
 
-// Asks memory for a line: into the second-level cache, or into the first. Always inlined: GCC takes a function that does
-// nothing else for one without effect, and drops its calls.
+// Prefetches a line into the second-level cache, or into the first. Always inlined: GCC considers a function that does
+// nothing else to have no effect, and drops calls of it.
 inline __attribute__((always_inline)) void prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 inline __attribute__((always_inline)) void prefetch_near(const void* line) { __builtin_prefetch(line, 0, 3); }
 

@@ -1,7 +1,7 @@
-// The lanes of lanes.h in AVX2, FMA and F16C: two registers, and for a mask two with all bits of a lane alike.
+// The lanes of lanes.h in AVX2, FMA and F16C: two registers, and for a mask two with all bits of a lane equal.
 //
-// Every function gives the bits that AVX-512 gives, but for numbers below 2^-126 that become bfloat16, and for
-// `rough_reciprocal`, which is exact here.
+// Every function gives the same bits as with AVX-512, except for numbers below 2^-126 that are rounded to bfloat16, and
+// for `rough_reciprocal`, which is exact here.
 #pragma once
 
 #include <immintrin.h>
@@ -50,11 +50,11 @@ inline Mask other_lanes(Mask mask) {
   return {_mm256_xor_si256(mask.low, all), _mm256_xor_si256(mask.high, all)};
 }
 
-// The same in every lane.
+// The same value in every lane.
 inline Floats floats(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Ints ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 
-// Of the lanes that a mask has; zero in the others.
+// Keeps the lanes in a mask; the others become zero.
 inline Ints keep(Mask mask, Ints x) { return {_mm256_and_si256(mask.low, x.low), _mm256_and_si256(mask.high, x.high)}; }
 inline Floats keep(Mask mask, Floats x) {
   return {_mm256_and_ps(_mm256_castsi256_ps(mask.low), x.low), _mm256_and_ps(_mm256_castsi256_ps(mask.high), x.high)};
@@ -67,7 +67,7 @@ inline Ints select(Mask mask, Ints yes, Ints no) {
   return {_mm256_blendv_epi8(no.low, yes.low, mask.low), _mm256_blendv_epi8(no.high, yes.high, mask.high)};
 }
 
-// Memory. What a mask lacks is neither read nor written; it is read as zero, or as `other`.
+// Memory. Lanes that are not in a mask are neither read nor written; they are read as zero, or as `other`.
 inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline Floats load(const float* p, Mask mask) {
   return {_mm256_maskload_ps(p, mask.low), _mm256_maskload_ps(p + 8, mask.high)};
@@ -79,7 +79,7 @@ inline void store(float* p, Floats x) {
   _mm256_storeu_ps(p + 8, x.high);
 }
 inline void store(float* p, Floats x, Mask mask) {
-  if (mask.all()) return store(p, x);  // faster by far where a processor masks in microcode
+  if (mask.all()) return store(p, x);  // much faster on processors that mask in microcode
   _mm256_maskstore_ps(p, mask.low, x.low);
   _mm256_maskstore_ps(p + 8, mask.high, x.high);
 }
@@ -110,13 +110,13 @@ inline void store_words(void* p, Ints x, Mask mask) {
   _mm256_maskstore_epi32(words + 8, mask.high, x.high);
 }
 
-// Copies the values that a mask has, which there is no instruction for where they have fewer than 32 bits.
+// Copies the values in a mask; there is no instruction for values of fewer than 32 bits.
 template <class T>
 __attribute__((noinline)) void copy_where(T* to, const T* from, uint32_t bits) {
   for (; bits; bits &= bits - 1) to[__builtin_ctz(bits)] = from[__builtin_ctz(bits)];
 }
 
-inline Ints load_halves(const uint16_t* p) {  // their upper halves are zero
+inline Ints load_halves(const uint16_t* p) {  // the upper halves become zero
   const auto* registers = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtepu16_epi32(_mm_loadu_si128(registers)), _mm256_cvtepu16_epi32(_mm_loadu_si128(registers + 1))};
 }
@@ -129,7 +129,7 @@ inline Ints load_halves(const uint16_t* p, Mask mask) {
 inline __m256i pack_halves(Ints x) {  // of numbers below 2^16
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.low, x.high), _MM_SHUFFLE(3, 1, 2, 0));
 }
-inline void store_bytes(void* p, Ints x, Mask mask) {  // the lowest of each
+inline void store_bytes(void* p, Ints x, Mask mask) {  // the lowest byte of each
   const __m256i lowest = _mm256_set1_epi32(255);
   const __m256i halves = pack_halves({_mm256_and_si256(x.low, lowest), _mm256_and_si256(x.high, lowest)});
   const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
@@ -155,7 +155,7 @@ inline void store_bfloat16(uint16_t* p, Floats x, Mask mask) {
   store_bfloat16(own, x);
   copy_where(p, own, lane_bits(mask));
 }
-// Past the cache, to where 64 bytes begin; whoever has done so calls `end_streams`.
+// Bypasses the cache, to an address aligned to 64 bytes; callers call `end_streams` afterwards.
 inline void stream(float* p, Floats x) {
   _mm256_stream_ps(p, x.low);
   _mm256_stream_ps(p + 8, x.high);
@@ -163,7 +163,7 @@ inline void stream(float* p, Floats x) {
 inline void end_streams() { _mm_sfence(); }
 inline void spin_pause() { _mm_pause(); }
 
-// Floats. `min` and `max` give the second where either is NaN.
+// Floats. `min` and `max` return the second operand if either is NaN.
 inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
 inline Floats sub(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
 inline Floats mul(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
@@ -182,8 +182,8 @@ inline Floats fnmadd(Floats a, Floats b, Floats c) {
 }
 inline __m256 rounded(__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Floats rounded(Floats x) { return {rounded(x.low), rounded(x.high)}; }
-// x 2^exponent, of x between 2^-2 and 2^2. In two steps, as no single power of two reaches from the least numbers to
-// those next to infinity; the first is exact.
+// x 2^exponent, for x between 2^-2 and 2^2. In two steps, because no single power of two covers the range from the
+// smallest to the largest numbers; the first step is exact.
 inline __m256 scaled(__m256 x, __m256 exponent) {
   exponent = _mm256_max_ps(_mm256_min_ps(exponent, _mm256_set1_ps(256.0f)), _mm256_set1_ps(-252.0f));
   const __m256i whole = _mm256_cvtps_epi32(exponent), half = _mm256_srai_epi32(whole, 1);
@@ -211,7 +211,7 @@ inline float largest_of(Floats x) {
   return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
 }
 
-// Of the lanes that a mask has; zero, false or `x` in the others.
+// Operations on the lanes in a mask; the others become zero, false or `x`.
 inline Floats sub(Mask mask, Floats a, Floats b) { return keep(mask, sub(a, b)); }
 inline Floats mul(Mask mask, Floats a, Floats b) { return keep(mask, mul(a, b)); }
 inline Floats scaled(Mask mask, Floats x, Floats exponent) { return keep(mask, scaled(x, exponent)); }
@@ -226,7 +226,7 @@ inline Mask compare(Floats a, Floats b) {
 inline Mask less(Floats a, Floats b) { return compare<_CMP_LT_OQ>(a, b); }
 inline Mask at_least(Floats a, Floats b) { return compare<_CMP_GE_OQ>(a, b); }
 inline Mask equal(Floats a, Floats b) { return compare<_CMP_EQ_OQ>(a, b); }
-inline Mask differ(Floats a, Floats b) { return compare<_CMP_NEQ_UQ>(a, b); }  // also where either is NaN
+inline Mask differ(Floats a, Floats b) { return compare<_CMP_NEQ_UQ>(a, b); }  // also if either is NaN
 inline Mask is_number(Floats x) { return compare<_CMP_ORD_Q>(x, x); }
 inline Mask is_no_number(Floats x) { return compare<_CMP_UNORD_Q>(x, x); }
 inline Mask is_no_number(Mask mask, Floats x) { return mask & is_no_number(x); }
@@ -244,7 +244,7 @@ inline Ints shift_left(Ints x) {
   return {_mm256_slli_epi32(x.low, kBits), _mm256_slli_epi32(x.high, kBits)};
 }
 template <int kBits>
-inline Ints shift_right(Ints x) {  // zeros come in
+inline Ints shift_right(Ints x) {  // shifts in zeros
   return {_mm256_srli_epi32(x.low, kBits), _mm256_srli_epi32(x.high, kBits)};
 }
 inline Mask greater(Ints a, Ints b) { return {_mm256_cmpgt_epi32(a.low, b.low), _mm256_cmpgt_epi32(a.high, b.high)}; }
@@ -264,7 +264,7 @@ inline int32_t smallest_of(Mask mask, Ints x) {
   return _mm_cvtsi128_si32(_mm_min_epi32(least, _mm_shuffle_epi32(least, _MM_SHUFFLE(2, 3, 0, 1))));
 }
 
-// From one to the other, to nearest, ties to even; or the bits as they are.
+// Conversions, to nearest, ties to even; or reinterpretation of the bits.
 inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
 inline Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)}; }
 inline Ints to_ints(Mask mask, Floats x) { return keep(mask, to_ints(x)); }

@@ -1,4 +1,4 @@
-// The lanes of lanes.h in AVX-512: a register, and a mask register.
+// The lanes of lanes.h in AVX-512: one register, and one mask register.
 #pragma once
 
 #include <immintrin.h>
@@ -18,11 +18,11 @@ inline Mask mask_of(uint16_t bits) { return bits; }
 inline uint32_t lane_bits(Mask mask) { return mask; }
 inline Mask other_lanes(Mask mask) { return static_cast<Mask>(~mask); }
 
-// The same in every lane.
+// The same value in every lane.
 inline Floats floats(float x) { return _mm512_set1_ps(x); }
 inline Ints ints(int32_t x) { return _mm512_set1_epi32(x); }
 
-// Memory. What a mask lacks is neither read nor written; it is read as zero, or as `other`.
+// Memory. Lanes that are not in a mask are neither read nor written; they are read as zero, or as `other`.
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
 inline Floats load(const float* p, Mask mask) { return _mm512_maskz_loadu_ps(mask, p); }
 inline Floats load_aligned(const float* p) { return _mm512_load_ps(p); }
@@ -34,23 +34,23 @@ inline Ints load(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline Ints load_aligned(const int32_t* p) { return _mm512_load_si512(p); }
 inline Ints load_words(const void* p, Mask mask) { return _mm512_maskz_loadu_epi32(mask, p); }
 inline void store_words(void* p, Ints x, Mask mask) { _mm512_mask_storeu_epi32(p, mask, x); }
-inline Ints load_halves(const uint16_t* p, Mask mask) {  // their upper halves are zero
+inline Ints load_halves(const uint16_t* p, Mask mask) {  // the upper halves become zero
   return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p));
 }
 inline Ints load_halves(const uint16_t* p) { return load_halves(p, 0xffff); }
-inline void store_bytes(void* p, Ints x, Mask mask) {  // the lowest of each
+inline void store_bytes(void* p, Ints x, Mask mask) {  // the lowest byte of each
   _mm_mask_storeu_epi8(p, mask, _mm512_cvtepi32_epi8(x));
 }
 inline void store_bfloat16(uint16_t* p, Floats x, Mask mask) {
   _mm256_mask_storeu_epi16(p, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }
 inline void store_bfloat16(uint16_t* p, Floats x) { store_bfloat16(p, x, 0xffff); }
-// Past the cache, to where 64 bytes begin; whoever has done so calls `end_streams`.
+// Bypasses the cache, to an address aligned to 64 bytes; callers call `end_streams` afterwards.
 inline void stream(float* p, Floats x) { _mm512_stream_ps(p, x); }
 inline void end_streams() { _mm_sfence(); }
 inline void spin_pause() { _mm_pause(); }
 
-// Floats. `min` and `max` give the second where either is NaN.
+// Floats. `min` and `max` return the second operand if either is NaN.
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
@@ -68,7 +68,7 @@ inline Floats rough_reciprocal(Floats x) { return _mm512_rcp14_ps(x); }         
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
 
-// Of the lanes that a mask has; zero, false or `x` in the others.
+// Operations on the lanes in a mask; the others become zero, false or `x`.
 inline Floats keep(Mask mask, Floats x) { return _mm512_maskz_mov_ps(mask, x); }
 inline Floats sub(Mask mask, Floats a, Floats b) { return _mm512_maskz_sub_ps(mask, a, b); }
 inline Floats mul(Mask mask, Floats a, Floats b) { return _mm512_maskz_mul_ps(mask, a, b); }
@@ -80,7 +80,7 @@ inline Floats select(Mask mask, Floats yes, Floats no) { return _mm512_mask_mov_
 inline Mask less(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline Mask at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline Mask equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
-inline Mask differ(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }  // also where either is NaN
+inline Mask differ(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }  // also if either is NaN
 inline Mask is_number(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q); }
 inline Mask is_no_number(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
 inline Mask is_no_number(Mask mask, Floats x) { return _mm512_mask_cmp_ps_mask(mask, x, x, _CMP_UNORD_Q); }
@@ -96,7 +96,7 @@ inline Ints bit_or(Mask mask, Ints a, Ints b) { return _mm512_maskz_or_epi32(mas
 template <int kBits>
 inline Ints shift_left(Ints x) { return _mm512_slli_epi32(x, kBits); }
 template <int kBits>
-inline Ints shift_right(Ints x) { return _mm512_srli_epi32(x, kBits); }  // zeros come in
+inline Ints shift_right(Ints x) { return _mm512_srli_epi32(x, kBits); }  // shifts in zeros
 inline Ints select(Mask mask, Ints yes, Ints no) { return _mm512_mask_mov_epi32(no, mask, yes); }
 inline Mask less(Ints a, Ints b) { return _mm512_cmplt_epi32_mask(a, b); }
 inline Mask at_most(Ints a, Ints b) { return _mm512_cmple_epi32_mask(a, b); }
@@ -104,7 +104,7 @@ inline Mask greater(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
 inline int32_t sum_of(Ints x) { return _mm512_reduce_add_epi32(x); }
 inline int32_t smallest_of(Mask mask, Ints x) { return _mm512_mask_reduce_min_epi32(mask, x); }
 
-// From one to the other, to nearest, ties to even; or the bits as they are.
+// Conversions, to nearest, ties to even; or reinterpretation of the bits.
 inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline Ints to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
 inline Ints to_ints(Mask mask, Floats x) { return _mm512_maskz_cvtps_epi32(mask, x); }

@@ -1,8 +1,8 @@
-// The lanes of lanes.h in four registers of 16 bytes, "quads", which compilers have operators for (GCC's vector
-// extensions). lanes_generic.h and lanes_neon.h say what no operator does, and include this file.
+// The lanes of lanes.h in four registers of 16 bytes, "quads", for which compilers have operators (GCC's vector
+// extensions). lanes_generic.h and lanes_neon.h define the operations without an operator, and include this file.
 //
-// A mask has all bits of a lane alike. Every function gives the bits that AVX2 gives, but for `fmadd` and `fnmadd` on
-// processors that round twice there.
+// A mask has all bits of a lane equal. Every function gives the same bits as with AVX2, except `fmadd` and `fnmadd` on
+// processors without fused multiply-add, which round twice.
 #pragma once
 
 namespace inflight {
@@ -26,7 +26,7 @@ struct Mask {
   }
 };
 
-// What f(i) gives for each of the four.
+// Returns the results of f(i) for the four quads.
 template <class T, class F>
 inline __attribute__((always_inline)) T in_quads(const F& f) {
   return {{f(0), f(1), f(2), f(3)}};
@@ -52,7 +52,7 @@ inline Mask operator|(Mask a, Mask b) {
 inline Mask& operator&=(Mask& a, Mask b) { return a = a & b; }
 inline Mask& operator|=(Mask& a, Mask b) { return a = a | b; }
 
-// The same in every lane.
+// The same value in every lane.
 inline Floats floats(float x) {
   return in_quads<Floats>([&](int) { return same(x); });
 }
@@ -81,7 +81,7 @@ inline Mask other_lanes(Mask mask) {
   return in_quads<Mask>([&](int i) { return ~mask.of[i]; });
 }
 
-// Of the lanes that a mask has; zero in the others.
+// Keeps the lanes in a mask; the others become zero.
 inline Ints keep(Mask mask, Ints x) {
   return in_quads<Ints>([&](int i) { return mask.of[i] & x.of[i]; });
 }
@@ -95,13 +95,13 @@ inline Ints select(Mask mask, Ints yes, Ints no) {
   return in_quads<Ints>([&](int i) { return (mask.of[i] & yes.of[i]) | (~mask.of[i] & no.of[i]); });
 }
 
-// Copies the values that a mask has.
+// Copies the values in a mask.
 template <class T>
 __attribute__((noinline)) void copy_where(T* to, const T* from, uint32_t bits) {
   for (; bits; bits &= bits - 1) to[__builtin_ctz(bits)] = from[__builtin_ctz(bits)];
 }
 
-// Memory. What a mask lacks is neither read nor written; it is read as zero, or as `other`.
+// Memory. Lanes that are not in a mask are neither read nor written; they are read as zero, or as `other`.
 inline Floats load(const float* p) {
   return in_quads<Floats>([&](int i) { return load_quad<FloatQuad>(p + 4 * i); });
 }
@@ -140,7 +140,7 @@ inline void store_words(void* p, Ints x, Mask mask) {
   else
     copy_where(static_cast<int32_t*>(p), own, lane_bits(mask));
 }
-inline Ints load_halves(const uint16_t* p) {  // their upper halves are zero
+inline Ints load_halves(const uint16_t* p) {  // the upper halves become zero
   return in_quads<Ints>([&](int i) { return __builtin_convertvector(load_quad<FourShorts>(p + 4 * i), IntQuad); });
 }
 inline Ints load_halves(const uint16_t* p, Mask mask) {
@@ -149,7 +149,7 @@ inline Ints load_halves(const uint16_t* p, Mask mask) {
   copy_where(own, p, lane_bits(mask));
   return load_halves(own);
 }
-inline void store_bytes(void* p, Ints x, Mask mask) {  // the lowest of each
+inline void store_bytes(void* p, Ints x, Mask mask) {  // the lowest byte of each
   uint8_t own[kLanes];
   for (int i = 0; i < 4; ++i)
     for (int lane = 0; lane < 4; ++lane) own[4 * i + lane] = static_cast<uint8_t>(x.of[i][lane]);
@@ -176,11 +176,11 @@ inline void store_bfloat16(uint16_t* p, Floats x, Mask mask) {
   store_bfloat16(own, x);
   copy_where(p, own, lane_bits(mask));
 }
-// On other targets past the cache; whoever has done so calls `end_streams`.
+// Other targets bypass the cache here; callers call `end_streams` afterwards.
 inline void stream(float* p, Floats x) { store(p, x); }
 inline void end_streams() {}
 
-// Floats. `min` and `max` give the second where either is NaN.
+// Floats. `min` and `max` return the second operand if either is NaN.
 inline Floats add(Floats a, Floats b) {
   return in_quads<Floats>([&](int i) { return a.of[i] + b.of[i]; });
 }
@@ -241,7 +241,7 @@ inline Ints shift_left(Ints x) {
   return in_quads<Ints>([&](int i) { return (IntQuad)((BitQuad)x.of[i] << kBits); });
 }
 template <int kBits>
-inline Ints shift_right(Ints x) {  // zeros come in
+inline Ints shift_right(Ints x) {  // shifts in zeros
   return in_quads<Ints>([&](int i) { return (IntQuad)((BitQuad)x.of[i] >> kBits); });
 }
 inline Mask greater(Ints a, Ints b) {
@@ -261,7 +261,7 @@ inline int32_t smallest_of(Mask mask, Ints x) {
   return least;
 }
 
-// From one to the other, to nearest, ties to even; or the bits as they are.
+// Conversions, to nearest, ties to even; or reinterpretation of the bits.
 inline Floats to_floats(Ints x) {
   return in_quads<Floats>([&](int i) { return __builtin_convertvector(x.of[i], FloatQuad); });
 }
@@ -276,7 +276,7 @@ inline Ints as_ints(Floats x) {
   return in_quads<Ints>([&](int i) { return (IntQuad)x.of[i]; });
 }
 
-// x 2^exponent, of x between 2^-2 and 2^2, in two steps as in lanes_avx2.h.
+// x 2^exponent, for x between 2^-2 and 2^2, in two steps as in lanes_avx2.h.
 inline Floats scaled(Floats x, Floats exponent) {
   const Ints whole = to_ints(max(min(exponent, floats(256.0f)), floats(-252.0f)));
   const Ints half = in_quads<Ints>([&](int i) { return whole.of[i] >> 1; });
@@ -285,7 +285,7 @@ inline Floats scaled(Floats x, Floats exponent) {
 }
 inline Floats rough_reciprocal(Floats x) { return div(floats(1.0f), x); }
 
-// Of the lanes that a mask has; zero, false or `x` in the others.
+// Operations on the lanes in a mask; the others become zero, false or `x`.
 inline Floats sub(Mask mask, Floats a, Floats b) { return keep(mask, sub(a, b)); }
 inline Floats mul(Mask mask, Floats a, Floats b) { return keep(mask, mul(a, b)); }
 inline Floats scaled(Mask mask, Floats x, Floats exponent) { return keep(mask, scaled(x, exponent)); }
@@ -301,7 +301,7 @@ inline Mask at_least(Floats a, Floats b) {
 inline Mask equal(Floats a, Floats b) {
   return in_quads<Mask>([&](int i) { return a.of[i] == b.of[i]; });
 }
-inline Mask differ(Floats a, Floats b) { return other_lanes(equal(a, b)); }  // also where either is NaN
+inline Mask differ(Floats a, Floats b) { return other_lanes(equal(a, b)); }  // also if either is NaN
 inline Mask is_number(Floats x) { return equal(x, x); }
 inline Mask is_no_number(Floats x) { return differ(x, x); }
 inline Mask is_no_number(Mask mask, Floats x) { return mask & is_no_number(x); }

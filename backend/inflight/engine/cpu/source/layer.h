@@ -1,5 +1,5 @@
-// What a layer consists of, and what is done to one of its rows alone. structs.py declares the structs again, field for
-// field.
+// The parts of a layer, and the computations on single rows. structs.py declares the same structs, with the same
+// fields.
 #pragma once
 
 #include <sys/mman.h>
@@ -17,10 +17,10 @@ enum Kind : int32_t { kElement = 0, kInt8 = 1, kInt4 = 2, kFloat4 = 3 };
 
 struct Linear {
   const void* data;
-  const float* bias;          // [padded columns], or none
+  const float* bias;          // [padded columns], or null
   const float* scales;        // int8: [padded columns]
   const int32_t* corrections;  // int8: [padded columns], 128 times the column's sum
-  const int32_t* order;        // 4 bits: [width], which value each input is; none: the one in its place
+  const int32_t* order;        // 4 bits: [width], the source index of each input; null: unchanged order
   int32_t columns, inner, kind;  // 4 bits: `inner` is bytes of an operand's row
   int32_t groups, group_size;  // 4 bits: of inputs
   bool has_groups() const { return kind == kInt4 || kind == kFloat4; }
@@ -28,23 +28,23 @@ struct Linear {
 
 struct Norm {
   const float* weight;
-  const float* bias;  // none: a root-mean-square norm
+  const float* bias;  // null: a root-mean-square norm
 };
 
-// Which ranks change 16 columns.
+// The ranks that change 16 columns.
 struct RankRange {
-  int32_t first, count;  // of pairs
-  int32_t at;            // which of B's registers is the first of theirs
+  int32_t first, count;  // in pairs of ranks
+  int32_t at;            // index of their first register of B
 };
 
-// What an adapter adds to a product; low_rank.h says how. The ranks of the modules that the product consists of are one
-// behind the other, each module's in whole pairs.
+// An adapter's delta to a product, computed in low_rank.h. The ranks of the product's modules are stored one after the
+// other, each module's in whole pairs.
 struct LowRank {
-  const void* a;            // [ranks / 4][inner / 16 pairs][4][16 pairs], filled up with zeros
-  const void* b;            // registers of 16 columns, a pair of ranks each; those of the first 16 columns come first
+  const void* a;            // [ranks / 4][inner / 16 pairs][4][16 pairs], padded with zeros
+  const void* b;            // registers of 16 columns for a pair of ranks each, those of the first columns first
   const RankRange* ranges;  // [padded columns / 16]
-  const float* magnitude;   // [padded columns], or none
-  int32_t ranks;            // a multiple of 4; 0: it changes nothing
+  const float* magnitude;   // [padded columns], or null
+  int32_t ranks;            // a multiple of 4; 0: no delta
 };
 
 struct LayerAdapter {
@@ -53,18 +53,18 @@ struct LayerAdapter {
 
 struct Adapter {
   const LayerAdapter* layers;
-  int32_t ranks;  // most of a product
+  int32_t ranks;  // maximum over all products
 };
 
 struct Layer {
-  Norm attention_norm, mlp_norm;            // of what attention and MLP read; without weight: none
-  Norm attention_post_norm, mlp_post_norm;  // of what they give; likewise
-  Linear qkv, output, up, down;   // beside experts, up and down are the MLP's that all rows go through, if there is one
-  Linear router;                  // a column for each expert, then the gate of that MLP; without data: no experts
-  Linear expert_up, expert_down;  // of all experts, each in whole panels behind the one before
-  const float *query_norm, *key_norm;  // [head_dim], or of all heads; or none
-  const float* learned_sinks;          // [heads], or none
-  const float *cos, *sin;              // [positions, rotary_dim / 2], or none
+  Norm attention_norm, mlp_norm;            // on the inputs of attention and MLP; without weight: none
+  Norm attention_post_norm, mlp_post_norm;  // on the outputs of attention and MLP; without weight: none
+  Linear qkv, output, up, down;   // in a layer with experts, up and down are the shared MLP's, if there is one
+  Linear router;                  // a column for each expert, then the shared MLP's gate; without data: no experts
+  Linear expert_up, expert_down;  // of all experts, each padded to whole panels
+  const float *query_norm, *key_norm;  // [head_dim], or of all heads; or null
+  const float* learned_sinks;          // [heads], or null
+  const float *cos, *sin;              // [positions, rotary_dim / 2], or null
   void *keys, *values;
   float *key_scales, *value_scales;  // of a cache of levels
   int32_t recent, sinks;
@@ -73,13 +73,13 @@ struct Layer {
 struct Shape {
   int32_t hidden, heads, kv_heads, head_dim, inner;
   int32_t tokens_per_block, is_gated, activation, num_threads;
-  int32_t rotary_dim;           // how many dimensions of a head are turned
-  int32_t norms_heads_together;  // query_norm is over all query heads, key_norm over all key heads
+  int32_t rotary_dim;           // number of rotated dimensions of a head
+  int32_t norms_heads_together;  // whether query_norm spans all query heads, and key_norm all key heads
   int32_t experts, experts_per_row, expert_inner, shared_inner;  // of layers with experts; 0: there are none
-  int32_t normalizes_chances;    // of a row's experts: they are divided by their sum
-  int32_t cache_kind;            // what keys and values are in the cache: a CacheKind
+  int32_t normalizes_chances;    // whether the probabilities of a row's experts are divided by their sum
+  int32_t cache_kind;            // format of keys and values in the cache: a CacheKind
   float eps, attention_scale, attention_soft_cap, residual_scale, logits_scale, logits_soft_cap;  // cap 0: none
-  float swiglu_limit, swiglu_alpha;  // of a clamped SwiGLU, instead of `activation`; limit 0: it is none
+  float swiglu_limit, swiglu_alpha;  // of a clamped SwiGLU, which replaces `activation`; limit 0: not clamped
 };
 
 struct Batch {
@@ -90,11 +90,11 @@ struct Batch {
   const Span* spans;
   const int64_t* block_tables;  // [slots, table_width]
   int64_t table_width;
-  const Adapter* const* adapters;  // [num_rows], none for a row without one; none if no row has one
+  const Adapter* const* adapters;  // [num_rows], null for a row without adapter; null if no row has one
 };
 
 template <class T>
-class Buffer {  // grows, and is not initialised
+class Buffer {  // grows, and is not initialized
  public:
   T* reserve(int64_t count) {
     if (!data_ || count > size_) {
@@ -147,7 +147,7 @@ void normalize(const Norm& norm, float eps, const typename E::Stored* x, typenam
   }
 }
 
-// In place, the first `rotary_dim` dimensions; pairs are (i, i + rotary_dim / 2).
+// Rotates the first `rotary_dim` dimensions in place; pairs are (i, i + rotary_dim / 2).
 template <class E>
 void rotate(typename E::Stored* head, const float* cos, const float* sin, int rotary_dim) {
   const int half = rotary_dim / 2;
@@ -160,7 +160,7 @@ void rotate(typename E::Stored* head, const float* cos, const float* sin, int ro
   }
 }
 
-struct Share {  // of rows or items, of one thread
+struct Share {  // one thread's range of rows or items
   int64_t begin, end;
   Share(int64_t count, int thread, int num_threads)
       : begin(count * thread / num_threads), end(count * (thread + 1) / num_threads) {}

@@ -1,9 +1,9 @@
-// What LoRA adapters add to products: y = magnitude * (W x + B (A x)) + bias, for every row its own adapter's.
+// The deltas of LoRA adapters to products: y = magnitude * (W x + B (A x)) + bias, with each row's own adapter.
 //
-// h = A x is computed where a thread has a row's plain elements, before it packs them for W x (`shrink`), and kept in
-// the activations' type. B h is computed for a panel's 32 columns before the panel is multiplied (`expand`), and added
-// to each of its sums. Rows of one adapter are taken together, up to kRowsAtOnce, so that its matrices are read once
-// for all of these; a sum is made in the same order in any company.
+// h = A x is computed from a row's plain elements before these are packed for W x (`shrink`), and stored in the
+// activations' type. B h is computed for a panel's 32 columns before the panel is multiplied (`expand`), and added to
+// each of its sums. Up to kRowsAtOnce rows of one adapter are processed together, so that its matrices are read once
+// for all of them; the order of a sum does not depend on the other rows.
 #pragma once
 
 #include <algorithm>
@@ -17,13 +17,13 @@
 
 namespace inflight {
 
-constexpr int kRanksAtOnce = 4;  // rows of A that are multiplied together; packing.py fills them up with zeros
-constexpr int kAheadInA = 4096;  // bytes: the processor's own prefetching ends with a page
+constexpr int kRanksAtOnce = 4;  // rows of A that are multiplied together; packing.py pads them with zeros
+constexpr int kAheadInA = 4096;  // bytes: the processor's own prefetching stops at the end of a page
 
-// The rows of a batch in the order of their adapters, those without one first.
+// The rows of a batch ordered by adapter, first those without one.
 class RowsByAdapter {
  public:
-  // Of a batch with adapters; throws bad_alloc.
+  // Sorts the rows of a batch with adapters; throws bad_alloc.
   void sort(const Batch& batch) {
     const auto before = [&](int64_t a, int64_t b) {
       const auto *first = batch.adapters[a], *second = batch.adapters[b];
@@ -42,10 +42,11 @@ class RowsByAdapter {
     }
   }
 
-  // Most ranks of a product.
+  // Maximum number of ranks of a product.
   int32_t widest() const { return widest_; }
 
-  // f(adapter, rows, number of rows) for a thread's share of all rows: as many rows with an adapter as the others have.
+  // Calls f(adapter, rows, number of rows) for a thread's share of all rows; threads get equal shares of rows with
+  // adapters.
   template <class F>
   void share(int thread, int num_threads, const F& f) const {
     const auto rows = static_cast<int64_t>(order_.size());
@@ -58,7 +59,7 @@ class RowsByAdapter {
     }
   }
 
-  // The same for those of the rows `first` to `last` - 1 that have an adapter.
+  // Calls f for those of the rows `first` to `last` - 1 that have an adapter.
   template <class F>
   void within(int64_t first, int64_t last, const F& f) const {
     for (const Run& run : runs_) {
@@ -70,7 +71,7 @@ class RowsByAdapter {
   }
 
  private:
-  struct Run {  // of places in the order
+  struct Run {  // a range of places in the order
     const Adapter* adapter;
     int64_t begin, end;
   };
@@ -86,7 +87,7 @@ class RowsByAdapter {
   int32_t widest_ = 0;
 };
 
-// A product of a layer, and what the batch's adapters add to it.
+// A product of a layer, and the batch's adapters.
 struct Product {
   const Linear& linear;
   const Adapter* const* adapters = nullptr;  // [rows], as in Batch
@@ -96,7 +97,7 @@ struct Product {
   const LowRank& of(const Adapter* adapter) const { return adapter->layers[layer].*which; }
 };
 
-// A register of `count` elements, fewer than it has room for, and zeros.
+// Loads a register with `count` elements, fewer than it can hold, followed by zeros.
 template <class E>
 inline typename E::Pairs load_last(const typename E::Stored* source, int count) {
   alignas(64) typename E::Stored padded[kLanes * E::kPair] = {};
@@ -104,7 +105,7 @@ inline typename E::Pairs load_last(const typename E::Stored* source, int count) 
   return E::load_pairs(padded);
 }
 
-// h[row][0 .. 3] = x[row] * the next four rows of A, which lie register beside register.
+// h[row][0 .. 3] = x[row] * the next four rows of A, whose registers are interleaved.
 template <class E, int kRows>
 inline void multiply_ranks(const typename E::Stored* const* x, int width, const typename E::Stored* a,
                            typename E::Stored* const* h, int first_rank) {
@@ -190,8 +191,8 @@ __attribute__((noinline)) void shrink(const LowRank& low_rank, int count, const 
   });
 }
 
-// B h of up to kRowsAtOnce rows of one adapter, for the columns of a panel. Memory brings as much of B for the next
-// panel.
+// B h of up to kRowsAtOnce rows of one adapter, for the columns of a panel. Prefetches the same amount of B for the
+// next panel.
 template <class E>
 __attribute__((noinline)) void expand(const LowRank& low_rank, int panel, int count,
                                       const typename E::Stored* const* h, float* const* sums) {

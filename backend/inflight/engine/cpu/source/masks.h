@@ -1,4 +1,4 @@
-// What a mask lacks is banned in a row of logits, and the likeliest of the rest found, in one pass.
+// Bans tokens that a mask does not allow in a row of logits, and finds the most likely of the rest, in one pass.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@ namespace inflight {
 struct MaskedRows {
   int64_t count;
   const int64_t* rows;    // [count]
-  const uint16_t* masks;  // [count, pieces]: bit i of piece p is 1 if the token 16 * p + i may come
+  const uint16_t* masks;  // [count, pieces]: bit i of piece p is 1 if token 16 * p + i is allowed
   int64_t pieces;         // at least one for every 16 columns, or for fewer at the end
 };
 
-// In place; the first token of those with the highest logit, 0 where none may come.
+// Masks logits in place; returns the first token with the highest logit, 0 if no token is allowed.
 inline int64_t apply_mask(float* logits, int columns, const uint16_t* pieces) {
   const Floats banned = floats(-std::numeric_limits<float>::infinity());
   const bool is_aligned = reinterpret_cast<uintptr_t>(logits) % sizeof banned == 0;
@@ -24,7 +24,7 @@ inline int64_t apply_mask(float* logits, int columns, const uint16_t* pieces) {
   Highest highest;
   for (int i = 0; i < whole; i += kLanes) {
     const uint16_t allowed = pieces[i / kLanes];
-    if (!allowed && is_aligned) {  // past the cache, and not read before: they are many
+    if (!allowed && is_aligned) {  // bypasses the cache, without reading first, as there are many
       stream(logits + i, banned);
       continue;
     }

@@ -9,21 +9,21 @@
 namespace inflight {
 
 struct Peak {
-  float highest;  // NaN where any logit of the row is
-  int64_t token;  // of equal ones, the first
+  float highest;  // NaN if any logit of the row is NaN
+  int64_t token;  // the first of equal ones
 };
 
-// The highest of the logits that it has seen, 16 at a time in the order of their tokens.
+// Finds the highest of all logits passed to it, 16 at a time in the order of their tokens.
 class Highest {
  public:
-  // Those of `logits` that the mask has; the first lane is the logit of the token `first`.
+  // Takes the `logits` in the mask; the first lane is the logit of the token `first`.
   void see(Floats logits, Mask mask, int first) {
     const Mask higher = greater(mask, logits, best_);
     best_ = select(higher, logits, best_);
     firsts_ = select(higher, ints(first), firsts_);
   }
 
-  // -inf and the token 0 where it has seen nothing higher.
+  // -inf and token 0 if it has seen nothing higher.
   Peak peak() const {
     const Ints lanes = lane_numbers();
     const float highest = largest_of(best_);
@@ -33,7 +33,7 @@ class Highest {
 
  private:
   Floats best_ = floats(-std::numeric_limits<float>::infinity());
-  Ints firsts_ = ints(0);  // of the 16 that each lane of the best came with
+  Ints firsts_ = ints(0);  // first token of the 16 from which each lane's best came
 };
 
 inline Peak find_peak(const float* logits, int columns) {

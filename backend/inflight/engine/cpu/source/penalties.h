@@ -1,4 +1,4 @@
-// What the tokens before a row of logits take from it; inflight/sampling/pipeline.py says in which order.
+// Penalties for earlier tokens, applied to a row of logits; inflight/sampling/pipeline.py defines their order.
 #pragma once
 
 #include <algorithm>
@@ -9,19 +9,19 @@
 namespace inflight {
 
 struct Penalties {
-  double repetition, presence, frequency;  // the latter two times the temperature
+  double repetition, presence, frequency;  // the latter two multiplied by the temperature
 };
 
 struct PenalizedRows {
   int64_t count;
   const int64_t* rows;         // [count]
   const Penalties* penalties;  // [count]
-  const int32_t* history;      // [slots, history_width]: each slot's tokens, of which
+  const int32_t* history;      // [slots, history_width]: each slot's tokens
   int64_t history_width;
-  const int64_t *slots, *lengths;  // [count] are before the row
+  const int64_t *slots, *lengths;  // [count]: slot of each row, and number of its tokens before the row
 };
 
-// One thread's, with memory for rows of so many columns as were reserved.
+// One per thread, with memory for rows of the reserved number of columns.
 class Penalizer {
  public:
   void reserve(int columns) {
@@ -29,8 +29,8 @@ class Penalizer {
     distinct_.reserve(columns);
   }
 
-  // In place; false, and nothing is done, if a token is negative. Those beyond the columns, rows of prompt tables, have
-  // no logit.
+  // Applies penalties in place; does nothing and returns false if a token is negative. Tokens beyond the columns,
+  // which are rows of prompt tables, have no logit.
   bool penalize(float* logits, int columns, const int32_t* tokens, int64_t num_tokens, const Penalties& penalties) {
     if (std::any_of(tokens, tokens + num_tokens, [](int32_t token) { return token < 0; })) return false;
     distinct_.clear();
@@ -56,10 +56,10 @@ class Penalizer {
     return std::clamp(value - frequency, -kLargestLogit, kLargestLogit);
   }
 
-  // Rounded by itself, and not as a part of the sum that it goes into: torch's operators give the same bits.
+  // Rounded separately, not fused into the sum that it is added to: torch's operators give the same bits.
   static float times(float a, double b) { return static_cast<float>(a * b); }
 
-  std::vector<int32_t> counts_;  // of each token, zeros between rows
+  std::vector<int32_t> counts_;  // per token; zeros between rows
   std::vector<int32_t> distinct_;
 };
 

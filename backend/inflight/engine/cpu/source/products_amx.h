@@ -1,10 +1,10 @@
-// Products of bfloat16 and int8 by AMX's tiles. Weights lie as for other targets: 16 pairs of 16 columns are a tile as
-// they are. Rows do not: of a block of rows the 16 pairs of a tile are beside each other, row by row, and zeros fill up
-// what rows have less than whole tiles.
+// Products of bfloat16 and int8 with AMX's tiles. Weights have the layout of other targets: 16 pairs of 16 columns
+// are a tile. Rows have another layout: in a block of rows, the 16 pairs of a tile are side by side, row by row, and
+// rows are padded with zeros to whole tiles.
 //
-// All numbers of rows are multiplied by tiles, a lone one too: a sum of bfloat16 is made in another order than by
-// dpbf16ps. A tile's instruction sums up the first of each of its 16 pairs, and the second of each, both from zero, and
-// then adds both to what there is; each of its rows for itself, so that what a row gives depends on no other.
+// Tiles multiply any number of rows, even one: they sum bfloat16 in another order than dpbf16ps does. A tile's
+// instruction sums up the first of each of its 16 pairs, and the second of each, both from zero, and then adds both
+// to the previous sum. It does so for each row separately, so that a row's result does not depend on other rows.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ constexpr bool kByTiles = std::is_base_of_v<BfloatPairs, E> || std::is_same_v<E,
 
 constexpr int kMostTiledRows = 2 * kTileRows;  // of a block: two tiles of rows and two of columns, four of sums
 
-// The tiles of a thread; what it has begun ends with it.
+// The tiles of a thread, released when this object is destroyed.
 class Tiles {
  public:
   Tiles() = default;
@@ -29,7 +29,7 @@ class Tiles {
     if (rows_) TileInstructions::release();
   }
 
-  // sums [rows][2 of 16 columns] (+)= rows * a panel, of `inner` values, which are whole tiles unless they are the last.
+  // sums [rows][2 of 16 columns] (+)= rows * a panel, over `inner` values, in whole tiles unless they are the last.
   template <class E>
   void multiply(const typename E::Stored* a, int rows, const typename E::Stored* panel, int inner, bool is_first,
                 Ahead ahead, typename E::Sums (*sums)[2]) {
@@ -96,7 +96,7 @@ class Tiles {
     }
   }
 
-  int rows_ = 0;  // that tiles are configured for; 0: they are not
+  int rows_ = 0;  // for which tiles are configured; 0: not configured
 };
 
 }  // namespace inflight

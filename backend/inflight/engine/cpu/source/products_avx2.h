@@ -1,8 +1,8 @@
 // The products of products.h in AVX2, FMA and F16C. There are 16 registers of 8 lanes: 6 rows by 16 columns of sums.
 //
-// bfloat16 is widened: the first of a pair by a shift, the second by a mask. The bytes of int8 are widened to 16 bits,
-// likewise, and multiplied in pairs; what that gives is exact, as are the products of 4 bits, which fit in 16 bits up
-// to kFolded of them.
+// bfloat16 is widened to float32: the first of a pair by a shift, the second by a mask. The bytes of int8 are widened
+// to 16 bits in the same way and multiplied in pairs, which is exact. Products of 4-bit levels are exact too: the sum
+// of kFolded of them fits in 16 bits.
 #pragma once
 
 #include <immintrin.h>
@@ -12,23 +12,23 @@
 namespace inflight {
 
 constexpr int kMaxRows = 6;
-constexpr int kFewRows = 6;            // that one micro-kernel takes while it waits for memory
-constexpr int kMostRowsOfTask = 72;    // so many stay in a core's second-level cache from panel to panel
-constexpr int64_t kCache = 256 << 10;  // of a core's second-level cache, what two parts of panels may take
+constexpr int kFewRows = 6;            // at most, one micro-kernel takes them all while it waits for memory
+constexpr int kMostRowsOfTask = 72;    // as many as stay in a core's second-level cache from panel to panel
+constexpr int64_t kCache = 256 << 10;  // part of a core's second-level cache that two parts of panels may take
 
-// Of attention: query vectors that are scored together, groups of keys they are scored with, and vectors and registers
-// of values that are summed up together.
+// For attention: query vectors scored together, groups of keys scored with them, and vectors and registers of values
+// summed together.
 constexpr int kScoredRows = 4;
 constexpr int scored_groups(int) { return 1; }
 constexpr int kSummedRows = 4, kSummedParts = 1;
-constexpr int kGroupsInCache = 4;        // of keys, while all rows of a tile are worked on
-constexpr bool kFetchesValues = false;  // while keys are scored: the registers do not suffice, and one after the other
+constexpr int kGroupsInCache = 4;        // groups of keys kept in the cache while a tile's rows are processed
+constexpr bool kFetchesValues = false;  // while keys are scored: there are too few registers
 
-constexpr int kRowsAtOnce = 1;  // of one LoRA adapter
+constexpr int kRowsAtOnce = 1;  // rows of one LoRA adapter at a time
 
 inline __m256i load_register(const void* source) { return _mm256_loadu_si256(static_cast<const __m256i*>(source)); }
 
-// Of a register of pairs, what stands in a word's place.
+// Widens the first or second values of a register of pairs of bfloat16.
 inline __m256 widen(__m256i pairs, int word) {
   return _mm256_castsi256_ps(word == 0 ? _mm256_slli_epi32(pairs, 16)
                                        : _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
@@ -40,44 +40,9 @@ struct FloatRegisters {
   static Register multiply_add(Register total, Register a, Register b) { return _mm256_fmadd_ps(a, b, total); }
 };
 
-struct BfloatPairs : FloatRegisters {
-  using Stored = uint16_t;
-  using Operand = float;
-  using Sums = Floats;
-  static constexpr int kPair = 2, kWords = 2;
-
-  struct Pairs {
-    Floats first, second;
-  };
-  static Sums zero() { return floats(0.0f); }
-  // A register of 16 pairs, as they lie in a packed operand.
-  static Pairs load_pairs(const Stored* source) { return widened({load_register(source), load_register(source + 16)}); }
-  static Pairs load_pairs(const Stored* source, Mask mask) { return widened(load_words(source, mask)); }
-  // One pair in every lane.
-  static Pairs broadcast_pair(const Stored* source) {
-    int32_t pair;
-    std::memcpy(&pair, source, sizeof pair);
-    return widened(ints(pair));
-  }
-  // The rows of attention: queries, and the weights of values, which are not rounded here.
-  static void load_operand(Operand* target, const Stored* source, int count) {
-    for (int i = 0; i < count; ++i) {
-      const uint32_t wide = static_cast<uint32_t>(source[i]) << 16;
-      std::memcpy(target + i, &wide, sizeof wide);
-    }
-  }
-  static void store_operand(Operand* target, Floats values) { store(target, values); }
-  static Pairs broadcast_operand(const Operand* source) { return {floats(source[0]), floats(source[1])}; }
-  static Sums multiply_add(Sums total, Pairs a, Pairs b) {
-    return fmadd(a.second, b.second, fmadd(a.first, b.first, total));
-  }
-  using FloatRegisters::multiply_add;
+struct BfloatPairs : WidenedBfloats, FloatRegisters {
+  using FloatRegisters::multiply_add, WidenedBfloats::multiply_add;
   static Register load_word(const void* source, int word) { return widen(load_register(source), word); }
-
- private:
-  static Pairs widened(Ints pairs) {
-    return {{widen(pairs.low, 0), widen(pairs.high, 0)}, {widen(pairs.low, 1), widen(pairs.high, 1)}};
-  }
 };
 
 struct FloatPairs : LoneFloats, FloatRegisters {
@@ -90,7 +55,7 @@ struct Int8 {
   using Operand = uint16_t;
   using Register = __m256i;
   using Sums = Ints;
-  static constexpr int kPair = 4, kWords = 2;  // a word has the first and third byte of four, or the others
+  static constexpr int kPair = 4, kWords = 2;  // a word has the first and third byte of four, or the second and fourth
   static constexpr int kOffset = 128;          // of activations
 
   static Sums zero() { return ints(0); }
@@ -101,12 +66,12 @@ struct Int8 {
   static Register broadcast(const void* word) { return _mm256_castps_si256(FloatRegisters::broadcast(word)); }
   static Register multiply_add(Register total, Register a, Register b) {
     const __m256i products = _mm256_madd_epi16(a, b);
-    asm("vpaddd %1, %0, %0" : "+x"(total) : "x"(products));  // GCC adds products up first, and keeps them in memory
+    asm("vpaddd %1, %0, %0" : "+x"(total) : "x"(products));  // otherwise GCC sums the products first, in memory
     return total;
   }
 };
 
-// The word of a pair that packed activations have in place `index`.
+// Returns the word of a pair that packed activations have in place `index`.
 template <class E>
 uint32_t word_of(uint32_t pair, int index) {
   if constexpr (E::kWords == 1) return pair;
@@ -114,8 +79,8 @@ uint32_t word_of(uint32_t pair, int index) {
   return pair >> 8 * index & 0x00ff00ff;
 }
 
-// sums[row][i] += a block's row * kCount registers of 8 of a panel's columns. Half of them ask for the line at
-// `ahead.first` alone.
+// sums[row][i] += a block's row * kCount registers of 8 of a panel's columns. With two registers it
+// prefetches only the line at `ahead.first`.
 template <class E, int kRows, int kCount>
 inline __attribute__((always_inline)) void multiply_columns(const char* a, const char* columns, int num_pairs,
                                                             Ahead ahead, typename E::Register (&sums)[kRows][kCount]) {
@@ -137,13 +102,13 @@ inline __attribute__((always_inline)) void multiply_columns(const char* a, const
 #pragma GCC unroll 4
         for (int i = 0; i < kCount; ++i) sums[row][i] = E::multiply_add(sums[row][i], x, b[i]);
       }
-      if (E::kWords > 1) asm volatile("" : : : "memory");  // else GCC runs out of registers for both words' weights
+      if (E::kWords > 1) asm volatile("" : : : "memory");  // otherwise GCC runs out of registers for both words
     }
   }
 }
 
-// sums[row][half] += a block's row * panel. A sum is made in the same order whatever kRows is: what a row gives depends
-// on no other row.
+// sums[row][half] += a block's row * panel. The order of a sum does not depend on kRows: a row's result does not
+// depend on other rows.
 template <class E, int kRows>
 inline __attribute__((always_inline)) void multiply_panel(const typename E::Operand* a,
                                                           const typename E::Stored* panel, int inner,
@@ -179,14 +144,14 @@ inline __attribute__((always_inline)) void multiply_panel(const typename E::Oper
   }
 }
 
-// The words of 8 columns, as long as those of whole numbers.
+// Loads the words of 8 columns, widened to the length of those for integers.
 template <class Type>
 __m256i words_of_columns(const uint8_t* words) {
   if constexpr (!Type::kIsFloat) return load_register(words);
   return _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words))), 16);
 }
 
-// The unsigned operand of what is in the lower half of each byte.
+// Converts the lower half of each byte to the unsigned operand.
 template <class Type>
 __m256i levels_of(__m256i bytes) {
   bytes = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
@@ -195,10 +160,10 @@ __m256i levels_of(__m256i bytes) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bytes);
 }
 
-// As `multiply_panel`, of 4 bits as int4.h lays them out; `totals` are where they wait for their panel's next part.
+// The same as `multiply_panel` for the 4-bit layout of int4.h; `totals` hold sums until their panel's next part.
 //
-// Two products of a level and an activation are at most 2 * 15 * 127, or 2 * 28 * 127 of floats: of eight, or four,
-// such sums none goes beyond 16 bits.
+// Two products of a level and an activation are at most 2 * 15 * 127, or 2 * 28 * 127 with floats: eight, or four, such
+// sums fit in 16 bits.
 template <class Type, int kRows>
 inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, const uint8_t* panel, int inner, int group,
                                                            const Ahead& ahead, Floats (*totals)[2]) {
@@ -256,7 +221,7 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
   }
 }
 
-// Levels of 8 bits as floats: of 16 bytes, and of the lower bytes of 16 halves.
+// Converts 8-bit levels to floats: 16 bytes, or the lower bytes of 16 halves.
 struct Int8ToFloats {
   static Floats of_bytes(__m128i levels) { return of_halves(_mm256_cvtepu8_epi16(levels)); }
   static Floats of_halves(__m256i levels) {
@@ -268,7 +233,7 @@ struct Int8ToFloats {
 
 struct Fp8ToFloats {
   static Floats of_bytes(__m128i levels) { return of_halves(_mm256_cvtepu8_epi16(levels)); }
-  static Floats of_halves(__m256i levels) {  // as halves, whose exponents have a bias of 15
+  static Floats of_halves(__m256i levels) {  // via half precision, whose exponents have a bias of 15
     const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(levels, _mm256_set1_epi16(0x80)), 8);
     const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(levels, _mm256_set1_epi16(0x7f)), 7);
     const __m256i halves = _mm256_or_si256(sign, rest);
@@ -277,7 +242,7 @@ struct Fp8ToFloats {
   }
 };
 
-// 16 pairs of E's, of levels that ToFloats reads.
+// 16 pairs of E's values, converted from levels by ToFloats.
 template <class E, class ToFloats>
 typename E::Pairs load_level_pairs(const uint8_t* source) {
   if constexpr (E::kPair == 2) {

@@ -7,20 +7,20 @@
 
 namespace inflight {
 
-constexpr int kMaxRows = 12;  // of one micro-kernel: 24 accumulators of the 32 registers
-constexpr int kFewRows = 6;   // that one micro-kernel takes while it waits for memory
-constexpr int kMostRowsOfTask = 240;   // so many stay in a core's second-level cache from panel to panel
-constexpr int64_t kCache = 640 << 10;  // of a core's second-level cache, what two parts of panels may take
+constexpr int kMaxRows = 12;  // per micro-kernel: 24 accumulators in the 32 registers
+constexpr int kFewRows = 6;   // at most, one micro-kernel takes them all while it waits for memory
+constexpr int kMostRowsOfTask = 240;   // as many as stay in a core's second-level cache from panel to panel
+constexpr int64_t kCache = 640 << 10;  // part of a core's second-level cache that two parts of panels may take
 
-// Of attention: query vectors that are scored together, groups of keys they are scored with, and vectors and registers
-// of values that are summed up together.
+// For attention: query vectors scored together, groups of keys scored with them, and vectors and registers of values
+// summed together.
 constexpr int kScoredRows = 12;
 constexpr int scored_groups(int rows) { return rows <= 4 ? 4 : 2; }
 constexpr int kSummedRows = 6, kSummedParts = 4;
-constexpr int kGroupsInCache = 16;        // of keys, while all rows of a tile are worked on
+constexpr int kGroupsInCache = 16;        // groups of keys kept in the cache while a tile's rows are processed
 constexpr bool kFetchesValues = true;  // while keys are scored
 
-constexpr int kRowsAtOnce = 4;  // of one LoRA adapter
+constexpr int kRowsAtOnce = 4;  // rows of one LoRA adapter at a time
 
 struct BfloatPairs {
   using Stored = uint16_t;
@@ -30,7 +30,7 @@ struct BfloatPairs {
   static constexpr int kPair = 2, kWords = 1;
 
   static Sums zero() { return floats(0.0f); }
-  // A register of 16 pairs, as they lie in a packed operand.
+  // A register of 16 consecutive pairs of a packed operand.
   static Pairs load_pairs(const Stored* source) { return _mm512_loadu_ps(source); }
   static Pairs load_pairs(const Stored* source, Mask mask) { return _mm512_maskz_loadu_ps(mask, source); }
   // One pair in every lane.
@@ -39,7 +39,7 @@ struct BfloatPairs {
     std::memcpy(&pair, source, sizeof pair);
     return _mm512_castsi512_ps(_mm512_set1_epi32(pair));
   }
-  // The rows of attention: queries, and the weights of values.
+  // The operands of attention: queries, and the weights of values.
   static void load_operand(Operand* target, const Stored* source, int count) {
     std::memcpy(target, source, count * sizeof *target);
   }
@@ -67,20 +67,20 @@ struct Int8 {
     std::memcpy(&quad, source, sizeof quad);
     return _mm512_set1_epi32(quad);
   }
-  static Sums multiply_add(Sums total, Pairs a, Pairs b) {  // GCC 12 keeps the intrinsic's sums in memory
+  static Sums multiply_add(Sums total, Pairs a, Pairs b) {  // otherwise GCC 12 keeps the intrinsic's sums in memory
     asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(a), "v"(b));
     return total;
   }
 };
 
-// The word of a pair that packed activations have in place `index`.
+// Returns the word of a pair that packed activations have in place `index`.
 template <class E>
 uint32_t word_of(uint32_t pair, int) {
   return pair;
 }
 
-// sums[row][half] += a block's row * panel. A sum is made in the same order whatever kRows is: what a row gives depends
-// on no other row.
+// sums[row][half] += a block's row * panel. The order of a sum does not depend on kRows: a row's result does not
+// depend on other rows.
 template <class E, int kRows>
 inline __attribute__((always_inline)) void multiply_panel(const typename E::Operand* a,
                                                           const typename E::Stored* panel, int inner,
@@ -102,14 +102,14 @@ inline __attribute__((always_inline)) void multiply_panel(const typename E::Oper
   }
 }
 
-// The words of 16 columns, as long as those of whole numbers.
+// Loads the words of 16 columns, widened to the length of those for integers.
 template <class Type>
 __m512i words_of_columns(const uint8_t* words) {
   if constexpr (!Type::kIsFloat) return _mm512_loadu_si512(words);
   return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_epi16(words)), 16);
 }
 
-// VNNI's unsigned operand of what is in the lower half of each byte.
+// Converts the lower half of each byte to VNNI's unsigned operand.
 template <class Type>
 __m512i levels_of(__m512i bytes) {
   bytes = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
@@ -118,7 +118,7 @@ __m512i levels_of(__m512i bytes) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), bytes);
 }
 
-// As `multiply_panel`, of 4 bits as int4.h lays them out; `totals` are where they wait for their panel's next part.
+// The same as `multiply_panel` for the 4-bit layout of int4.h; `totals` hold sums until their panel's next part.
 template <class Type, int kRows>
 inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, const uint8_t* panel, int inner, int group,
                                                            const Ahead& ahead, __m512 (*totals)[2]) {
@@ -169,7 +169,7 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
         sums[row][1] = Int8::multiply_add(sums[row][1], b1, x);
       }
     }
-    asm volatile("" : "+r"(totals) : : "memory");  // else GCC 12 stores them twice
+    asm volatile("" : "+r"(totals) : : "memory");  // otherwise GCC 12 stores them twice
     const __m512 factors0 = _mm512_castsi512_ps(_mm512_andnot_si512(zero_bits, words0));
     const __m512 factors1 = _mm512_castsi512_ps(_mm512_andnot_si512(zero_bits, words1));
 #pragma GCC unroll 16
@@ -185,7 +185,7 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
   }
 }
 
-// Levels of 8 bits, as floats, and in pairs of bfloat16.
+// Converts 8-bit levels to floats, or to pairs of bfloat16.
 struct Int8ToFloats {
   static __m512 to_float(__m128i levels) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(levels)); }
   static __m512 to_bfloat16(__m256i levels) {
@@ -201,7 +201,7 @@ struct Int8ToFloats {
 };
 
 struct Fp8ToFloats {
-  static __m512 to_float(__m128i levels) {  // as halves, whose exponents have a bias of 15
+  static __m512 to_float(__m128i levels) {  // via half precision, whose exponents have a bias of 15
     const __m256i wide = _mm256_cvtepu8_epi16(levels);
     const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
     const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
@@ -215,7 +215,7 @@ struct Fp8ToFloats {
     const __m512i rest = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(0x7f0));
     const __m512i normal = _mm512_add_epi16(rest, _mm512_set1_epi16(120 << 7));
     const __mmask32 is_small = _mm512_testn_epi16_mask(rest, _mm512_set1_epi16(0x780));
-    // The multiples of 2^-9 that have no leading bit.
+    // The subnormal values, multiples of 2^-9.
     const __m512i small = _mm512_broadcast_i32x4(_mm_setr_epi16(
         0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
     const __m512i positive = _mm512_mask_permutexvar_epi16(normal, is_small, wide, small);
@@ -225,7 +225,7 @@ struct Fp8ToFloats {
   }
 };
 
-// 16 pairs of E's, of levels that ToFloats reads.
+// 16 pairs of E's values, converted from levels by ToFloats.
 template <class E, class ToFloats>
 typename E::Pairs load_level_pairs(const uint8_t* source) {
   if constexpr (E::kPair == 2)

@@ -1,11 +1,11 @@
-// The products of products.h for any processor, in quads (products_quads.h), as a compiler makes them of operators.
+// The products of products.h for any processor, in quads (products_quads.h), compiled from operators.
 #pragma once
 
 #include "lanes.h"
 
 namespace inflight {
 
-constexpr int kSumQuads = 12;   // of the 16 registers that x86 has
+constexpr int kSumQuads = 12;   // of x86's 16 registers
 constexpr int kGroupQuads = 1;  // of 4 bits
 
 template <int kLane>
@@ -13,7 +13,8 @@ inline FloatQuad multiply_add_lane(FloatQuad total, FloatQuad columns, FloatQuad
   return multiply_add(total, columns, same(words[kLane]));
 }
 
-// Twice the value of 4-bit floats, and 16 more: 0, 1, 2, 3, 4, 6, 8, 12, and these with the sign turned.
+// Converts 4-bit floats to twice their value plus 16; twice the values are 0, 1, 2, 3, 4, 6, 8, 12, and their
+// negatives.
 inline Bytes float_levels(Bytes bits) {
   const auto above = [&](Bytes x, int8_t least) {
     const Bytes more = x - least;
@@ -30,7 +31,7 @@ inline Bytes float_levels(Bytes bits) {
 
 namespace inflight {
 
-using BfloatPairs = WidenedBfloats;
+using BfloatPairs = QuadBfloats;
 using Int8 = WidenedInt8;
 template <bool kIsFloat>
 struct LevelProducts : WidenedLevels<kIsFloat> {};

@@ -1,5 +1,5 @@
 // The products of products.h in NEON, in quads (products_quads.h), with BFDOT for bfloat16 and SDOT for int8 and 4 bits
-// where the processor has them.
+// if the processor has them.
 #pragma once
 
 #include <arm_neon.h>
@@ -12,7 +12,7 @@ constexpr int kSumQuads = 24;  // of the 32 registers
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr int kGroupQuads = 4;  // of 4 bits
 #else
-constexpr int kGroupQuads = 2;  // likewise; each needs two sums
+constexpr int kGroupQuads = 2;  // of 4 bits; each needs two sums
 #endif
 
 template <int kLane>
@@ -20,7 +20,7 @@ inline FloatQuad multiply_add_lane(FloatQuad total, FloatQuad columns, FloatQuad
   return vfmaq_laneq_f32(total, columns, words, kLane);
 }
 
-// Twice the value of 4-bit floats, and 16 more.
+// Converts 4-bit floats to twice their value plus 16.
 inline Bytes float_levels(Bytes bits) {
   const Bytes table = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
   return vqtbl1q_s8(table, (uint8x16_t)bits);
@@ -41,7 +41,7 @@ struct BfloatPairs {
   static constexpr int kPair = 2, kWords = 1;
 
   static Sums zero() { return floats(0.0f); }
-  // Sixteen pairs, as they lie in a packed operand.
+  // Sixteen consecutive pairs of a packed operand.
   static Pairs load_pairs(const Stored* source) { return load_pairs(source, first_lanes(kLanes)); }
   static Pairs load_pairs(const Stored* source, Mask mask) { return load_words(source, mask); }
   // One pair in every lane.
@@ -50,10 +50,10 @@ struct BfloatPairs {
     std::memcpy(&pair, source, sizeof pair);
     return ints(pair);
   }
-  static Pairs to_pairs(Floats first, Floats second) {  // which are levels, and need no rounding
+  static Pairs to_pairs(Floats first, Floats second) {  // the values are levels, which need no rounding
     return bit_or(shift_right<16>(as_ints(first)), as_ints(second));
   }
-  // The rows of attention: queries, and the weights of values.
+  // The operands of attention: queries, and the weights of values.
   static void load_operand(Operand* target, const Stored* source, int count) {
     std::memcpy(target, source, count * sizeof *target);
   }
@@ -65,7 +65,7 @@ struct BfloatPairs {
     });
   }
 
-  // A quad of columns, and four rows' words.
+  // Quad: sums of a quad of columns; multiply_add takes four rows' words.
   using Quad = FloatQuad;
   using Columns = bfloat16x8_t;
   static Columns load_columns(const char* source) { return load_quad<bfloat16x8_t>(source); }
@@ -75,12 +75,12 @@ struct BfloatPairs {
   }
 };
 #else
-using BfloatPairs = WidenedBfloats;
+using BfloatPairs = QuadBfloats;
 #endif
 
 #if defined(__ARM_FEATURE_DOTPROD)
 struct Int8 {
-  using Stored = uint8_t;  // as int8_t, which weights are
+  using Stored = uint8_t;  // the same as int8_t, which weights have
   using Operand = Stored;
   using Sums = Ints;
   static constexpr int kPair = 4, kWords = 1;
@@ -97,7 +97,7 @@ struct Int8 {
   }
 };
 
-// Products of levels of 4 bits, whose sums are as long as a group's.
+// Products of 4-bit levels, with sums over a whole group.
 template <bool kIsFloat>
 struct LevelProducts {
   using Sums = IntQuad;

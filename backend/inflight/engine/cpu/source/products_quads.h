@@ -1,9 +1,9 @@
-// The products of products.h in quads (lanes_quads.h): up to 6 rows by as many quads of columns as registers have room
-// for the sums of. products_generic.h and products_neon.h say how many, and include this file.
+// The products of products.h in quads (lanes_quads.h): up to 6 rows by as many quads of columns as there are
+// registers for the sums. products_generic.h and products_neon.h define that number, and include this file.
 //
-// Packed activations are loaded for up to four rows together, a word each. Here are the pairs of a processor without
-// instructions for them: bfloat16 is widened to float32, the first of a pair by a shift and the second by a mask; bytes
-// are widened to 16 bits, in which a product of two is exact, and so are the sums of as many as are folded.
+// Packed activations are loaded for up to four rows together, a word each. This file has the pairs for processors
+// without special instructions: bfloat16 is widened to float32, the first of a pair by a shift and the second by a
+// mask; bytes are widened to 16 bits, in which a product of two is exact, and so are the folded sums.
 #pragma once
 
 #include <utility>
@@ -13,21 +13,21 @@
 namespace inflight {
 
 constexpr int kMaxRows = 6;
-constexpr int kFewRows = 6;            // that one micro-kernel takes while it waits for memory
-constexpr int kMostRowsOfTask = 72;    // so many stay in a core's second-level cache from panel to panel
-constexpr int64_t kCache = 256 << 10;  // of a core's second-level cache, what two parts of panels may take
+constexpr int kFewRows = 6;            // at most, one micro-kernel takes them all while it waits for memory
+constexpr int kMostRowsOfTask = 72;    // as many as stay in a core's second-level cache from panel to panel
+constexpr int64_t kCache = 256 << 10;  // part of a core's second-level cache that two parts of panels may take
 
-// Of attention: query vectors that are scored together, groups of keys they are scored with, and vectors and registers
-// of values that are summed up together.
+// For attention: query vectors scored together, groups of keys scored with them, and vectors and registers of values
+// summed together.
 constexpr int kScoredRows = kSumQuads / 6;
 constexpr int scored_groups(int) { return 1; }
 constexpr int kSummedRows = kSumQuads / 6, kSummedParts = 1;
-constexpr int kGroupsInCache = 4;       // of keys, while all rows of a tile are worked on
+constexpr int kGroupsInCache = 4;       // groups of keys kept in the cache while a tile's rows are processed
 constexpr bool kFetchesValues = false;  // while keys are scored
 
-constexpr int kRowsAtOnce = 1;  // of one LoRA adapter
+constexpr int kRowsAtOnce = 1;  // rows of one LoRA adapter at a time
 
-// f(i) for the first whole numbers, each a constant.
+// Calls f(i) for the first whole numbers, each as a constant.
 template <class F, int... i>
 inline __attribute__((always_inline)) void each_of(std::integer_sequence<int, i...>, const F& f) {
   (f(std::integral_constant<int, i>{}), ...);
@@ -37,51 +37,21 @@ inline __attribute__((always_inline)) void unrolled(const F& f) {
   each_of(std::make_integer_sequence<int, kCount>{}, f);
 }
 
-// The word of one lane in every lane.
+// Returns one lane's word in every lane.
 template <int kLane>
 inline FloatQuad same_word(FloatQuad words) {
   return same(words[kLane]);
 }
 
-// Of a quad of pairs of bfloat16, what stands in a word's place.
+// Widens the first or second values of a quad of pairs of bfloat16.
 inline FloatQuad widen(IntQuad pairs, int word) {
   return (FloatQuad)(word == 0 ? (IntQuad)((BitQuad)pairs << 16) : pairs & same(static_cast<int32_t>(0xffff0000)));
 }
 
-struct WidenedBfloats {
-  using Stored = uint16_t;
-  using Operand = float;
-  using Sums = Floats;
-  static constexpr int kPair = 2, kWords = 2;
-
-  struct Pairs {
-    Floats first, second;
-  };
-  static Sums zero() { return floats(0.0f); }
-  // Sixteen pairs, as they lie in a packed operand.
-  static Pairs load_pairs(const Stored* source) { return load_pairs(source, first_lanes(kLanes)); }
-  static Pairs load_pairs(const Stored* source, Mask mask) { return widened(load_words(source, mask)); }
-  // One pair in every lane.
-  static Pairs broadcast_pair(const Stored* source) {
-    int32_t pair;
-    std::memcpy(&pair, source, sizeof pair);
-    return widened(ints(pair));
-  }
+struct QuadBfloats : WidenedBfloats {
   static Pairs to_pairs(Floats first, Floats second) { return {first, second}; }
-  // The rows of attention: queries, and the weights of values, which are not rounded here.
-  static void load_operand(Operand* target, const Stored* source, int count) {
-    for (int i = 0; i < count; ++i) {
-      const uint32_t wide = static_cast<uint32_t>(source[i]) << 16;
-      std::memcpy(target + i, &wide, sizeof wide);
-    }
-  }
-  static void store_operand(Operand* target, Floats values) { store(target, values); }
-  static Pairs broadcast_operand(const Operand* source) { return {floats(source[0]), floats(source[1])}; }
-  static Sums multiply_add(Sums total, Pairs a, Pairs b) {
-    return fmadd(a.second, b.second, fmadd(a.first, b.first, total));
-  }
 
-  // A quad of columns, and four rows' words.
+  // Quad: sums of a quad of columns; multiply_add takes four rows' words.
   using Quad = FloatQuad;
   struct Columns {
     FloatQuad first, second;
@@ -90,15 +60,10 @@ struct WidenedBfloats {
     const auto pairs = load_quad<IntQuad>(source);
     return {widen(pairs, 0), widen(pairs, 1)};
   }
+  using WidenedBfloats::multiply_add;
   template <int kLane>
   static Quad multiply_add(Quad total, const FloatQuad (&words)[kWords], Columns columns) {
     return multiply_add_lane<kLane>(multiply_add_lane<kLane>(total, columns.first, words[0]), columns.second, words[1]);
-  }
-
- private:
-  static Pairs widened(Ints pairs) {
-    return {in_quads<Floats>([&](int i) { return widen(pairs.of[i], 0); }),
-            in_quads<Floats>([&](int i) { return widen(pairs.of[i], 1); })};
   }
 };
 
@@ -113,14 +78,14 @@ struct FloatPairs : LoneFloats {
   }
 };
 
-// Bytes in 16 bits each: those in the places 0, 2, …, and the others.
+// Bytes widened to 16 bits: those in even places, and those in odd places.
 struct WidenedBytes {
   Shorts even, odd;
 };
 inline WidenedBytes widen(Bytes x) { return {(Shorts)x << 8 >> 8, (Shorts)x >> 8}; }
 
 struct WidenedInt8 {
-  using Stored = uint8_t;  // as int8_t, which weights are
+  using Stored = uint8_t;  // the same as int8_t, which weights have
   using Operand = uint16_t;
   using Sums = Ints;
   static constexpr int kPair = 4, kWords = 2;  // a word has the first and third byte of four, or the others
@@ -134,14 +99,13 @@ struct WidenedInt8 {
   template <int kLane>
   static Quad multiply_add(Quad total, const FloatQuad (&words)[kWords], Columns columns) {
     const auto even = (Shorts)same_word<kLane>(words[0]), odd = (Shorts)same_word<kLane>(words[1]);
-    return add_pairs(total, columns.even * even + columns.odd * odd);  // of at most 2 * 127 * 128
+    return add_pairs(total, columns.even * even + columns.odd * odd);  // terms of at most 2 * 127 * 128
   }
 };
 
-// Products of levels of 4 bits, of which `kFolded` steps are added up in `Sums`.
+// Products of 4-bit levels, of which `kFolded` steps are summed in `Sums`.
 //
-// Two sums of two products are at most 4 * 15 * 127, or 4 * 28 * 127 of floats: of four, or two, none goes beyond 16
-// bits.
+// Two sums of two products are at most 4 * 15 * 127, or 4 * 28 * 127 with floats: sums of four, or two, fit in 16 bits.
 template <bool kIsFloat>
 struct WidenedLevels {
   using Sums = Shorts;
@@ -156,11 +120,11 @@ struct WidenedLevels {
   static IntQuad add(IntQuad total, Sums sums) { return add_pairs(total, sums); }
 };
 
-// LevelProducts<kIsFloat> are a target's, like these.
+// Targets specialize LevelProducts<kIsFloat>, as below.
 template <bool kIsFloat>
 struct LevelProducts;
 
-// The word of a pair that packed activations have in place `index`.
+// Returns the word of a pair that packed activations have in place `index`.
 template <class E>
 uint32_t word_of(uint32_t pair, int index) {
   if constexpr (E::kWords == 1) return pair;
@@ -169,7 +133,7 @@ uint32_t word_of(uint32_t pair, int index) {
   return widened(index) | static_cast<uint32_t>(widened(index + 2)) << 16;
 }
 
-// So many words, and zeros. Not by way of the stack, which a load after shorter stores would wait for.
+// Loads kCount words followed by zeros. Not via the stack, where a load after shorter stores would stall.
 template <int kCount>
 inline FloatQuad load_row_words(const char* source) {
   if constexpr (kCount >= 4) return load_quad<FloatQuad>(source);
@@ -179,7 +143,7 @@ inline FloatQuad load_row_words(const char* source) {
   return (FloatQuad)LongQuad{static_cast<int64_t>(low), static_cast<int64_t>(high)};
 }
 
-// The words of a block's rows, four in each.
+// The words of a block's rows, four rows in each register.
 template <int kRows, int kWords>
 struct RowWords {
   FloatQuad of[(kRows + 3) / 4][kWords];
@@ -193,7 +157,7 @@ struct RowWords {
   }
 };
 
-// sums[row][i] += a block's row * kCount quads of a panel's columns. Asks for the lines at `ahead` if it is to.
+// sums[row][i] += a block's row * kCount quads of a panel's columns. Prefetches the lines at `ahead` if requested.
 template <class E, int kRows, int kCount>
 inline __attribute__((always_inline)) void multiply_columns(const char* a, const char* columns, int num_pairs,
                                                             bool asks_first, bool asks_second, Ahead ahead,
@@ -213,8 +177,8 @@ inline __attribute__((always_inline)) void multiply_columns(const char* a, const
   }
 }
 
-// sums[row][half] += a block's row * panel. A sum is made in the same order whatever kRows is: what a row gives depends
-// on no other row.
+// sums[row][half] += a block's row * panel. The order of a sum does not depend on kRows: a row's result does not
+// depend on other rows.
 template <class E, int kRows>
 inline __attribute__((always_inline)) void multiply_panel(const typename E::Operand* a,
                                                           const typename E::Stored* panel, int inner,
@@ -238,7 +202,7 @@ inline __attribute__((always_inline)) void multiply_panel(const typename E::Oper
   });
 }
 
-// The words of a quad of columns, as long as those of whole numbers.
+// Loads the words of a quad of columns, widened to the length of those for integers.
 template <class Type>
 IntQuad words_of_columns(const uint8_t* words) {
   if constexpr (!Type::kIsFloat) return load_quad<IntQuad>(words);
@@ -247,7 +211,7 @@ IntQuad words_of_columns(const uint8_t* words) {
   return (IntQuad)(__builtin_convertvector(halves, BitQuad) << 16);
 }
 
-// What is in the lower half of each byte, as int4.h says it is multiplied.
+// Converts the lower half of each byte to the operand that int4.h describes.
 template <class Type>
 Bytes levels_of(Bytes bytes) {
   bytes &= Bytes{15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15};
@@ -255,7 +219,7 @@ Bytes levels_of(Bytes bytes) {
   return bytes;
 }
 
-// A group of kGroupQuads quads of columns, the first of which is `quad`, for `multiply_groups`.
+// Multiplies a group for kGroupQuads quads of columns, the first of which is `quad`; for `multiply_groups`.
 template <class Type, int kRows>
 inline __attribute__((always_inline)) void multiply_group(const uint8_t* a, const uint8_t* panel, const uint8_t* levels,
                                                           int num_steps, int quad, Floats (*totals)[2]) {
@@ -308,7 +272,7 @@ inline __attribute__((always_inline)) void multiply_group(const uint8_t* a, cons
   });
 }
 
-// As `multiply_panel`, of 4 bits as int4.h lays them out; `totals` are where they wait for their panel's next part.
+// The same as `multiply_panel` for the 4-bit layout of int4.h; `totals` hold sums until their panel's next part.
 template <class Type, int kRows>
 inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, const uint8_t* panel, int inner, int group,
                                                            const Ahead& ahead, Floats (*totals)[2]) {
@@ -326,7 +290,7 @@ inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, con
   }
 }
 
-// Levels of 8 bits, as floats: what is in each lane's lowest byte.
+// Converts 8-bit levels, in each lane's lowest byte, to floats.
 struct Int8ToFloats {
   static Floats to_float(Ints levels) {
     return in_quads<Floats>([&](int i) {
@@ -339,12 +303,12 @@ struct Fp8ToFloats {
   static Floats to_float(Ints levels) {
     const Ints rest = bit_and(levels, ints(0x7f)), sign = shift_left<24>(bit_and(levels, ints(0x80)));
     const Floats normal = as_floats(add(shift_left<20>(rest), ints(120 << 23)));
-    const Floats small = mul(to_floats(rest), floats(1.0f / 512));  // what has no leading bit
+    const Floats small = mul(to_floats(rest), floats(1.0f / 512));  // subnormal values
     return as_floats(bit_or(as_ints(select(less(rest, ints(8)), small, normal)), sign));
   }
 };
 
-// 16 pairs of E's, of levels that ToFloats reads.
+// 16 pairs of E's values, converted from levels by ToFloats.
 template <class E, class ToFloats>
 typename E::Pairs load_level_pairs(const uint8_t* source) {
   if constexpr (E::kPair == 2) {

@@ -1,7 +1,7 @@
-// The threads that work on one product after another: they meet at barriers every few microseconds.
+// The threads that compute one product after another. They meet at barriers every few microseconds.
 //
-// Who waits spins for a moment and then sleeps: where other programs want the processors too, a thread that spins
-// keeps off the very one it waits for.
+// A waiting thread spins for a moment and then sleeps: if other programs want the processors too, a spinning thread may
+// occupy the processor of the thread that it waits for.
 #pragma once
 
 #include <linux/futex.h>
@@ -25,7 +25,7 @@ namespace inflight {
 class Team {
  public:
   explicit Team(int size) : size_(size), hands_(size) {
-    sigset_t all, before;  // signals are for the program's own threads
+    sigset_t all, before;  // the program's own threads handle signals
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
@@ -42,7 +42,7 @@ class Team {
 
   int size() const { return size_; }
 
-  // f(thread) on each of them, the caller being thread 0; returns when all have returned. One caller at a time.
+  // Calls f(thread) on each thread, the caller being thread 0; returns when all have returned. One caller at a time.
   template <class F>
   void run(const F& f) {
     call_ = [](const void* data, int thread) { (*static_cast<const F*>(data))(thread); };
@@ -62,15 +62,15 @@ class Team {
     }
   }
 
-  // Each thread takes its part of the numbers 0 .. count - 1, to do later in `share`, behind a barrier.
+  // Assigns a thread its part of the numbers 0 .. count - 1, to be processed by `share` after a barrier.
   void deal(int64_t count, int thread) {
     const auto begin = static_cast<uint64_t>(count * thread / size_);
     const auto end = static_cast<uint64_t>(count * (thread + 1) / size_);
     hands_[thread].left.store(end << 32 | begin, std::memory_order_relaxed);
   }
 
-  // f(number) for a thread's own part, ascending, and then for what the others have left of theirs, from its end: when
-  // another program takes a processor away for a while, its thread's numbers do not wait for it.
+  // Calls f(number) for a thread's own part, ascending, and then for the numbers that other threads have left, from the
+  // end of their parts: if another program takes a thread's processor, the thread's numbers do not wait for it.
   template <class F>
   void share(int thread, const F& f) {
     for (int64_t number; (number = take(hands_[thread].left, true)) >= 0;) f(number);
@@ -86,7 +86,7 @@ class Team {
     std::atomic<uint32_t> sleepers{0};
   };
   struct alignas(64) Hand {
-    std::atomic<uint64_t> left{0};  // the first number, and in the upper half the one after the last
+    std::atomic<uint64_t> left{0};  // the first number, and in the upper half the number after the last
   };
 
   void end() {
@@ -105,7 +105,7 @@ class Team {
     }
   }
 
-  // The first or the last number of those left, -1 when there are none.
+  // Takes the first or the last of the remaining numbers; -1 if there are none.
   static int64_t take(std::atomic<uint64_t>& left, bool first) {
     for (uint64_t old = left.load(std::memory_order_relaxed);;) {
       const uint64_t begin = old & UINT32_MAX, end = old >> 32;
@@ -140,7 +140,7 @@ class Team {
   std::vector<std::thread> workers_;
 };
 
-// f(thread, number of threads) on so many threads, or on the caller's alone where no others can be had.
+// Calls f(thread, number of threads) on several threads, or on the caller's alone if no others can be started.
 template <class F>
 void in_parallel(int num_threads, const F& f) {
   std::unique_ptr<Team> team;

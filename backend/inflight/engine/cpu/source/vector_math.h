@@ -5,7 +5,7 @@
 
 namespace inflight {
 
-// Within 2 units in the last place for what it is used for (arguments from -inf to 88).
+// Within 2 units in the last place for the arguments that occur (-inf to 88).
 inline Floats exp_ps(Floats x) {
   const Floats low = floats(-104.0f), high = floats(88.72283f);
   const Mask vanishes = less(x, low);  // exp is 0 there; -inf - -inf would be NaN
@@ -35,7 +35,7 @@ inline Floats soft_cap_ps(Floats x, float cap) {
   return mul(floats(cap), sub(mul(two, sigmoid_ps(twice)), one));
 }
 
-// Within 2^-13, and half the work: for what is rounded to bfloat16.
+// Within 2^-13, at half the cost: for results that are rounded to bfloat16.
 inline Floats rough_sigmoid_ps(Floats x) {
   const Floats y = mul(x, floats(-1.44269504088896341f));
   const Floats n = rounded(y);
@@ -48,7 +48,7 @@ inline Floats rough_sigmoid_ps(Floats x) {
   return rough_reciprocal(add(floats(1.0f), scaled(p, n)));
 }
 
-// Abramowitz and Stegun 7.1.26 is good to 1.5e-7.
+// Abramowitz and Stegun 7.1.26, with an error below 1.5e-7.
 inline Floats erf_ps(Floats x) {
   const Floats one = floats(1.0f), positive = abs(x);
   const Floats t = div(one, fmadd(floats(0.3275911f), positive, one));
@@ -83,7 +83,7 @@ inline Floats activate(int32_t kind, Floats x) {
   }
 }
 
-// What the gate and what it gates give where both are clamped and these are raised by one, as gpt-oss has it.
+// gate * sigmoid(alpha * gate) * (gated + 1) with gate and gated clamped, as in gpt-oss.
 template <class E>
 inline Floats clamped_swiglu(Floats gate, Floats gated, float limit, float alpha) {
   const Floats highest = floats(limit), lowest = floats(-limit);

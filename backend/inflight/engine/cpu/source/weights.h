@@ -1,4 +1,4 @@
-// Weights in the layout that products read, made once, while a model is loaded.
+// Converts weights to the layout that products read, once, while a model is loaded.
 #pragma once
 
 #include "gemm.h"
@@ -9,7 +9,8 @@
 
 namespace inflight {
 
-// columns x inner, row-major with `stride`, to panels; order[i] is the source row of column i, negative for zeros.
+// Packs columns x inner, row-major with `stride`, to panels; order[i] is the source row of column i, negative for
+// zeros.
 template <class E>
 void pack(const typename E::Stored* source, int64_t stride, const int64_t* order, int columns, int inner,
           typename E::Stored* target, int num_threads) {
@@ -33,7 +34,7 @@ void pack(const typename E::Stored* source, int64_t stride, const int64_t* order
   });
 }
 
-// A matrix [rows, inner] to int8, with a scale and the sum of each row.
+// Quantizes a matrix [rows, inner] to int8, with the scale and the sum of each row.
 template <class E>
 void quantize(const typename E::Stored* source, int64_t rows, int inner, int8_t* target, float* scales, int32_t* sums,
               int num_threads) {
@@ -44,7 +45,7 @@ void quantize(const typename E::Stored* source, int64_t rows, int inner, int8_t*
   });
 }
 
-// A module's A [rank, inner], rows `stride` apart, from `first` on among the ranks of its product. Beside it are zeros.
+// Packs a module's A [rank, inner], rows `stride` apart, from rank `first` of its product on; the padding is zeros.
 template <class E>
 void pack_a(const typename E::Stored* source, int64_t stride, int rank, int inner, int first,
             typename E::Stored* target) {
@@ -59,8 +60,8 @@ void pack_a(const typename E::Stored* source, int64_t stride, int rank, int inne
   }
 }
 
-// A module's B [rows, rank]: rows[half][lane] is the row of a column, negative for another's, and at[half] the register
-// of the module's first pair of ranks. Beside it are zeros.
+// Packs a module's B [rows, rank]: rows[half][lane] is the row of a column, negative for other modules' columns, and
+// at[half] the register of the module's first pair of ranks; the padding is zeros.
 template <class E>
 void pack_b(const typename E::Stored* source, int rank, const int64_t* rows, const int64_t* at, int64_t num_halves,
             typename E::Stored* target) {

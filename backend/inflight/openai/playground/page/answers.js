@@ -1,4 +1,4 @@
-// Answers as they come: their text, their figures, and several of them side by side.
+// Answers as they stream: their texts, their figures, and several side by side.
 
 const WORDS_FOR_ENDS = {
   stop: "complete",
@@ -6,10 +6,10 @@ const WORDS_FOR_ENDS = {
   tool_calls: "calls a tool",
 };
 
-/** The server takes no larger n. */
+/** The largest n that the server accepts. */
 const MOST_ANSWERS = 1024;
 
-/** In a shorter time tokens come so much at once that their number says nothing. */
+/** Milliseconds below which a rate of tokens is not meaningful. */
 const SHORTEST_S = 0.05;
 
 /** One answer of a turn. */
@@ -20,14 +20,14 @@ class Answer {
     this.reasoning = new TokenText(this.element.querySelector(".reasoning-text"));
     this.numTokens = 0;
     this.numLogProbs = 0;
-    this.numAtFirst = 0; // tokens that came with the first, which say nothing of how fast others come
+    this.numAtFirst = 0; // tokens of the first event, which do not count for the rate
     this.end = "";
     this.firstAt = this.lastAt = 0;
     this.element.setAttribute("aria-label", count > 1 ? `Answer ${number} of ${count}` : "Answer");
     this.#button("copy", () => copyText(this.content.text, this.element));
   }
 
-  /** Take a choice of an event that came at the time `now`, in milliseconds. */
+  /** Add a choice of an event that arrived at the time `now`, in milliseconds. */
   add(choice, now) {
     const tokens = readTokens(choice.logprobs);
     const reasoning = choice.delta?.reasoning_content ?? choice.delta?.reasoning ?? "";
@@ -47,7 +47,7 @@ class Answer {
     this.lastAt = now;
   }
 
-  /** Say in a line how it went. `startedAt`: when the request was sent; `usage`: tokens of all the turn's answers. */
+  /** Show the figures in a line. `startedAt`: when the request was sent; `usage`: tokens of all the turn's answers. */
   showFigures(startedAt, usage) {
     const count = this.numTokens || this.numLogProbs || usage || 0;
     const parts = [];
@@ -70,15 +70,15 @@ class Answer {
   }
 }
 
-/** Three digits of a number, without more behind the point than they take. */
+/** Format a number with three digits, without unneeded decimals. */
 function rounded(number) {
   return number >= 100 || number === 0 ? number.toFixed(0) : number.toPrecision(number >= 1 ? 3 : 2);
 }
 
 /**
- * The answers to one prompt, of which one is chosen to go on with.
+ * The answers to one prompt, one of which is chosen to continue.
  *
- * prompt: what a completion continues, shown before each answer; null in a chat.
+ * prompt: the text that a completion continues, shown before each answer; null in a chat.
  */
 class Turn {
   constructor(prompt = null) {
@@ -93,7 +93,7 @@ class Turn {
     return this.answers[this.chosen]?.content.text ?? "";
   }
 
-  /** Send the request and show what comes, until its end or until `signal` stops it. Errors are shown, not raised. */
+  /** Send the request and show its answers until they end or `signal` aborts it. Errors are shown, not raised. */
   async run(path, body, signal) {
     this.#begin(body);
     const startedAt = performance.now();
@@ -117,7 +117,7 @@ class Turn {
     this.element.removeAttribute("aria-busy");
   }
 
-  /** Answers that are known already, of a page that was loaded again. */
+  /** Restore saved answers after the page was loaded again. */
   restore(texts, chosen) {
     this.#begin({ n: texts.length });
     this.answers.forEach((answer, i) => {
@@ -128,7 +128,7 @@ class Turn {
     this.element.removeAttribute("aria-busy");
   }
 
-  /** Show why there is no answer, or no more of it. */
+  /** Show why an answer is missing or incomplete. */
   fail(error) {
     this.#forgetErrors();
     const box = copyTemplate("error");

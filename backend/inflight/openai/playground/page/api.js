@@ -1,6 +1,6 @@
-// Talks to the server: requests, their errors, and answers that come as a stream. Knows nothing of the page's elements.
+// Requests to the server, their errors, and streamed answers. Knows nothing of the page's elements.
 
-/** What the server, or the network, has against a request; `message` is as it came. */
+/** An error of the server or the network; `message` is unchanged. */
 class ServerError extends Error {
   constructor(message, { status = 0, type = "", param = null } = {}) {
     super(message);
@@ -17,7 +17,7 @@ class ServerError extends Error {
 
 let apiKey = "";
 
-/** Fetch a path below this page's address; raises ServerError for whatever is not a success. */
+/** Fetch a path below this page's address; raises ServerError for every failure. */
 async function fetchFromServer(path, { body, signal } = {}) {
   const headers = { "Content-Type": "application/json" };
   if (apiKey) headers.Authorization = `Bearer ${apiKey}`;
@@ -36,18 +36,18 @@ function errorFromText(text, status) {
     if (error?.message) return new ServerError(error.message, { status, type: error.type, param: error.param });
     if (detail) return new ServerError(typeof detail === "string" ? detail : JSON.stringify(detail, null, 2), { status });
   } catch {
-    // Not JSON: it is shown as it is.
+    // Not JSON: shown unchanged.
   }
   return new ServerError(text || "The answer was empty.", { status });
 }
 
-/** The ids of the models that the server has, its adapters among them. */
+/** The ids of the server's models, adapters included. */
 async function listModels() {
   const response = await fetchFromServer("v1/models");
   return (await response.json()).data;
 }
 
-/** Send a request and yield the JSON object of each event until the stream's end. */
+/** Send a request and yield the JSON object of each event until the stream ends. */
 async function* streamFromServer(path, body, signal) {
   const streamed = { ...body, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
   const response = await fetchFromServer(path, { body: streamed, signal });

@@ -1,4 +1,4 @@
-// The request that the page would send next, as a command and as a program.
+// The page's next request as a command and as a program.
 
 const serverAddress = () => new URL(".", location.href).href.replace(/\/$/, "");
 
@@ -29,7 +29,7 @@ function asPython(path, body) {
   ].join("\n");
 }
 
-/** A value of JSON as Python writes it; `indent` is what its line begins with. */
+/** Format a JSON value as Python; `indent` begins each of its lines. */
 function asPythonValue(value, indent) {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
@@ -44,7 +44,7 @@ function asPythonValue(value, indent) {
   return `${open}\n${items.map((item) => `${inner}${item},\n`).join("")}${indent}${close}`;
 }
 
-/** Open the dialog with both, of the text in the input or else of the last request. */
+/** Open the dialog with command and program, for the text in the input or the last request. */
 function showCode() {
   const dialog = byId("code");
   const draft = byId("input").value;
@@ -59,7 +59,7 @@ function showCode() {
   dialog.showModal();
 }
 
-/** Copy to the clipboard, also where browsers keep it from pages without TLS; says so in `place`. */
+/** Copy to the clipboard, also on pages without TLS, where browsers restrict it; report the result in `place`. */
 async function copyText(text, place) {
   try {
     await navigator.clipboard.writeText(text);

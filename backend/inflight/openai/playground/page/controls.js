@@ -1,6 +1,6 @@
-// The settings of a request: what each is called, what it does, and how its text becomes a field of the request.
+// The settings of a request: their names, their hints, and their conversion to request fields.
 
-/** What is wrong with a setting, before anything is sent. */
+/** An invalid setting, found before a request is sent. */
 class SettingError extends Error {
   heading = "Not sent";
 }
@@ -28,10 +28,10 @@ function readSchema(text) {
 const NUMBER = { read: readNumber };
 
 /**
- * The settings in groups. An empty one is not sent, so that the server's default holds.
+ * The settings in groups. An empty one is not sent, so the server's default applies.
  *
- * field: its name in the request; label and hint: what people read; usual: the server's default, shown in an empty
- * field; start: what the page begins with; modes: where it is sent (left out: in both); read: text → value.
+ * field: its name in the request; label and hint: texts on the page; usual: the server's default, shown in an empty
+ * field; start: its first value; modes: modes that send it (left out: both); read: text → value.
  */
 const SETTING_GROUPS = [
   {
@@ -72,13 +72,13 @@ const SETTING_GROUPS = [
 const SETTINGS = SETTING_GROUPS.flatMap((group) => group.settings);
 const settingInputs = new Map();
 
-/** What a setting says now: text, or true and false of a switch. */
+/** A setting's present input: text, or a boolean for a switch. */
 function settingValue(field) {
   const input = settingInputs.get(field);
   return input.type === "checkbox" ? input.checked : input.value.trim();
 }
 
-/** A setting's value for a request: undefined where it is empty. */
+/** A setting's value for a request; undefined if it is empty. */
 function settingForRequest(field) {
   const value = settingValue(field);
   if (value === "" || value === false) return undefined;
@@ -86,7 +86,7 @@ function settingForRequest(field) {
   return read ? read(value, label) : value;
 }
 
-/** The fields of a request that come from settings; raises SettingError for what cannot be read. */
+/** The request fields that settings define; raises SettingError for an invalid one. */
 function settingsForRequest(mode) {
   const body = {};
   for (const { field, modes } of SETTINGS) {
@@ -97,7 +97,7 @@ function settingsForRequest(mode) {
   return body;
 }
 
-/** Settings that are not a field with their own name and value. */
+/** Settings whose request field has another name or form. */
 const SPECIAL_FIELDS = {
   max_tokens: (body, value, mode) => (body[mode === "chat" ? "max_completion_tokens" : "max_tokens"] = value),
   response_format: (body, value) => {
@@ -150,7 +150,7 @@ function buildSetting(setting) {
   return row;
 }
 
-/** The settings as they are, and as they were. */
+/** The present settings, and the saved ones. */
 function saveSettings() {
   return Object.fromEntries(SETTINGS.map(({ field }) => [field, settingValue(field)]));
 }

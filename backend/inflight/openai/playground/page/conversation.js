@@ -1,4 +1,4 @@
-// The chat's messages and the completions so far: added, edited, answered anew, saved for a page that is loaded again.
+// The chat's messages and the completions: added, edited, answered again, and saved for a reload of the page.
 
 const MODES = {
   chat: { path: "v1/chat/completions", log: "chat-log", placeholder: "Say something" },
@@ -10,7 +10,7 @@ const chat = [];
 const completions = [];
 
 let mode = "chat";
-let running = null; // the AbortController of what is being generated
+let running = null; // the AbortController of the running request
 
 class UserMessage {
   constructor(text) {
@@ -22,7 +22,7 @@ class UserMessage {
     this.element.querySelector("[data-action=copy]").addEventListener("click", () => copyText(this.text, this.element));
   }
 
-  /** Have the message written anew; what came after it goes, and it is answered again. */
+  /** Edit the message; later messages are removed, and it is answered again. */
   #edit() {
     if (running || this.element.querySelector("form")) return;
     const form = copyTemplate("edit-form");
@@ -51,7 +51,7 @@ class UserMessage {
   }
 }
 
-/** Remove what stands behind an entry of the chat. */
+/** Remove everything after an entry of the chat. */
 function dropAfter(entries, entry) {
   for (const gone of entries.splice(entries.indexOf(entry) + 1)) gone.element.remove();
 }
@@ -70,8 +70,8 @@ function logElement() {
 /**
  * The messages of a request: the system prompt and everything up to the last message of the user.
  *
- * A message whose answer has no text, as it failed or was stopped, is left out if another one follows it: many chat
- * templates demand that user and assistant take turns.
+ * A message whose answer has no text, because it failed or was stopped, is left out if another follows: many chat
+ * templates require that user and assistant alternate.
  */
 function messagesForRequest(draft = "") {
   const system = byId("system").value;
@@ -86,10 +86,10 @@ function messagesForRequest(draft = "") {
   return system.trim() ? [{ role: "system", content: system }, ...answered] : answered;
 }
 
-/** The request that the page sends next, without what only a stream needs. */
+/** The request that the page sends next, without the fields that only a stream needs. */
 function requestBody(promptOrMessages) {
   const text = mode === "chat" ? { messages: promptOrMessages } : { prompt: promptOrMessages };
-  const model = byId("model").value; // empty until the list is there; a request without one is for the bare model
+  const model = byId("model").value; // empty until the list is loaded; a request without a model uses the bare model
   return { ...(model && { model }), ...text, ...settingsForRequest(mode) };
 }
 
@@ -125,7 +125,7 @@ function newTurn(entries, prompt = null) {
   return turn;
 }
 
-/** Put a prompt and its chosen answer into the input, to be continued. */
+/** Put a prompt and its chosen answer into the input, to continue them. */
 function goOnFrom(turn) {
   const input = byId("input");
   const isEcho = turn.text.startsWith(turn.prompt) && settingValue("echo");
@@ -134,7 +134,7 @@ function goOnFrom(turn) {
   input.focus();
 }
 
-/** Generate the answers of a turn; one at a time. */
+/** Generate the answers of a turn; one turn at a time. */
 async function runTurn(turn, promptOrMessages) {
   let body;
   try {
@@ -156,7 +156,7 @@ function stop() {
   running?.abort();
 }
 
-/** Everything that a page needs to be as it was, as plain values. */
+/** Everything needed to restore the page, as plain values. */
 function saveConversation() {
   const plain = (entry) =>
     entry instanceof UserMessage

@@ -1,4 +1,4 @@
-// What the engine is doing, asked once a second while somebody looks at the page.
+// The engine's activity, requested once a second while the page is visible.
 
 const POLL_MS = 1000;
 const NUM_POINTS = 30;
@@ -11,17 +11,17 @@ class EngineStrip {
     document.addEventListener("visibilitychange", () => this.poll());
   }
 
-  /** Ask now, and go on asking while the page is visible. */
+  /** Request the activity now, and repeat while the page is visible. */
   async poll() {
     clearTimeout(this.timer);
     if (document.hidden) return;
     try {
       const response = await fetchFromServer("playground/state");
       this.#show(await response.json());
-      if (!byId("model").value) showModels(); // there was no engine to tell them before
+      if (!byId("model").value) showModels(); // there was no engine before that knew its models
     } catch (error) {
       this.#fail(error);
-      if (error.status === 401) return; // asked again once there is a key
+      if (error.status === 401) return; // requested again once a key is set
     }
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.poll(), POLL_MS);

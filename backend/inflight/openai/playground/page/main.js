@@ -1,13 +1,13 @@
-// The page itself: what its parts share, and what its buttons and keys do.
+// The page itself: helpers that its parts share, and its buttons and keys.
 
 const byId = (id) => document.getElementById(id);
 
-/** A copy of what a template of the page holds. */
+/** Return a copy of a template's content. */
 function copyTemplate(id) {
   return byId(id).content.firstElementChild.cloneNode(true);
 }
 
-/** Say something for a moment, at the edge of the page. */
+/** Show a short message at the edge of the page. */
 function announce(text) {
   const toast = byId("toast");
   toast.textContent = text;
@@ -15,18 +15,18 @@ function announce(text) {
   announce.timer = setTimeout(() => (toast.textContent = ""), 1500);
 }
 
-/** Make a field for text as high as its text, within what its style allows. */
+/** Set a text field's height to its text's, within the limits of its style. */
 function fitHeight(field) {
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight + field.offsetHeight - field.clientHeight}px`;
 }
 
-/** Enter alone, but not the Enter that ends the input of a letter of several keys. */
+/** Whether a key event is Enter alone, and not one that ends the composition of a character. */
 function isSendKey(event) {
   return event.key === "Enter" && !event.shiftKey && !event.isComposing;
 }
 
-// ---------------------------------------------------------------- scrolling: stay at the end until somebody scrolls up
+// ---------------------------------------------------------------- scrolling: stay at the end until the user scrolls up
 
 let followsEnd = true;
 
@@ -46,18 +46,18 @@ function startFollowing() {
   });
 }
 
-// ---------------------------------------------------------------- what a page that is loaded again finds
+// ---------------------------------------------------------------- state of a page that is loaded again
 
 const SAVED = "inflight-playground";
 const SAVED_KEY = "inflight-playground-key";
 
 function save() {
   const saved = { settings: saveSettings(), system: byId("system").value, ...saveConversation() };
-  // More than a browser keeps: a new page begins anew.
+  // Too large for the browser's storage: a reloaded page starts empty.
   if (!store(SAVED, JSON.stringify(saved))) store(SAVED, "null");
 }
 
-/** What the browser keeps under a name; null without it, or where it keeps nothing. */
+/** The value stored in the browser under a name; null if there is none, or no storage. */
 function stored(name) {
   try {
     return sessionStorage.getItem(name);
@@ -66,7 +66,7 @@ function stored(name) {
   }
 }
 
-/** Have the browser keep something; false if it does not. */
+/** Store a value in the browser; return false if it does not. */
 function store(name, text) {
   try {
     sessionStorage.setItem(name, text);
@@ -93,7 +93,7 @@ function restore() {
       return;
     }
   } catch {
-    // A page of another version has saved it: this one begins anew.
+    // Saved by another version of the page: start empty.
     restoreSettings(initialSettings);
     clearConversation();
     byId("system").value = "";
@@ -102,7 +102,7 @@ function restore() {
   beginWithCompletions();
 }
 
-/** Begin with completions if the model cannot chat, unless somebody has begun by then. */
+/** Begin with completions if the model has no chat template, unless the user has begun. */
 async function beginWithCompletions() {
   const response = await fetchFromServer("playground/model").catch(() => null);
   if (!response || (await response.json()).has_chat_template) return;
@@ -128,7 +128,7 @@ async function showModels() {
   }
 }
 
-/** Show the field for the API key, because the server has answered 401. */
+/** Show the field for the API key, after an answer 401. */
 function askForKey() {
   if (!byId("key-form").hidden) return;
   byId("key-form").hidden = false;
@@ -145,7 +145,7 @@ function useKey(event) {
   engine.poll();
 }
 
-// ---------------------------------------------------------------- what the page looks like now
+// ---------------------------------------------------------------- the page's present state
 
 function showMode() {
   document.querySelector(`input[name=mode][value=${mode}]`).checked = true;
@@ -157,7 +157,7 @@ function showMode() {
   showSettings();
 }
 
-/** Show those settings that matter with the others as they are. */
+/** Show the settings that apply together with the others' values. */
 function showSettings() {
   const isNeeded = {
     schema: () => settingValue("response_format") === "json_schema",

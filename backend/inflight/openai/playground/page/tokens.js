@@ -1,12 +1,12 @@
-// Text whose tokens are shaded by their probability, and the tooltip that says what else was likely.
+// Text whose tokens are shaded by their probability, and a tooltip with other likely tokens.
 
-/** Below this log probability, which is 1 %, a token has the darkest shade. */
+/** Log prob (1 %) below which a token has the darkest shade. */
 const DARKEST_LOG_PROB = Math.log(0.01);
 
-/** What is known of a shaded piece of text: its tokens, which are several where one has only a part of a letter. */
+/** The tokens of a shaded piece of text: several if each has only a part of a character. */
 const tokensOfPiece = new WeakMap();
 
-/** The tokens of an event in one form, whichever route it comes from: {text, logProb, others: [{text, logProb}]}. */
+/** The tokens of an event in the same form for both routes: {text, logProb, others: [{text, logProb}]}. */
 function readTokens(logprobs) {
   if (!logprobs) return [];
   if (logprobs.content) return logprobs.content.map(readChatToken);
@@ -22,10 +22,10 @@ function readChatToken({ token, logprob, top_logprobs: others = [] }) {
 }
 
 /**
- * An element's text as it comes, in pieces that have a token each.
+ * An element's text as it streams, in pieces that each show one token.
  *
- * Tokens and text need not come at the same time, and a token need not be text: it may be a part of a letter, or
- * stand for the end. Text is shown at once, and becomes pieces when its tokens are there.
+ * Tokens and text may arrive at different times, and a token may have no text: it may be a part of a character, or
+ * an end id. Text is shown at once, and becomes pieces when its tokens have arrived.
  */
 class TokenText {
   constructor(element) {
@@ -44,20 +44,20 @@ class TokenText {
     this.tail.data = this.unmatched;
   }
 
-  /** No more will come: what could not be matched is one piece. */
+  /** End the text: unmatched text becomes one piece. */
   finish() {
     if (this.unmatched && this.tokens.length) this.#addPiece(this.unmatched.length, this.tokens.length);
     this.tail.data = this.unmatched;
   }
 
-  /** Make a piece of the first token; returns whether that was possible. */
+  /** Make a piece of the first token; returns whether its text has arrived. */
   #match() {
     const { text } = this.tokens[0];
     if (text && this.unmatched.startsWith(text)) {
       this.#addPiece(text.length, 1);
       return true;
     }
-    if (text.startsWith(this.unmatched)) return false; // the rest of it has not come yet
+    if (text.startsWith(this.unmatched)) return false; // the rest of it has not arrived yet
     for (let count = 1; count < this.tokens.length; count++) {
       const next = this.tokens[count].text;
       const length = next ? this.unmatched.indexOf(next) : -1;
@@ -73,7 +73,7 @@ class TokenText {
     const tokens = this.tokens.splice(0, count);
     const text = this.unmatched.slice(0, length);
     this.unmatched = this.unmatched.slice(length);
-    if (!text) return; // tokens without a text of their own, such as an end id
+    if (!text) return; // tokens without text, such as an end id
     const piece = document.createElement("span");
     piece.className = "token";
     piece.textContent = text;
@@ -84,7 +84,7 @@ class TokenText {
   }
 }
 
-/** Spaces and line breaks, which cannot be seen, as signs. */
+/** Return spaces and line breaks as visible signs. */
 function visible(text) {
   return text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
@@ -106,7 +106,7 @@ class TokenTooltip {
     document.addEventListener("scroll", () => this.show(null), { capture: true, passive: true });
   }
 
-  /** Show what is known of a piece of text; null hides the tooltip. */
+  /** Show a piece's tokens in the tooltip; null hides it. */
   show(piece) {
     if (piece && document.body.classList.contains("no-shades")) piece = null;
     if (piece === this.piece) return;
@@ -128,7 +128,7 @@ class TokenTooltip {
     this.element.style.top = `${Math.max(8, top)}px`;
   }
 
-  /** Left and right go from token to token of the text that has the focus. */
+  /** Left and right move between the tokens of the focused text. */
   #move(event) {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     const text = event.target.closest?.(".text");
@@ -143,7 +143,7 @@ class TokenTooltip {
   }
 }
 
-/** A token, its probability, and the others that were likely in its place, as a list with bars. */
+/** A token, its probability, and the other likely tokens in its place, as a list with bars. */
 function describeToken(token) {
   const block = copyTemplate("token-description");
   block.querySelector(".token-text").textContent = visible(token.text);

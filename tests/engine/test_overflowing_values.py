@@ -1,6 +1,6 @@
-"""A sequence whose values overflow is answered with an error, and reaches no other: not in a batch, nor later.
+"""A sequence with NaN or infinite values is answered with an error and affects no other, in its batch or later.
 
-A checkpoint in which some tokens' embeddings have NaN or infinity stands for a model that overflows on some input.
+A checkpoint in which some tokens' embeddings have NaN or infinity simulates a model that overflows on some input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import with_all
 
 OVERFLOWING = {7: float("nan"), 8: float("inf"), 9: -float("inf")}
-"""Token ids, and what their embeddings are."""
+"""Token ids, and the values of their embeddings."""
 WAYS = [
     *(pytest.param("native", dtype, "auto", marks=needs_native) for dtype in ("float32", "bfloat16", "int8")),
     *(pytest.param("native", "float32", cache, marks=needs_native) for cache in ("int8", "fp8")),
@@ -54,7 +54,7 @@ def harmless(model: ZooModel, length: int, seed: int) -> tuple[int, ...]:
 @every_way
 @pytest.mark.parametrize("token", OVERFLOWING)
 @pytest.mark.parametrize("place", with_all([0, 10, 20], [10]))
-def test_a_nan_is_noticed_at_any_position(
+def test_a_nan_is_detected_at_any_position(
     zoo: Zoo, overflowing: Path, kernels: str, dtype: str, cache: str, token: int, place: int
 ) -> None:
     """At the beginning of the context, in a later chunk, and as the last token."""
@@ -69,7 +69,7 @@ def test_a_nan_is_noticed_at_any_position(
 
 
 @every_way
-def test_requests_beside_it_are_answered_as_without_it(
+def test_requests_beside_a_nan_are_unaffected(
     zoo: Zoo, overflowing: Path, kernels: str, dtype: str, cache: str
 ) -> None:
     model = zoo["llama-gqa"]
@@ -91,7 +91,7 @@ def test_requests_beside_it_are_answered_as_without_it(
 
 
 def leave_behind(engine: ModelEngine, value: float) -> None:
-    """Fill every block that can be handed out."""
+    """Fill every block that can be allocated."""
     cache, count = engine.runner.cache, engine.limits.num_blocks
     with torch.inference_mode():
         cache._blocks[:, :, :count] = value if cache.rounding is None else 127  # NaN as float8 too
@@ -101,10 +101,10 @@ def leave_behind(engine: ModelEngine, value: float) -> None:
 @every_way
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "mistral-window", "gpt2"], ["mistral-window"]))
 @pytest.mark.parametrize("tokens_per_block", with_all([2, 24], [2]))
-def test_a_nan_left_in_a_block_reaches_no_later_sequence(
+def test_a_nan_left_in_a_block_affects_no_later_sequence(
     zoo: Zoo, case: str, kernels: str, dtype: str, cache: str, tokens_per_block: int
 ) -> None:
-    """Contexts of even and odd lengths, whole and in chunks, beside each other, and then generation."""
+    """Contexts of even and odd lengths, whole and in chunks, side by side, followed by generation."""
     model = zoo[case]
     engine = load_engine(
         model.folder, kernels=kernels, dtype=dtype, kv_cache_dtype=cache, tokens_per_block=tokens_per_block
@@ -131,7 +131,7 @@ def test_a_nan_left_in_a_block_reaches_no_later_sequence(
 def test_a_nan_left_in_a_block_is_not_copied_between_beams(
     zoo: Zoo, kernels: str, dtype: str, cache: str
 ) -> None:
-    """Beams part inside a block, whose rest nobody has written."""
+    """Beams diverge inside a block whose remaining positions have not been written."""
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, kernels=kernels, dtype=dtype, kv_cache_dtype=cache)
     found = []
