@@ -103,7 +103,7 @@ def _(cache: KvCacheManager) -> None:
 
 @check_integrity.register
 def _(states: StateSnapshots) -> None:
-    """Every snapshot is free, pending or found, once."""
+    """Check that every snapshot is either free, pending or findable, and that promises add up."""
     pending = [snapshot for saves in states._saves.values() for snapshot in saves.pending.values()]
     every = [*states._free, *states._snapshot_of.values(), *pending]
     assert sorted(every) == list(range(states.num_snapshots))

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent state: which are found, and which give way."""
+"""Snapshots of recurrent states: saving, lookup and eviction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ A, B, C, D = (bytes([number]) * 16 for number in range(4))
 
 
 def saved(states: StateSnapshots, key: int, num_tokens: int, digest: bytes) -> None:
-    """A sequence that saves one snapshot in its context, and leaves."""
+    """Run a sequence that saves one snapshot in its context, and release it."""
     states.start(key, {num_tokens: digest})
     states.save(key, 0, num_tokens)
     states.computed(key, num_tokens, digest)
@@ -17,7 +17,7 @@ def saved(states: StateSnapshots, key: int, num_tokens: int, digest: bytes) -> N
     check_integrity(states)
 
 
-def test_a_snapshot_is_found_once_its_batch_is_back():
+def test_a_snapshot_is_found_only_after_its_batch_has_returned():
     states = StateSnapshots(2)
     states.start(1, {8: B})
     assert states.save(1, 0, 8) == [(8, 0)]
@@ -27,7 +27,7 @@ def test_a_snapshot_is_found_once_its_batch_is_back():
     assert states.use(B) == 0
 
 
-def test_a_chunk_saves_the_boundaries_inside_of_it():
+def test_a_chunk_saves_the_planned_snapshots_of_its_tokens():
     states = StateSnapshots(3)
     states.start(1, {4: A, 8: B})
     assert states.save(1, 0, 6) == [(4, 0)]
@@ -35,7 +35,7 @@ def test_a_chunk_saves_the_boundaries_inside_of_it():
     check_integrity(states)
 
 
-def test_the_least_recently_used_snapshot_gives_way():
+def test_the_least_recently_used_snapshot_is_evicted():
     states = StateSnapshots(2)
     saved(states, 1, 4, A)
     saved(states, 2, 4, B)
@@ -44,19 +44,19 @@ def test_the_least_recently_used_snapshot_gives_way():
     assert [states.find([digest]) for digest in (A, B, C)] == [1, 0, 1]
 
 
-def test_nothing_gives_way_to_a_save_while_all_are_pending():
+def test_pending_snapshots_are_not_evicted():
     states = StateSnapshots(1)
     states.start(1, {4: A})
     states.start(2, {4: B})
     assert states.save(1, 0, 4) == [(4, 0)]
     assert states.save(2, 0, 4) == []
-    assert not states.is_promised([B]), "what is not saved is not to be waited for"
+    assert not states.is_promised([B]), "a snapshot that is not saved stayed promised"
     states.computed(1, 4, A)
     states.computed(2, 4, B)
     assert [states.find([A]), states.find([B])] == [1, 0]
 
 
-def test_generation_replaces_its_own_snapshot():
+def test_generation_replaces_the_previous_snapshot_of_its_sequence():
     states = StateSnapshots(3)
     states.start(1, {})
     for num_tokens, digest in ((4, A), (8, B)):
@@ -66,7 +66,7 @@ def test_generation_replaces_its_own_snapshot():
     check_integrity(states)
 
 
-def test_generation_leaves_a_snapshot_that_another_sequence_has_used():
+def test_generation_keeps_a_snapshot_that_another_sequence_has_used():
     states = StateSnapshots(3)
     states.start(1, {})
     states.save_generated(1, 4)
@@ -76,7 +76,7 @@ def test_generation_leaves_a_snapshot_that_another_sequence_has_used():
     assert states.find([A]) == 1
 
 
-def test_a_sequence_that_leaves_withdraws_what_is_pending_and_promised():
+def test_release_frees_pending_snapshots_and_withdraws_promises():
     states = StateSnapshots(1)
     states.start(1, {4: A, 8: B})
     states.save(1, 0, 4)
@@ -86,7 +86,7 @@ def test_a_sequence_that_leaves_withdraws_what_is_pending_and_promised():
     saved(states, 2, 4, D)
 
 
-def test_without_room_for_snapshots_nothing_is_promised():
+def test_without_memory_for_snapshots_none_is_saved_or_promised():
     states = StateSnapshots(0)
     states.start(1, {4: A})
     assert not states.is_promised([A]) and states.save(1, 0, 4) == []

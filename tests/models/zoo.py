@@ -346,7 +346,7 @@ WITH_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @contextmanager
 def _as_float64() -> Iterator[None]:
-    """Let code of transformers that computes in float32, whatever the model's dtype, do so in float64."""
+    """Make code of transformers that always computes in float32 compute in float64."""
     with (
         patch.object(torch.Tensor, "float", torch.Tensor.double),
         patch.object(torch, "float32", torch.float64),

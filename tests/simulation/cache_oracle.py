@@ -151,7 +151,10 @@ class CacheOracle:
         self.num_missed[name] += counts.missed
 
     def _check_found(self, llm_request: LlmRequest, num_full: int, num_begun: int, found: int) -> None:
-        """The full blocks and the tokens of another that were found are the `found` known ones and a beginning."""
+        """Check the full blocks, and the tokens of a block's beginning, that a sequence has found.
+
+        `found`: number of full blocks of its prefix that have been computed.
+        """
         longest = self._longest_beginning(llm_request, num_full)
         assert num_begun <= longest, (
             f"request {llm_request.request_id} found a beginning that nobody computed"

@@ -1,4 +1,4 @@
-"""Faults to plant: in recurrent states and their snapshots."""
+"""Faults to plant in recurrent states and their snapshots."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Scenario:
         return replace(self, limits=limits)
 
     def with_state(self) -> Scenario:
-        """The same on a model with recurrent state, and few snapshots of it or many."""
+        """Return the scenario for a model with recurrent state, with no, few or many snapshots."""
         num_snapshots = random.Random(self.seed).choice([0, 1, 2, 5, 500, 500])
         return replace(self, limits=replace(self.limits, has_state=True, num_state_snapshots=num_snapshots))
 

@@ -1,7 +1,7 @@
-"""Oracle of the cache of a model with recurrent state: a prefix is found up to where somebody saved its state.
+"""Oracle of the cache of a model with recurrent state: a prefix is reused only up to a saved state.
 
-A set of prefixes that were saved. While there has been a snapshot for every save, a sequence has to find the last
-prefix of its own that was saved in somebody's context; whatever it finds has been saved once.
+The oracle keeps the set of prefixes whose states have been saved. A sequence may only reuse such a prefix. While
+no snapshot has been evicted, it must reuse at least its longest prefix whose state was saved in a context.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .cache_oracle import CacheOracle
 
 
 class StateOracle(CacheOracle):
-    """Follows which states are saved.
+    """Records the saved states, and checks that sequences reuse saved prefixes.
 
     Attributes:
-        num_from_snapshots: Starts that began with a snapshot.
-        num_saves: States that batches were to save.
-        num_exact: Starts of which it is certain that they had to find no less.
+        num_from_snapshots: Number of starts from a snapshot.
+        num_saves: Number of state saves in all scheduled batches.
+        num_exact: Number of starts whose minimum reuse was checked.
     """
 
     def __init__(
@@ -37,21 +37,21 @@ class StateOracle(CacheOracle):
         self.num_from_snapshots = 0
         self.num_saves = 0
         self._num_snapshots = num_snapshots
-        self._plans: dict[
-            int, set[int]
-        ] = {}  # by sequence key, boundaries that its context passes, in blocks
-        self._in_flight: dict[int, set[int]] = {}  # by sequence key, boundaries that batches were to save
-        self._saved: set[int] = set()  # prefixes
-        self._lasting: set[int] = set()  # of these, those that no later save replaces
+        # By sequence key: boundaries where the context saves its state, as numbers of blocks.
+        self._plans: dict[int, set[int]] = {}
+        self._in_flight: dict[int, set[int]] = {}  # by sequence key: boundaries saved by batches in flight
+        self._saved: set[int] = set()  # prefixes with a saved state
+        # Saved prefixes whose snapshot is not replaced by a later save of the sequence.
+        self._lasting: set[int] = set()
 
     @property
     def _is_exact(self) -> bool:
-        """Whether no snapshot and no block has been evicted."""
+        """Whether certainly no snapshot and no block has been evicted."""
         is_roomy = self._kv_cache.num_taken_blocks <= self._kv_cache.pool.num_blocks
         return self.is_complete and is_roomy and self.num_saves < self._num_snapshots
 
     def _is_promised(self, llm_request: LlmRequest, match: PrefixMatch) -> bool:
-        """Whether somebody who runs is to save a state of this sequence, further on than what is found."""
+        """Return whether a running sequence will save a state of this sequence after the matched prefix."""
         if not self._is_exact:
             return match.is_promised
         prefixes = self._prefixes(llm_request, len(llm_request.tokens) - 1)
@@ -63,17 +63,19 @@ class StateOracle(CacheOracle):
         )
 
     def admitted(self, llm_request: LlmRequest, num_tokens: int) -> None:
-        """A sequence has its first blocks, up to a snapshot."""
+        """Record the start of a sequence, from a snapshot if it reuses tokens, and check its reuse."""
         self._plans[llm_request.key] = set()
         self._in_flight[llm_request.key] = set()
         self.num_from_snapshots += num_tokens > 0
         super().admitted(llm_request, num_tokens)
 
     def _check_found(self, llm_request: LlmRequest, num_full: int, num_begun: int, found: int) -> None:
-        assert not num_begun, "a part of a block was copied, which no state goes with"
+        assert not num_begun, "a part of a block was copied, which has no state"
         prefixes = self._prefixes(llm_request, len(llm_request.tokens) - 1)
         self._plans[llm_request.key] = {place for place in (found, len(prefixes)) if place > num_full}
-        assert not num_full or prefixes[num_full - 1] in self._saved, "a snapshot was found that nobody saved"
+        assert not num_full or prefixes[num_full - 1] in self._saved, (
+            "a snapshot was found that was not saved"
+        )
         if self._is_exact:
             self.num_exact += 1
             least = max(
@@ -82,7 +84,7 @@ class StateOracle(CacheOracle):
             assert num_full >= least, f"request {llm_request.request_id} did not find what there is"
 
     def scheduled(self, batch: ScheduledBatch, starts: Iterable[LlmRequest]) -> None:
-        """Blocks were taken, and states are to be saved."""
+        """Record taken blocks and the states that a batch saves."""
         super().scheduled(batch, starts)
         owners = {slot: r for r in self._scheduler.running_sequences for slot in r.slots}
         for save in batch.state_saves:
@@ -93,7 +95,7 @@ class StateOracle(CacheOracle):
         assert len(set(snapshots)) == len(snapshots), "two states were saved in one snapshot"
 
     def updated(self, rows: Collection[LlmRequest]) -> None:
-        """An update has confirmed rows of these sequences, which had not ended before."""
+        """Record an update that has confirmed rows of these sequences, which had not ended before."""
         super().updated(rows)
         for llm_request in rows:
             key = llm_request.key

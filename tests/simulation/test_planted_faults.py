@@ -35,7 +35,7 @@ def test_a_fault_planted_in_a_pipeline_is_detected(plant, monkeypatch):
 
 
 @pytest.mark.parametrize("plant", FAULTS_OF_STATES, ids=lambda plant: plant.__name__)
-def test_a_fault_planted_in_recurrent_states_is_noticed(plant, monkeypatch):
+def test_a_fault_planted_in_recurrent_states_is_detected(plant, monkeypatch):
     plant(monkeypatch)
     assert any(map(_notices_with_state, SEEDS)), f"{len(SEEDS)} seeds and nothing noticed"
 

@@ -102,7 +102,7 @@ def test_every_seed_gives_the_same_on_a_pipeline_and_keeps_its_stages_busy(pipel
     "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
 )
 def test_recurrent_states_change_no_tokens(kind, draw_scenario):
-    """With none, a few or many snapshots; and a start finds the last that there is for it."""
+    """With no, few and many snapshots. The oracle also checks which snapshot each sequence starts from."""
     outcomes = [run(kind(draw_scenario(seed).with_state())) for seed in range(100)]
     assert sum(outcome.num_from_snapshots for outcome in outcomes) > 50
     assert sum(outcome.num_exact_reuses for outcome in outcomes) > 50

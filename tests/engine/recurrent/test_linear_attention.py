@@ -1,4 +1,4 @@
-"""Linear attention, against transformers' code for gated DeltaNet, and for Mamba-2."""
+"""Linear attention, compared with transformers' code of gated DeltaNet and Mamba-2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draw_state(seed: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, PIECE, PIECE + 1, 3 * PIECE - 7])
-def test_a_scan_is_transformers_gated_delta_rule(num_tokens: int) -> None:
+def test_a_scan_equals_the_gated_delta_rule_of_transformers(num_tokens: int) -> None:
     queries, keys, values, log_decay, beta = draw(num_tokens, has_beta=True)
     state = draw_state()
     expected, expected_state = modeling_qwen3_next.torch_recurrent_gated_delta_rule(
@@ -47,7 +47,7 @@ def test_a_scan_is_transformers_gated_delta_rule(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("has_beta", [False, True])
 @pytest.mark.parametrize("cut", [1, 30, PIECE, PIECE + 9])
-def test_a_scan_goes_on_from_the_state_of_another(has_beta: bool, cut: int) -> None:
+def test_a_scan_in_two_parts_equals_one_scan(has_beta: bool, cut: int) -> None:
     tokens = draw(PIECE + 40, has_beta)
     whole, last = scan(*tokens, draw_state())
     first, state = scan(*(None if each is None else each[:cut] for each in tokens), draw_state())
@@ -57,7 +57,7 @@ def test_a_scan_goes_on_from_the_state_of_another(has_beta: bool, cut: int) -> N
 
 
 @pytest.mark.parametrize("has_beta", [False, True])
-def test_steps_of_many_sequences_are_each_ones_scan(has_beta: bool) -> None:
+def test_steps_of_many_sequences_equal_a_scan_of_each(has_beta: bool) -> None:
     sequences = [draw(20, has_beta, seed) for seed in range(4)]
     states = torch.stack([draw_state(seed) for seed in range(4)])
     expected = [scan(*tokens, state) for tokens, state in zip(sequences, states, strict=True)]
@@ -75,7 +75,7 @@ def test_steps_of_many_sequences_are_each_ones_scan(has_beta: bool) -> None:
     torch.testing.assert_close(states, torch.stack([each for _, each in expected]), rtol=1e-4, atol=1e-4)
 
 
-def test_a_scan_without_the_delta_rule_is_transformers_mamba() -> None:
+def test_a_scan_without_the_delta_rule_equals_mamba2_of_transformers() -> None:
     num_tokens, groups = 100, 1
     generator = torch.Generator().manual_seed(2)
     x = torch.randn((1, num_tokens, HEADS, VALUE_DIM), generator=generator)

@@ -1,4 +1,4 @@
-"""Recurrent layers, against transformers' modules: whole, in parts, and token by token."""
+"""Recurrent layers, compared with transformers' modules: in one scan, in parts, and token by token."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def start(config: RecurrentConfig, *leading: int):
     return empty_state(config, torch.float32, torch.device("cpu"), *leading)
 
 
-def test_a_sequence_at_once_is_what_transformers_computes(layer: Layer) -> None:
+def test_a_scan_equals_the_module_of_transformers(layer: Layer) -> None:
     module, config, mixer, project, output = layer
     x = hidden_states()
     assert project(x).shape[1] == total_size(config.sections)
@@ -123,7 +123,7 @@ def test_a_sequence_at_once_is_what_transformers_computes(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 3), (64,), (10, 70)])
-def test_a_sequence_in_parts_is_the_sequence_at_once(layer: Layer, cuts: tuple[int, ...]) -> None:
+def test_a_scan_in_parts_equals_one_scan(layer: Layer, cuts: tuple[int, ...]) -> None:
     _, config, mixer, project, _ = layer
     projected = project(hidden_states())
     whole, last = mixer.scan(projected, start(config))
@@ -135,7 +135,7 @@ def test_a_sequence_in_parts_is_the_sequence_at_once(layer: Layer, cuts: tuple[i
     torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-4)
 
 
-def test_steps_of_several_sequences_are_each_ones_scan(layer: Layer) -> None:
+def test_steps_of_several_sequences_equal_a_scan_of_each(layer: Layer) -> None:
     _, config, mixer, project, _ = layer
     x = hidden_states(3 * 12).view(3, 12, HIDDEN)
     expected = [mixer.scan(project(each), start(config)) for each in x]

@@ -1,4 +1,4 @@
-"""The states of slots: what a batch does to them, against one sequence at a time through a mixer."""
+"""Recurrent states of slots after batches, compared with a scan of each sequence alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_LAYERS = 2
 
 
 class Driver:
-    """Slots whose rows are rows of one table of hidden states, by position and sequence."""
+    """A slot table and recurrent states; token id i has row i of one table of projected hidden states."""
 
     def __init__(self) -> None:
         _, self.config, self.mixer, self.project, _ = gated_delta()
@@ -37,7 +37,7 @@ class Driver:
         self.next_block = 0
 
     def run(self, batch: ScheduledBatch) -> torch.Tensor:
-        """The outputs of the last layer; token id i stands for row i of the table."""
+        """Run a batch, and return the outputs of the last layer."""
         self.table.apply(batch)
         self.states.apply(batch)
         packed = pack(batch, self.table)
@@ -79,7 +79,7 @@ def feed(driver: Driver, batch: ScheduledBatch, *tokens: tuple[int, ...]) -> Non
     driver.states.accept(batch, output)
 
 
-def test_chunks_and_generation_go_on_where_the_last_batch_ended(driver: Driver) -> None:
+def test_chunks_and_generation_continue_from_the_last_batch(driver: Driver) -> None:
     first = ScheduledBatch(
         0,
         starts=(start(0), start(1)),
@@ -97,7 +97,7 @@ def test_chunks_and_generation_go_on_where_the_last_batch_ended(driver: Driver) 
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 3])
-def test_only_accepted_drafts_are_in_the_state(driver: Driver, num_accepted: int) -> None:
+def test_only_accepted_drafts_change_the_state(driver: Driver, num_accepted: int) -> None:
     known, drafts = list(range(6)), [10, 11, 12]
     batch = ScheduledBatch(
         0, starts=(start(2),), new_blocks=blocks(2), context=(chunk(2, 0, known + drafts, drafts=3),)
@@ -110,8 +110,8 @@ def test_only_accepted_drafts_are_in_the_state(driver: Driver, num_accepted: int
     torch.testing.assert_close(outputs, expected[-1:], rtol=1e-4, atol=1e-5)
 
 
-def test_drafts_are_accepted_behind_the_next_batch_of_other_slots(driver: Driver) -> None:
-    """As of two micro-batches in flight."""
+def test_drafts_can_be_accepted_after_the_next_batch_of_other_slots(driver: Driver) -> None:
+    """With two micro-batches in flight, the next batch runs before the drafts are verified."""
     batch = ScheduledBatch(
         0, starts=(start(2),), new_blocks=blocks(2), context=(chunk(2, 0, [*range(6), 10, 11], drafts=2),)
     )
@@ -122,7 +122,7 @@ def test_drafts_are_accepted_behind_the_next_batch_of_other_slots(driver: Driver
     torch.testing.assert_close(outputs, driver.expected([*range(6), 10, 11, 50])[-1:], rtol=1e-4, atol=1e-5)
 
 
-def test_a_start_goes_on_from_snapshots_inside_and_at_the_end_of_chunks(driver: Driver) -> None:
+def test_slots_start_from_snapshots_inside_and_at_the_end_of_chunks(driver: Driver) -> None:
     batch = ScheduledBatch(
         0,
         starts=(start(0),),
@@ -142,7 +142,7 @@ def test_a_start_goes_on_from_snapshots_inside_and_at_the_end_of_chunks(driver: 
     torch.testing.assert_close(outputs[2:], driver.expected([*range(8), 62])[8:], rtol=1e-4, atol=1e-5)
 
 
-def test_a_snapshot_of_a_generation_row_has_its_token(driver: Driver) -> None:
+def test_a_snapshot_saved_in_generation_includes_the_rows_token(driver: Driver) -> None:
     first = ScheduledBatch(0, starts=(start(0),), new_blocks=blocks(0), context=(chunk(0, 0, range(7)),))
     driver.run(first)
     feed(driver, first, (7,))
@@ -154,7 +154,7 @@ def test_a_snapshot_of_a_generation_row_has_its_token(driver: Driver) -> None:
     torch.testing.assert_close(driver.run(again), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_beams_change_places_at_once(driver: Driver) -> None:
+def test_moves_of_beams_are_applied_simultaneously(driver: Driver) -> None:
     first = ScheduledBatch(
         0,
         starts=(start(0), start(1)),
@@ -169,12 +169,12 @@ def test_beams_change_places_at_once(driver: Driver) -> None:
     torch.testing.assert_close(outputs, torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_a_slot_that_starts_anew_has_forgotten_its_last_sequence(driver: Driver) -> None:
+def test_a_restarted_slot_begins_with_the_initial_state(driver: Driver) -> None:
     batch = ScheduledBatch(0, starts=(start(0),), new_blocks=blocks(0), context=(chunk(0, 0, range(9)),))
     driver.run(batch)
     torch.testing.assert_close(driver.run(batch), driver.expected(range(9)))
 
 
-def test_bytes_of_a_state_are_those_of_its_tensors(driver: Driver) -> None:
+def test_state_bytes_is_the_size_of_the_states_tensors(driver: Driver) -> None:
     conv, state = 2 * 2 * 8 + 4 * 12, 4 * 8 * 12
     assert state_bytes(driver.config, NUM_LAYERS, torch.bfloat16) == NUM_LAYERS * (conv * 3 * 2 + state * 4)
