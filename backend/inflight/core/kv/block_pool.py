@@ -114,8 +114,8 @@ class _Content:
 class BlockPool:
     """The device's blocks, 0 .. num_blocks - 1, each of them held, cached or empty.
 
-    With a log of `events`, reports content that can no longer be found, and changed priorities. A block's snapshot
-    of recurrent state in `states` is dropped with the block's content.
+    With a log of `events`, reports content that can no longer be found, and changed priorities. When a block's
+    content is dropped, so is its snapshot of recurrent state in `states`.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ class PrefixMatch:
         is_promised: Whether a running sequence is computing the first block that was not found.
         source: A block that begins with the same tokens as the first block that was not found.
         num_copied_tokens: Number of tokens of `source` that match; 0: there is no such block.
-        num_found: Of a model with recurrent state, the full blocks found in the cache; `block_ids` are only those
-            up to a snapshot.
+        num_found: For a model with recurrent state, the number of full blocks in the cache, of which `block_ids`
+            has those up to the last snapshot.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -92,7 +92,7 @@ class _Table:
     # Per beam, the blocks after the common beginning; never empty, so that the block being written is always here.
     # Separate from the common beginning, so that a step costs what the beams differ in.
     tails: list[list[int]]
-    snapshot: int = -1  # of the recurrent state that it begins with
+    snapshot: int = -1  # of the recurrent state that the sequence starts from
 
     @property
     def promised(self) -> list[bytes]:
@@ -120,7 +120,7 @@ class KvCacheManager:
         num_taken_blocks, num_reused_blocks, num_missed_blocks: Blocks taken from the free ones, found in the cache
             at admission, and not found, since the start.
         events: The log of changes to the content of blocks; None: no log.
-        states: Snapshots of recurrent state; None for a model without.
+        states: Snapshots of recurrent state; None for a model without recurrent state.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class KvCacheManager:
         return self._tables[key].copy
 
     def snapshot(self, key: int) -> int:
-        """Return the snapshot of recurrent state that a sequence was admitted with; -1: it reuses no prefix."""
+        """Return the snapshot of recurrent state that a sequence starts from; -1: it has none."""
         return self._tables[key].snapshot
 
     def held(self, key: int) -> tuple[int, int]:
@@ -206,9 +206,10 @@ class KvCacheManager:
     def _match_state(
         self, states: StateSnapshots, digests: Sequence[bytes], block_ids: Sequence[int]
     ) -> PrefixMatch:
-        """Return the found blocks up to the last snapshot; the tokens after it are computed for their state.
+        """Return the match of a model with recurrent state: the found blocks up to the last snapshot.
 
-        No part of a block is copied, and a sequence waits for a running one that saves a snapshot further on.
+        The tokens after the snapshot are computed again, even if their blocks are cached. No part of a block is
+        copied. The match is promised if a running sequence will save a later snapshot.
         """
         place = states.find(digests[: len(block_ids)])
         used = tuple(block_ids[:place])

@@ -141,7 +141,7 @@ class BatchBuilder:
                 self._save_state(llm_request, position + 1)
 
     def _save_state(self, llm_request: LlmRequest, num_tokens: int) -> None:
-        """Save the recurrent state, if the model has one, at a boundary in generation."""
+        """Save the recurrent state, if the model has one, at a block boundary in generation."""
         states = self._kv_cache.states
         if states is None or llm_request.rules.scope is None:
             return
@@ -159,7 +159,7 @@ class BatchBuilder:
         left = request.max_new_tokens - llm_request.num_generated - 1
         most = min(request.prompt_lookup_num_tokens, num_free_rows, room, left)
         if self._kv_cache.states is not None:
-            # The last token of a block has no draft before it, so that the state behind it can be saved.
+            # A draft ends before the last token of a block, after which generation saves the state.
             size = self._kv_cache.tokens_per_block
             most = min(most, size - 2 - llm_request.num_computed_tokens % size)
         draft = llm_request.lookup.propose(most) if llm_request.lookup and most > 0 else ()
