@@ -108,7 +108,7 @@ class BlockCache(Protocol):
 
     @property
     def states(self) -> RecurrentStates | None:
-        """The recurrent states of slots, if the model has any."""
+        """Recurrent states of the slots; None for a model without recurrent layers."""
         ...
 
     @property

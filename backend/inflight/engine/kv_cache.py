@@ -60,7 +60,7 @@ class KvCache:
         dtype: Data type of the keys and values that are written and read.
         device: The device of the memory.
         rounding: How keys and values are rounded; None: not at all.
-        states: The recurrent states of slots; None for a model without.
+        states: Recurrent states of the slots; None for a model without recurrent layers.
 
     Attributes:
         null_block: Id of the block that no sequence uses.

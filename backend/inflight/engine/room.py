@@ -187,7 +187,7 @@ def make_limits(
 def allocate_states(
     config: EngineConfig, held: DecoderConfig, dtype: torch.dtype, device: torch.device
 ) -> RecurrentStates | None:
-    """The memory for recurrent states and their snapshots; None for a model, or a stage, without any."""
+    """Allocate the recurrent states and their snapshots; None for a model or stage without recurrent layers."""
     num_layers = sum(held.recurrent_layers)
     if held.recurrent is None or not num_layers:
         return None
@@ -204,7 +204,7 @@ def allocate_states(
 
 
 def count_snapshots(config: EngineConfig, decoder: DecoderConfig) -> int:
-    """How many snapshots of recurrent states there are."""
+    """Return the number of snapshots of recurrent states; 0 for a model without recurrent layers."""
     if decoder.recurrent is None:
         return 0
     wanted = config.recurrent_state_snapshots

@@ -63,7 +63,7 @@ class _Slot:
     block_table: list[int] = field(default_factory=list)
     num_tokens: int = 0
     last_token: int = -1
-    state: int = _EMPTY  # the digest of the last token that it was given
+    state: int = _EMPTY  # the recurrent state: digest of the last token
 
     def go_on_with(self, token_id: int) -> None:
         self.last_token = token_id
@@ -285,7 +285,7 @@ class FakeEngine:
         return digest
 
     def _save_states(self, batch: ScheduledBatch, slot: int, start: int, digests: Sequence[int]) -> None:
-        """Save a slot's states as they were after tokens from `start` on, which have these digests."""
+        """Save the states of a slot after its tokens from position `start` on, which have these digests."""
         for save in batch.state_saves:
             if save.slot == slot:
                 self._snapshots[save.snapshot] = digests[save.num_tokens - 1 - start]

@@ -358,7 +358,7 @@ class Decoder:
 
 
 def _places(held: DecoderConfig) -> list[int]:
-    """Per layer its place among those that have attention, or among those that have a recurrent state."""
+    """Return each layer's index among the layers of its kind: with attention, or recurrent."""
     counts = {True: 0, False: 0}
     places: list[int] = []
     for layer in range(held.num_layers):

@@ -1,1 +1,1 @@
-"""Layers that remember a sequence as one state of fixed size, instead of the keys and values of its tokens."""
+"""Recurrent layers, which keep one state of fixed size for each sequence instead of keys and values."""

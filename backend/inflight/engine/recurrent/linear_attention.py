@@ -1,14 +1,14 @@
-"""Linear attention with decay, in torch's operators: what gated DeltaNet and Mamba-2 compute of their states.
+"""Linear attention with decay, in torch's operators: the recurrence of gated DeltaNet and Mamba-2.
 
-A head's state S [key_dim, value_dim] is a map from keys to values. Each token decays it, writes its value at its
-key, and reads it at its query:
+A head's state S [key_dim, value_dim] maps keys to values. Each token decays it, adds its value at its key, and
+reads it at its query:
 
     S = exp(log_decay) S
     S = S + k^T v                       (Mamba-2)
-    S = S + k^T (beta (v - k S))        (delta rule: what the state holds at the key already is not written again)
+    S = S + k^T (beta (v - k S))        (delta rule, which replaces the value that S has at the key)
     output = q S
 
-`step` does that for one token of each of many sequences. `scan` computes many tokens of one sequence in pieces of
+`step` computes one token of each of many sequences. `scan` computes many tokens of one sequence in pieces of
 `PIECE` tokens: within a piece in parallel, as attention with a mask of decays; from piece to piece by the state.
 
 References: Dao and Gu, Transformers are SSMs, 2024; Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
@@ -21,24 +21,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PIECE = 64
-"""Tokens that `scan` computes in parallel."""
+"""Number of tokens that `scan` computes in parallel."""
 
 
 def step(
     queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor | None, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Give each sequence its next token.
+    """Compute the next token of each sequence.
 
     Args:
         queries: [sequences, heads, key_dim] float32.
         keys: The same shape.
         values: [sequences, heads, value_dim] float32.
         log_decay: [sequences, heads] float32, at most 0.
-        beta: [sequences, heads] float32 of the delta rule; None: without it.
+        beta: [sequences, heads] float32; None: without the delta rule.
         states: [sequences, heads, key_dim, value_dim] float32.
 
     Returns:
-        Outputs [sequences, heads, value_dim] float32, and the new states.
+        Outputs [sequences, heads, value_dim] float32, and the states after these tokens.
     """
     states = states * log_decay.exp()[..., None, None]
     if beta is not None:
@@ -51,29 +51,29 @@ def step(
 def scan(
     queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Give one sequence its next tokens; equal to as many calls of `step` up to rounding.
+    """Compute the next tokens of one sequence; equal, up to rounding, to one call of `step` for each token.
 
     Args:
         queries: [tokens, heads, key_dim] float32.
         keys: The same shape.
         values: [tokens, heads, value_dim] float32.
         log_decay: [tokens, heads] float32, at most 0.
-        beta: [tokens, heads] float32 of the delta rule; None: without it.
+        beta: [tokens, heads] float32; None: without the delta rule.
         state: [heads, key_dim, value_dim] float32.
 
     Returns:
-        Outputs [tokens, heads, value_dim] float32, and the new state.
+        Outputs [tokens, heads, value_dim] float32, and the state after the last token.
     """
     num_tokens = queries.shape[0]
     queries, keys, values = (_in_pieces(each) for each in (queries, keys, values))
     total_decay = _in_pieces(log_decay.unsqueeze(-1)).squeeze(-1).cumsum(-1)
-    # Of the decay between two tokens of a piece; the later one is the row.
+    # Decay between any two tokens of a piece; rows are the later tokens.
     between = (total_decay.unsqueeze(-1) - total_decay.unsqueeze(-2)).tril().exp().tril()
     since_begin, until_end = total_decay.exp().unsqueeze(-1), (total_decay[..., -1:] - total_decay).exp()
     within = (queries @ keys.mT) * between
     read_before = None
     if beta is not None:
-        # Every token subtracts what those before it in the piece have written, which is a triangular system.
+        # Each written value depends on those of earlier tokens of the piece: a triangular system.
         weights = _in_pieces(beta.unsqueeze(-1))
         weighed = keys * weights
         system = (weighed @ keys.mT) * between
@@ -93,6 +93,6 @@ def scan(
 
 
 def _in_pieces(x: Tensor) -> Tensor:
-    """[tokens, heads, width] as [pieces, heads, PIECE, width], filled up with zeros."""
+    """Return [tokens, heads, width] as [pieces, heads, PIECE, width], padded with zeros."""
     padded = F.pad(x, (0, 0, 0, 0, 0, -len(x) % PIECE))
     return padded.unflatten(0, (-1, PIECE)).transpose(1, 2)

@@ -1,8 +1,9 @@
-"""The recurrent layers in torch's operators: from a layer's product to what its output projection takes.
+"""Recurrent layers in torch's operators, between a layer's input projection and its output projection.
 
-A sequence's state has two parts: the inputs of the convolution's last tokens [columns, conv_width - 1], and
-the state of linear attention, `RecurrentConfig.state_shape` in float32, or an empty tensor without. `scan` gives
-one sequence its next tokens, `step` gives each of many sequences its next one.
+A sequence's state has two parts: the convolution's inputs of the last tokens, [columns, conv_width - 1] in the
+model's dtype, and the state of linear attention, `RecurrentConfig.state_shape` in float32, or an empty tensor in
+layers without linear attention. `scan` computes the next tokens of one sequence, `step` the next token of each of
+many sequences.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from inflight.engine.recurrent import linear_attention
 from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, RecurrentWeights, total_size
 
 State = tuple[Tensor, Tensor]
-"""The convolution's, and that of linear attention."""
+"""The state of the convolution, and the state of linear attention."""
 
 Heads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""Queries, keys and values, the logarithm of the decay, and beta, as `linear_attention.step` takes them."""
+"""Queries, keys, values, logarithm of the decay, and beta: arguments of `linear_attention.step`."""
 
 _L2_EPS = 1e-6
 
 
 class Mixer:
-    """A recurrent layer of one kind; subclasses say which columns are what.
+    """A recurrent layer without its projections; subclasses define the columns of the input projection.
 
     Args:
-        weights: The layer's.
-        activation: Of the convolution, float32 to float32.
+        weights: The layer's weights.
+        activation: Activation after the convolution, if the layer has one.
     """
 
     def __init__(self, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]) -> None:
@@ -38,14 +39,14 @@ class Mixer:
         self._activation = activation
 
     def scan(self, projected: Tensor, state: State) -> tuple[Tensor, State]:
-        """Give one sequence its next tokens.
+        """Compute the next tokens of one sequence.
 
         Args:
-            projected: The product's rows [tokens, columns of `sections`].
-            state: Before the first of them.
+            projected: Output of the input projection, [tokens, columns of `sections`].
+            state: State before the first of these tokens.
 
         Returns:
-            What the output projection takes [tokens, output_width], and the state after the last token.
+            Input of the output projection, [tokens, output_width], and the state after the last token.
         """
         inputs = self._conv_inputs(projected)
         known = torch.cat((state[0], inputs.T), dim=1)
@@ -61,7 +62,7 @@ class Mixer:
         return output, (known[:, len(inputs) :].clone(), new_state)
 
     def step(self, projected: Tensor, states: State) -> tuple[Tensor, State]:
-        """Give each sequence its next token: rows [sequences, …], states [sequences, …]."""
+        """Compute the next token of each sequence: rows [sequences, …] and states [sequences, …], as in `scan`."""
         inputs = self._conv_inputs(projected)
         known = torch.cat((states[0], inputs.unsqueeze(2)), dim=2)
         convolved = (known.float() * self._weights.conv).sum(2)
@@ -73,7 +74,7 @@ class Mixer:
         return output, (known[:, :, 1:], new_states)
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
-        """The convolution's inputs [rows, columns]."""
+        """Return the inputs of the convolution, [rows, columns]."""
         raise NotImplementedError
 
     def _read(
@@ -83,12 +84,15 @@ class Mixer:
         state: Tensor,
         attend: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """The output of rows, and the new state of linear attention."""
+        """Return the input of the output projection, and the new state of linear attention.
+
+        `attend` is `linear_attention.scan` or `linear_attention.step`.
+        """
         raise NotImplementedError
 
 
 class GatedDeltaMixer(Mixer):
-    """Gated DeltaNet."""
+    """A layer of gated DeltaNet, without its projections."""
 
     def __init__(
         self, config: GatedDelta, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
@@ -124,7 +128,7 @@ class GatedDeltaMixer(Mixer):
         return gated.flatten(1).to(projected.dtype), new_state
 
     def _normalize(self, x: Tensor) -> Tensor:
-        """Heads of queries or keys of length 1, one for each value head."""
+        """Return queries or keys normalized to length 1, repeated for each value head."""
         config = self._config
         heads = x.unflatten(1, (config.num_key_heads, config.key_dim))
         heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _L2_EPS)
@@ -132,7 +136,7 @@ class GatedDeltaMixer(Mixer):
 
 
 class Mamba2Mixer(Mixer):
-    """Mamba-2."""
+    """A layer of Mamba-2, without its projections."""
 
     def __init__(
         self, config: Mamba2, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
@@ -177,13 +181,14 @@ class Mamba2Mixer(Mixer):
         return (weights.norm * normed.to(projected.dtype)).to(projected.dtype), new_state
 
     def _by_head(self, x: Tensor) -> Tensor:
+        """Return queries or keys repeated for each head of their group, [rows, heads, state_dim]."""
         config = self._config
         groups = x.unflatten(1, (config.num_groups, config.state_dim))
         return groups.repeat_interleave(config.num_heads // config.num_groups, dim=1)
 
 
 class ShortConvMixer(Mixer):
-    """A gated short convolution."""
+    """A gated short convolution (LFM2), without its projections."""
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         gates, _, inputs = projected.chunk(3, dim=1)
@@ -202,7 +207,7 @@ class ShortConvMixer(Mixer):
 def make_mixer(
     config: RecurrentConfig, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
 ) -> Mixer:
-    """The mixer of a layer; `activation` is that of the convolution, which `ShortConv` has none of."""
+    """Return the mixer of a layer; `activation` follows the convolution, except in `ShortConv`."""
     if isinstance(config, GatedDelta):
         return GatedDeltaMixer(config, weights, activation)
     if isinstance(config, Mamba2):
@@ -211,7 +216,7 @@ def make_mixer(
 
 
 def empty_state(config: RecurrentConfig, dtype: torch.dtype, device: torch.device, *leading: int) -> State:
-    """States before any token, zero; `leading` dimensions come first."""
+    """Return states before the first token, which are zero, with the additional dimensions `leading` in front."""
     conv = torch.zeros(
         (*leading, total_size(config.conv_sections), config.conv_width - 1), dtype=dtype, device=device
     )

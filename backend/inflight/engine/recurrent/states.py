@@ -1,8 +1,8 @@
-"""The recurrent states of every slot, and their snapshots, on the device.
+"""The recurrent states of all slots, and their snapshots, on the device.
 
-One row of memory for each slot, then one that no sequence has, then one for each snapshot. A chunk is computed in
-segments, which end where a state is to be saved. Its drafts are computed from the state before them, which stays:
-their rows are kept, and the accepted ones are given to the state once they are known. Loop thread.
+The memory has one entry for each slot, then an unused one, then one for each snapshot. A chunk is computed in
+segments that end where a state is saved. Draft tokens do not change the slot's state: their rows are kept, and
+`accept` applies the accepted ones. Only the loop thread calls it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Segment:
     Attributes:
         slot: The slot.
         begin: The first row.
-        end: The row behind the last.
-        snapshot: Where the state after the last row is saved; -1: nowhere.
-        is_draft: Whether these are draft tokens, which leave the slot's state as it is.
+        end: The row after the last one.
+        snapshot: Index, in the memory, of the snapshot that the state after the last row is saved in; -1: it is
+            not saved.
+        is_draft: Whether these are draft tokens, which do not change the slot's state.
     """
 
     slot: int
@@ -44,14 +45,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StatePlan:
-    """The rows of a packed batch, by the state that they belong to.
+    """The rows of a packed batch, grouped by the states that they use.
 
     Attributes:
         segments: The rows of chunks.
         generation_begin: The first generation row.
-        generation_slots: [generation rows] int64 on the device.
+        generation_slots: Slots of the generation rows, [generation rows] int64 on the device.
         saved_slots, snapshots: [saves] int64 on the device: slots whose states are saved after their generation
-            row, and the rows of memory to save them in.
+            row, and the indices, in the memory, of the snapshots.
     """
 
     segments: tuple[Segment, ...]
@@ -62,15 +63,15 @@ class StatePlan:
 
 
 class RecurrentStates:
-    """The states of some layers of a model.
+    """The states of a rank's recurrent layers: allocates them and computes the layers' rows.
 
     Args:
-        config: What a layer's state is.
-        num_layers: Recurrent layers of this rank.
-        num_slots: Slots.
-        num_snapshots: Snapshots.
-        dtype: Of activations.
-        device: Where the memory is.
+        config: Configuration of this rank's part of a layer.
+        num_layers: Number of recurrent layers of this rank.
+        num_slots: Number of slots.
+        num_snapshots: Number of snapshots.
+        dtype: Dtype of activations.
+        device: Device of the memory.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class RecurrentStates:
         self._first_snapshot = num_slots + 1
         self._device = device
         self._plan: StatePlan | None = None
-        self._drafts: dict[int, dict[int, tuple[Mixer, Tensor]]] = {}  # by slot and layer
+        self._drafts: dict[int, dict[int, tuple[Mixer, Tensor]]] = {}  # rows of drafts, by slot and layer
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Begin the states of slots that start, and move those of beams."""
+        """Set the states of started slots, and apply the moves of beams."""
         for start in batch.starts:
             self._drafts.pop(start.slot, None)
         if batch.starts:
@@ -105,7 +106,7 @@ class RecurrentStates:
         self._copy([(move.slot, move.parent_slot) for move in batch.moves])
 
     def begin(self, batch: ScheduledBatch, packed: PackedBatch) -> None:
-        """Get ready to `run` the rows of a batch, as `pack` has laid them out."""
+        """Prepare to `run` the layers on the rows of a batch, as packed by `pack`."""
         self._plan = self._divide(batch, packed)
 
     def _divide(self, batch: ScheduledBatch, packed: PackedBatch) -> StatePlan:
@@ -128,7 +129,7 @@ class RecurrentStates:
         )
 
     def _segments(self, chunk: ContextChunk, begin: int, saves: Collection[StateSave]) -> list[Segment]:
-        """A chunk whose first row is `begin`, cut behind each token after which its state is saved."""
+        """Return the segments of a chunk whose first row is `begin`."""
         segments: list[Segment] = []
         certain = begin + len(chunk.token_ids) - chunk.num_draft_tokens
         for save in sorted(saves, key=lambda save: save.num_tokens):
@@ -143,15 +144,15 @@ class RecurrentStates:
         return segments
 
     def run(self, layer: int, mixer: Mixer, projected: Tensor) -> Tensor:
-        """Compute a layer's rows, and move its states on.
+        """Compute a layer's rows and update its states.
 
         Args:
-            layer: Which of the recurrent layers.
+            layer: Index among the recurrent layers of this rank.
             mixer: The layer.
-            projected: The rows of its product [rows, columns of `sections`].
+            projected: Output of its input projection, [rows, columns of `sections`].
 
         Returns:
-            What the layer's output projection takes, [rows, output_width].
+            Input of the layer's output projection, [rows, output_width].
         """
         plan = self._plan
         assert plan is not None, "begin comes before run"
@@ -179,7 +180,7 @@ class RecurrentStates:
         return computed
 
     def accept(self, batch: ScheduledBatch, output: ModelOutput, only: Collection[int] | None = None) -> None:
-        """Give accepted drafts to the states; with `only`, of these slots."""
+        """Apply accepted drafts to the states; with `only`, just those of these slots."""
         if not self._drafts:
             return
         for slot, token_ids in zip(batch.sampled_slots(), output.token_ids, strict=True):
@@ -204,7 +205,7 @@ class RecurrentStates:
             part[layer, row] = value
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy to each first row what its second row holds; all are read before any is written."""
+        """Copy states by (target, source) indices in the memory, all of them simultaneously."""
         if not pairs:
             return
         targets, sources = self._upload(pairs).unbind(1)
@@ -216,7 +217,7 @@ class RecurrentStates:
 
 
 def _advance(mixer: Mixer, rows: Tensor, state: State) -> tuple[Tensor, State]:
-    """Give one sequence its next tokens, one of which costs less as a step."""
+    """Compute the next tokens of one sequence; a single token by `step`, which is faster."""
     if len(rows) > 1:
         return mixer.scan(rows, state)
     computed, (conv, states) = mixer.step(rows, (state[0].unsqueeze(0), state[1].unsqueeze(0)))
@@ -224,6 +225,6 @@ def _advance(mixer: Mixer, rows: Tensor, state: State) -> tuple[Tensor, State]:
 
 
 def state_bytes(config: RecurrentConfig, num_layers: int, dtype: torch.dtype) -> int:
-    """Bytes of one slot's or snapshot's state."""
+    """Return the bytes of one slot's or snapshot's state over all layers."""
     parts = empty_state(config, dtype, torch.device("meta"), num_layers)
     return sum(part.numel() * part.element_size() for part in parts)

@@ -78,7 +78,7 @@ class RowCache:
 
     @property
     def states(self) -> None:
-        """None: plans have no recurrent states."""
+        """Always None, because plans do not support recurrent layers."""
         return
 
     @property
