@@ -136,7 +136,7 @@ class ConfigFile:
         return value
 
     def with_values(self, values: Mapping[str, Any]) -> ConfigFile:
-        """The same file with other values of some keys; what is read of it counts as read here, too."""
+        """Return the file with other values for some keys. Keys read from the copy count as read in both."""
         changed = ConfigFile(self.path, {**self.values, **values}, self._section)
         changed._read = self._read
         return changed

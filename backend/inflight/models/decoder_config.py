@@ -332,12 +332,12 @@ class DecoderConfig:
         return self.experts is not None and self.experts.layers[layer]
 
     def is_recurrent(self, layer: int) -> bool:
-        """Whether a layer has a recurrent state in the place of attention."""
+        """Return whether a layer is recurrent, that is, has no attention."""
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
     @property
     def num_cached_layers(self) -> int:
-        """Layers with attention, whose keys and values are cached."""
+        """Number of layers with attention, whose keys and values are cached."""
         return self.num_layers - sum(self.recurrent_layers)
 
     @property

@@ -109,8 +109,7 @@ class Layer(Generic[LinearT]):
         down: [hidden_size, intermediate_size]; None if there is no MLP.
         latent: Weights of latent attention; None for other attention.
         sinks: The learned score of each query head, [num_heads]; None if there are none.
-        recurrent: The weights between the product and the output projection of a recurrent layer; None in one with
-            attention.
+        recurrent: Weights of a recurrent layer besides its projections; None in a layer with attention.
     """
 
     attention_norm: Norm | None

@@ -1,7 +1,8 @@
-"""The layers that remember a sequence as a state of fixed size: their shapes, and their weights.
+"""Configurations and weights of recurrent layers, which keep a state of fixed size for each sequence.
 
-Each is a product of the hidden states, a causal convolution over the last few tokens, linear attention with decay
-(`engine/recurrent/linear_attention.py`) for all but `ShortConv`, and the layer's output projection.
+Each layer is an input projection of the hidden states, a causal convolution over the last few tokens, linear
+attention with decay (`engine/recurrent/linear_attention.py`; not in `ShortConv`), and an output projection. The
+outputs of the input projection are divided into sections.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Consecutive columns of a product: `count` heads, or groups of heads, of `width` columns each."""
+    """Consecutive columns of an input projection: `count` heads, or groups of heads, of `width` columns each."""
 
     count: int
     width: int
@@ -26,17 +27,18 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo Hybrid): linear attention by the delta rule with decay.
+    """Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo Hybrid): linear attention with decay and the delta rule.
 
     Attributes:
-        num_key_heads: Heads of queries and of keys; `num_value_heads / num_key_heads` value heads share each.
-        num_value_heads: Heads of values, gates and states.
+        num_key_heads: Number of query heads and of key heads; each is shared by `num_value_heads / num_key_heads`
+            value heads.
+        num_value_heads: Number of heads of values, gates and states.
         key_dim: Width of a query or key.
         value_dim: Width of a value.
-        conv_width: Tokens of the convolution, the present one included.
-        norm_eps: Of the norm of each head's output.
+        conv_width: Number of tokens of the convolution, the present one included.
+        norm_eps: Added to the variance in the norm over each head's output.
         has_conv_bias: Whether the convolution has biases.
-        has_bias: Whether the product and the output projection have biases.
+        has_bias: Whether the input and output projections have biases.
     """
 
     num_key_heads: int
@@ -50,7 +52,7 @@ class GatedDelta:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The product's columns: queries, keys, values, gates, beta and step sizes."""
+        """Columns of the input projection: queries, keys, values, gates, beta and step sizes."""
         keys, values = (
             Section(self.num_key_heads, self.key_dim),
             Section(self.num_value_heads, self.value_dim),
@@ -59,31 +61,31 @@ class GatedDelta:
 
     @property
     def conv_sections(self) -> tuple[Section, ...]:
-        """The columns that the convolution runs over: queries, keys and values."""
+        """Sections that are inputs of the convolution: queries, keys and values."""
         return self.sections[:3]
 
     @property
     def output_width(self) -> int:
-        """Columns that the output projection takes."""
+        """Number of columns of the output projection's input."""
         return self.num_value_heads * self.value_dim
 
     @property
     def num_heads(self) -> int:
-        """Heads that have a state."""
+        """Number of heads of the state."""
         return self.num_value_heads
 
     @property
     def norm_sections(self) -> tuple[Section, ...]:
-        """The weights of the norm, which all heads share."""
+        """Weights of the norm, shared by all heads."""
         return (Section(1, self.value_dim),)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """A state: value heads, key_dim, value_dim."""
+        """Shape of the state of linear attention: value heads, key_dim, value_dim."""
         return (self.num_value_heads, self.key_dim, self.value_dim)
 
     def divided(self, size: int) -> GatedDelta:
-        """The layer as one of `size` ranks computes it; ValueError, with the reason, if it cannot be divided."""
+        """Return the part of one of `size` ranks; raise ValueError with the reason if it cannot be divided."""
         if self.num_key_heads % size:
             raise ValueError(f"{self.num_key_heads} key heads of gated DeltaNet")
         return replace(
@@ -96,15 +98,15 @@ class Mamba2:
     """Mamba-2 (Granite 4-H, Nemotron-H, Falcon-H1): linear attention with a decay that depends on the step size.
 
     Attributes:
-        num_heads: Heads of values and states.
+        num_heads: Number of heads of values and states.
         head_dim: Width of a value.
         state_dim: Width of a query or key.
-        num_groups: Groups of heads that share a query and a key; also the groups of the norm.
-        conv_width: Tokens of the convolution, the present one included.
-        norm_eps: Of the norm of the gated output, over each group.
-        step_limit: Least and largest step size.
+        num_groups: Number of groups of heads; the heads of a group share a query, a key and a norm.
+        conv_width: Number of tokens of the convolution, the present one included.
+        norm_eps: Added to the variance in the norm over each group of the gated output.
+        step_limit: Minimum and maximum step size.
         has_conv_bias: Whether the convolution has biases.
-        has_bias: Whether the product and the output projection have biases.
+        has_bias: Whether the input and output projections have biases.
     """
 
     num_heads: int
@@ -119,32 +121,32 @@ class Mamba2:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The product's columns: gates, values, keys (B), queries (C) and step sizes."""
+        """Columns of the input projection: gates, values, keys (B), queries (C) and step sizes."""
         values, keys = Section(self.num_heads, self.head_dim), Section(self.num_groups, self.state_dim)
         return values, values, keys, keys, Section(self.num_heads, 1)
 
     @property
     def conv_sections(self) -> tuple[Section, ...]:
-        """The columns that the convolution runs over: values, keys and queries."""
+        """Sections that are inputs of the convolution: values, keys and queries."""
         return self.sections[1:4]
 
     @property
     def output_width(self) -> int:
-        """Columns that the output projection takes."""
+        """Number of columns of the output projection's input."""
         return self.num_heads * self.head_dim
 
     @property
     def norm_sections(self) -> tuple[Section, ...]:
-        """The weights of the norm."""
+        """Weights of the norm."""
         return (Section(self.num_heads, self.head_dim),)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """A state: heads, state_dim, head_dim."""
+        """Shape of the state of linear attention: heads, state_dim, head_dim."""
         return (self.num_heads, self.state_dim, self.head_dim)
 
     def divided(self, size: int) -> Mamba2:
-        """The layer as one of `size` ranks computes it; ValueError, with the reason, if it cannot be divided."""
+        """Return the part of one of `size` ranks; raise ValueError with the reason if it cannot be divided."""
         if self.num_groups % size:
             raise ValueError(f"{self.num_groups} groups of Mamba-2's heads")
         return replace(self, num_heads=self.num_heads // size, num_groups=self.num_groups // size)
@@ -152,13 +154,13 @@ class Mamba2:
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """A gated short convolution (LFM2): no state but the last tokens of the convolution.
+    """A gated short convolution (LFM2), whose only state is the convolution's inputs of the last tokens.
 
     Attributes:
-        width: Columns of the input, of its gates and of those of the output.
-        conv_width: Tokens of the convolution, the present one included.
+        width: Number of columns of the input, and of the gates of input and output.
+        conv_width: Number of tokens of the convolution, the present one included.
         has_conv_bias: Whether the convolution has biases.
-        has_bias: Whether the product and the output projection have biases.
+        has_bias: Whether the input and output projections have biases.
     """
 
     width: int
@@ -168,36 +170,36 @@ class ShortConv:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The product's columns: gates of the input, gates of the output, and the input."""
+        """Columns of the input projection: gates of the input, gates of the output, and the input."""
         return (Section(self.width, 1),) * 3
 
     @property
     def conv_sections(self) -> tuple[Section, ...]:
-        """The columns that the convolution runs over."""
+        """Section with the shape of the convolution's input, the gated input."""
         return self.sections[:1]
 
     @property
     def output_width(self) -> int:
-        """Columns that the output projection takes."""
+        """Number of columns of the output projection's input."""
         return self.width
 
     @property
     def num_heads(self) -> int:
-        """Heads that have a state: none."""
+        """Number of heads of the state of linear attention, which this layer does not have: 0."""
         return 0
 
     @property
     def norm_sections(self) -> tuple[Section, ...]:
-        """The weights of a norm: none."""
+        """Weights of the norm, which this layer does not have."""
         return ()
 
     @property
     def state_shape(self) -> None:
-        """No state beside that of the convolution."""
+        """Always None: there is no state of linear attention."""
         return
 
     def divided(self, size: int) -> ShortConv:
-        """The layer as one of `size` ranks computes it; ValueError, with the reason, if it cannot be divided."""
+        """Return the part of one of `size` ranks; raise ValueError with the reason if it cannot be divided."""
         if self.width % size:
             raise ValueError(f"{self.width} columns of the convolution")
         return replace(self, width=self.width // size)
@@ -207,21 +209,22 @@ RecurrentConfig = GatedDelta | Mamba2 | ShortConv
 
 
 def total_size(sections: tuple[Section, ...]) -> int:
-    """Columns of several sections."""
+    """Return the number of columns of several sections."""
     return sum(section.size for section in sections)
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
-    """The weights of a recurrent layer between its product and its output projection.
+    """Weights of a recurrent layer besides its input projection and output projection.
 
     Attributes:
-        conv: The convolution [columns, conv_width] float32, the last tap that of the present token.
-        conv_bias: [columns] float32; None: it has none.
-        decay: [heads] float32, at most 0: multiplies the step size, which gives the logarithm of the decay.
-        step_bias: [heads] float32: added before the softplus that makes the step size.
-        skip: [heads] float32: how much of a value goes to the output by itself; None: nothing.
-        norm: The norm of the output, as wide as `norm_sections`; None: there is none.
+        conv: Weights of the convolution, [columns, conv_width] float32; the last one is for the present token.
+        conv_bias: Biases of the convolution, [columns] float32; None: there are none.
+        decay: [heads] float32, at most 0; times the step size it is the logarithm of the decay. None in
+            `ShortConv`.
+        step_bias: [heads] float32, added before the softplus that gives the step size; None in `ShortConv`.
+        skip: [heads] float32, factor of the values that are added to the output; None: there is none.
+        norm: Weights of the norm on the output, [columns of `norm_sections`]; None: there is none.
     """
 
     conv: Tensor

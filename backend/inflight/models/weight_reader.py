@@ -104,6 +104,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         )
 
     def _recurrent(self, sources: RecurrentSources) -> RecurrentWeights:
+        """Read a recurrent layer's weights; the stored tensor of `decay` is log(-decay)."""
         decay = self._vector(sources.decay)
         return RecurrentWeights(
             conv=self._tensor(sources.conv),

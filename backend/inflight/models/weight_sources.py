@@ -132,7 +132,7 @@ class ExpertSources:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSources:
-    """`RecurrentWeights`; `decay` is stored as the logarithm of minus it."""
+    """Stored weights of a recurrent layer besides its projections; `decay` is stored as log(-decay)."""
 
     conv: TensorSource
     conv_bias: TensorSource | None
@@ -285,7 +285,7 @@ class _Finder:
         return self._row_parallel(prefix + self._names.attention.output, columns, own, decoder.output_bias)
 
     def _gated_qkv(self, prefix: str, modules: tuple[str, ...]) -> LinearSource:
-        """Queries, keys, values and gates; a head's query and gate are behind each other in the checkpoint."""
+        """Return queries, keys, values and gates; in the checkpoint a head's gate follows its query."""
         decoder, shard = self._decoder, self._part.shard
         size, (first, last) = decoder.head_dim, shard.split(decoder.num_heads)
         queries, gates = (
@@ -302,9 +302,10 @@ class _Finder:
         )
         return self._linear(parts, decoder.hidden_size, (0, decoder.hidden_size), decoder.qkv_bias)
 
-    # ------------------------------------------------------------------ layers with recurrent state
+    # ------------------------------------------------------------------ recurrent layers
 
     def _recurrent_product(self, prefix: str, names: RecurrentNames, config: RecurrentConfig) -> LinearSource:
+        """Return this shard's rows of a recurrent layer's input projection."""
         sections, parts = list(config.sections), list[StoredRows]()
         for module, count in names.product:
             ranges = self._by_key_head if names.by_key_head else self._in_sections
@@ -314,7 +315,7 @@ class _Finder:
         return self._linear(tuple(parts), hidden, (0, hidden), config.has_bias)
 
     def _in_sections(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
-        """This shard's rows of sections that are behind each other."""
+        """Return this shard's rows of sections that are stored one after the other."""
         begins = accumulate((section.size for section in sections), initial=0)
         owns = (self._part.shard.split(section.count) for section in sections)
         return tuple(
@@ -323,7 +324,7 @@ class _Finder:
         )
 
     def _by_key_head(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
-        """This shard's rows of sections, section by section, that are stored one key head after the other."""
+        """Return this shard's rows, section by section, of sections that are stored by key head."""
         recurrent = self._decoder.recurrent
         assert isinstance(recurrent, GatedDelta), "others have no key heads"
         widths = [section.size // recurrent.num_key_heads for section in sections]
@@ -341,7 +342,7 @@ class _Finder:
         return self._row_parallel(prefix + names.output, config.output_width, own, config.has_bias)
 
     def _recurrent(self, prefix: str) -> RecurrentSources:
-        """The weights of a recurrent layer between product and output; float32 but for the norm."""
+        """Return the weights of a recurrent layer besides its projections, in float32 except for the norm."""
         names, config = self._names.recurrent, self._decoder.recurrent
         assert names is not None and config is not None, "the layer is recurrent"
         columns = self._in_sections(config.conv_sections)
@@ -367,7 +368,7 @@ class _Finder:
         )
 
     def _norm_rows(self, config: RecurrentConfig) -> tuple[Range, ...]:
-        """This shard's weights of the norm; all of one that the heads share."""
+        """Return this shard's weights of the norm; all of them if the heads share the norm."""
         sections = config.norm_sections
         if all(section.count == 1 for section in sections):
             return tuple((0, section.size) for section in sections)

@@ -151,17 +151,18 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentNames:
-    """The modules of a layer with recurrent state, below the layer.
+    """Names of a recurrent layer's modules, below the layer.
 
     Attributes:
-        product: The modules of the product, and how many of `RecurrentConfig.sections` each has, in their order.
+        product: Modules of the input projection, each with its number of `RecurrentConfig.sections`, in order.
         conv: The convolution.
         output: Output projection.
-        decay: The logarithm of minus the decay, by the tensor's whole name, like the next two; "" for none.
-        step_bias: Added to step sizes; "" if there is none.
-        skip: The part of values that goes to the output; "" if there is none.
-        norm: Norm of the output; "" if there is none.
-        by_key_head: A module of the product has one key head's rows of all its sections, then the next head's.
+        decay: Whole name of the tensor with the logarithm of the negated decay; "" if there is none.
+        step_bias: Whole name of the bias of step sizes; "" if there is none.
+        skip: Whole name of the factor of values that are added to the output; "" if there is none.
+        norm: Norm on the output; "" if there is none.
+        by_key_head: Whether a module of the input projection has all sections of one key head, then those of the
+            next head.
     """
 
     product: tuple[tuple[str, int], ...]

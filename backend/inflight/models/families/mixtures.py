@@ -68,6 +68,7 @@ def _read_mixtral(config: ConfigFile) -> DecoderConfig:
 def read_qwen_experts(
     config: ConfigFile, default_count: int, default_per_token: int, default_width: int
 ) -> ExpertsConfig:
+    """Return the experts of a config with Qwen's keys, without the shared MLP; `default_*`: for absent keys."""
     num_layers = config.positive_int("num_hidden_layers")
     step = config.int_or_none("decoder_sparse_step") or 1
     plain = config.value("mlp_only_layers") or []

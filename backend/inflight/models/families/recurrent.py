@@ -20,15 +20,16 @@ from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, NORMED_
 from inflight.models.families.mixtures import QWEN_EXPERT_NAMES, read_qwen_experts
 from inflight.models.recurrent import GatedDelta, Mamba2, ShortConv
 
-_FULL_ATTENTION_INTERVAL = 4  # where the key is absent, like those that follow
+# Values of Qwen's keys `full_attention_interval`, `partial_rotary_factor` and `head_dim` if they are absent.
+_FULL_ATTENTION_INTERVAL = 4
 _QWEN_PART = 0.25
 _QWEN_HEAD_DIM = 256
-_INFINITE = {"__float__": "Infinity"}
+_INFINITE = {"__float__": "Infinity"}  # as transformers writes an infinite number
 _ATTENTION = ("full_attention", "attention")
 
 
 def _read_recurrent_layers(config: ConfigFile, *names: str, key: str = "layer_types") -> tuple[bool, ...]:
-    """Whether each layer is recurrent: is not full_attention or attention, but one of `names`."""
+    """Return whether each layer is recurrent: one of `names`, instead of full_attention or attention."""
     num_layers, types = config.positive_int("num_hidden_layers"), config.texts(key)
     if len(types) != num_layers or set(types) - {*names, *_ATTENTION}:
         kinds = ", ".join((*_ATTENTION, *names))
@@ -40,7 +41,7 @@ def _read_recurrent_layers(config: ConfigFile, *names: str, key: str = "layer_ty
 
 
 def _read_qwen_delta(config: ConfigFile) -> DecoderConfig:
-    """Gated DeltaNet in three of four layers, and attention with a gate and part of the head rotated."""
+    """Read the config of Qwen3.5: gated DeltaNet in most layers, and attention with gates and partial rotation."""
     num_layers = config.positive_int("num_hidden_layers")
     interval = config.int_or_none("full_attention_interval") or _FULL_ATTENTION_INTERVAL
     if config.has("layer_types"):
@@ -78,13 +79,13 @@ def _read_qwen_delta(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_qwen3_next(config: ConfigFile) -> DecoderConfig:
-    """Qwen3-Next: with experts, and an MLP beside them for all tokens."""
+    """Read the config of Qwen3-Next: Qwen3.5 with experts in some layers, and in these a shared MLP."""
     experts = read_qwen_experts(config, default_count=512, default_per_token=10, default_width=512)
     return _with_shared_expert(config, replace(experts, is_normalized=config.boolean("norm_topk_prob", True)))
 
 
 def _read_qwen3_5_moe(config: ConfigFile) -> DecoderConfig:
-    """Qwen3.5's mixtures: likewise, in every layer."""
+    """Read the config of Qwen3.5-MoE: Qwen3.5 with experts and a shared MLP in every layer."""
     experts = ExpertsConfig(
         count=config.int_or_none("num_experts") or 256,
         num_per_token=config.int_or_none("num_experts_per_tok") or 8,
@@ -96,8 +97,9 @@ def _read_qwen3_5_moe(config: ConfigFile) -> DecoderConfig:
 
 
 def _with_shared_expert(config: ConfigFile, experts: ExpertsConfig) -> DecoderConfig:
+    """Read the config of Qwen3.5 or Qwen3-Next with these experts and a shared MLP."""
     shared = config.int_or_none("shared_expert_intermediate_size") or 512
-    if not config.has("intermediate_size"):  # every layer has experts
+    if not config.has("intermediate_size"):  # such models have experts in every layer
         config = config.with_values({"intermediate_size": shared})
     decoder = _read_qwen_delta(config)
     return replace(decoder, experts=replace(experts, shared_intermediate_size=shared, has_shared_gate=True))
@@ -132,7 +134,10 @@ _QWEN3_NEXT_NAMES = replace(
 
 
 def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
-    """Mamba-2 in most layers, Granite's four scales, experts in some sizes, and an MLP for all tokens."""
+    """Read the config of a Granite 4 hybrid: Mamba-2 in most layers, Granite's four scales, and a shared MLP.
+
+    Some models also have experts in every layer.
+    """
     hidden = config.positive_int("hidden_size")
     num_heads = config.int_or_none("mamba_n_heads") or 128
     width = hidden * (config.int_or_none("mamba_expand") or 2)
@@ -142,7 +147,7 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
         raise config.error(
             "mamba_d_head", f"mamba_expand * hidden_size / mamba_n_heads, {width // num_heads}"
         )
-    config.value("mamba_chunk_size")  # of a way of computing the same
+    config.value("mamba_chunk_size")  # does not change the result
     types = "layers_block_type" if config.has("layers_block_type") else "layer_types"
     norm_eps = config.number_or_none("rms_norm_eps") or 1e-6
     attention_bias = config.boolean("attention_bias", False)
@@ -190,7 +195,7 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_step_limit(config: ConfigFile) -> tuple[float, float]:
-    """The least and the largest step size; transformers writes an infinite one as an object."""
+    """Return the minimum and maximum step size."""
     limit: Any = config.value("time_step_limit")
     if limit is None:
         return 0.0, float("inf")
@@ -229,7 +234,7 @@ _GRANITE_HYBRID_NAMES = replace(
 
 
 def _read_lfm2(config: ConfigFile) -> DecoderConfig:
-    """Gated short convolutions in most layers, and norms over each query and key head."""
+    """Read the config of LFM2: gated short convolutions in most layers, norms over each query and key head."""
     hidden = config.positive_int("hidden_size")
     if config.has("layer_types"):
         recurrent_layers = _read_recurrent_layers(config, "conv")
