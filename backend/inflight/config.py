@@ -289,7 +289,7 @@ class EngineConfig:
     recurrent_state_snapshots: int | None = parameter(
         None,
         integer(0),
-        "saved states of recurrent layers, by which prefixes are reused; twice max_batch_size without one",
+        "recurrent states saved for prefix reuse; twice max_batch_size without one",
     )
     kv_cache_free_gpu_mem_fraction: float = parameter(
         0.9, share(above=True), "share of free GPU memory for the KV cache"
