@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 import tritonclient.grpc.aio as triton
+from numpy.typing import NDArray
 from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
@@ -224,7 +225,7 @@ class KServeEngineClient:
             raise self._error(error) from error
         return config["config"]
 
-    async def _ask_text(self, name: str, array: np.ndarray, output: str) -> str:
+    async def _ask_text(self, name: str, array: NDArray[Any], output: str) -> str:
         """Return the text of the single response to a request with one input tensor."""
         text = ""
         responses = self._responses({name: array}, [output], {STRUCTURED_ERRORS: True})
@@ -255,7 +256,7 @@ class KServeEngineClient:
 
     async def _responses(
         self,
-        inputs: Mapping[str, np.ndarray],
+        inputs: Mapping[str, NDArray[Any]],
         outputs: list[str],
         parameters: Mapping[str, str | bool],
     ) -> AsyncGenerator[tuple[InferResult, bool], None]:
@@ -323,7 +324,7 @@ class _Running:
     """One request in flight, with the sequences that have not ended, so that each ends exactly once."""
 
     def __init__(
-        self, request: Request, inputs: Mapping[str, np.ndarray], on_response: SendResponseCallback
+        self, request: Request, inputs: Mapping[str, NDArray[Any]], on_response: SendResponseCallback
     ) -> None:
         self.request = request
         self.inputs = inputs
@@ -385,11 +386,11 @@ def _task_id(command: AdapterCommand) -> dict[str, int]:
     return {} if command.task_id is None else {"task_id": command.task_id}
 
 
-def _as_text(text: str) -> np.ndarray:
+def _as_text(text: str) -> NDArray[Any]:
     return np.array([[text.encode()]], np.object_)
 
 
-def _input(name: str, array: np.ndarray) -> InferInput:
+def _input(name: str, array: NDArray[Any]) -> InferInput:
     tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
     tensor.set_data_from_numpy(array)
     return tensor
