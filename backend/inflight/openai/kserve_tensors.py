@@ -244,10 +244,11 @@ def _or_open(value: int | None) -> int:
 
 def _array(name: str, value: Any) -> NDArray[Any]:
     """Return a value as its tensor, with batch dimension: [1, 1], [1, n], or [1, 2, n] for words."""
-    dtype = NUMPY_TYPES[INPUTS[name].dtype]
+    spec = INPUTS[name]
+    dtype = NUMPY_TYPES[spec.dtype]
     if name.endswith("words_list"):
         return pack_words(value)[np.newaxis].astype(dtype)
-    values = value if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) else [value]
+    values = [value] if spec.scalar else value
     if dtype is np.object_:
         return np.array([[text.encode() for text in values]], np.object_)
     return np.asarray(values, dtype)[np.newaxis]
