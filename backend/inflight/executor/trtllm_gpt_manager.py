@@ -349,4 +349,6 @@ def _named_tensors(output: Output) -> Iterator[NamedTensor]:
         array = make_array(spec.name, [output])
         if array is not None:
             whole = array[0] if spec.name in _WITHOUT_BATCH else array
-            yield NamedTensor(torch.from_numpy(np.array(whole, NUMPY_TYPES[spec.dtype])), spec.name)
+            copy = np.array(whole, NUMPY_TYPES[spec.dtype])
+            tensor = torch.from_numpy(copy)  # pyright: ignore[reportUnknownMemberType]  torch declares no array types
+            yield NamedTensor(tensor, spec.name)
